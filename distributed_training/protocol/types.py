@@ -1,0 +1,143 @@
+"""Small typed objects that rooms hand to each other.
+
+Rooms on one floor do not import each other; what travels between them is defined here, on the
+ground floor. Nothing in this module does I/O or imports torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+
+@dataclass(frozen=True, order=True)
+class Revision:
+    """A point of training: ``{run}.{outer_step}.{inner_step}`` (protocol page, section 1).
+
+    The global model is always ``{run}.{E}.0``.
+    """
+
+    run: int
+    outer_step: int
+    inner_step: int
+
+    @property
+    def tag(self) -> str:
+        return f"{self.run}.{self.outer_step}.{self.inner_step}"
+
+    @classmethod
+    def parse(cls, tag: str) -> Revision:
+        """Raises ValueError unless ``tag`` is three non-negative integers joined by dots."""
+        parts = tag.split(".")
+        if len(parts) != 3 or not all(p.isascii() and p.isdigit() for p in parts):
+            raise ValueError(f"revision {tag!r} is not of the form run.outer_step.inner_step")
+        return cls(*(int(p) for p in parts))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one inner step did. A figure that could not be measured is None, never invented."""
+
+    outer_step: int
+    inner_step: int  # after this step: the first step of an epoch reports 1
+    loss: float  # mean cross-entropy in nats over all tokens of the step, all ranks
+    learning_rate: float
+    tokens: int  # over all ranks
+    samples: int  # sequences, over all ranks
+    seconds: float  # wall time of the step, data wait included
+    data_wait_seconds: float
+    micro_batches: int  # per rank
+    grad_norm: float | None = None  # before clipping
+    gpu_memory_gb: float | None = None  # peak allocated since the previous step, GB = 1e9 bytes
+    gpu_utilization: float | None = None  # percent, 0..100
+    mfu: float | None = None  # 0..1
+    skipped: bool = False  # NaN/Inf: the optimizer was not stepped
+    note: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class RoundRequest:
+    """An accepted AllReduce call. ``None`` means: use the configured value."""
+
+    caller: str  # hotkey, ss58; verified by the server
+    received_at: float  # time.time()
+    timeout: timedelta | None = None  # of the whole round
+    min_group_size: int | None = None
+    request_timeout: timedelta | None = None
+    allreduce_timeout: timedelta | None = None
+    next_chunk_timeout: timedelta | None = None
+    min_matchmaking_time: timedelta | None = None
+
+
+class AllReduceFault(enum.Enum):
+    """Why a round failed. One value for each row of the fault tests."""
+
+    NO_GROUP = "no group of the minimum size was found before the deadline"
+    TIMEOUT = "the round passed its deadline"
+    PEER_FAILED = "a peer of the group failed or sent nothing"
+    NOT_FINITE = "the average holds NaN or Inf"
+    OUT_OF_BOUNDS = "the norm of the average is out of proportion to the local pseudo-gradient"
+    SCHEMA = "peers disagree on the tensors"
+    SWARM_DOWN = "the DHT or averager process is not running"
+    CANCELLED = "the round was cancelled"
+    LOCAL = "this miner could not build or apply its pseudo-gradient"
+
+
+class AllReduceError(RuntimeError):
+    """A round that did not succeed. Tensors and weights are as they were before it."""
+
+    def __init__(self, fault: AllReduceFault, detail: str = "") -> None:
+        super().__init__(f"{fault.value}{': ' + detail if detail else ''}")
+        self.fault = fault
+        self.detail = detail
+
+
+@dataclass(frozen=True)
+class AllReduceResult:
+    """A successful average, before it is committed."""
+
+    peers: tuple[str, ...]  # peer ids of the group, ours included
+    failed_peers: tuple[str, ...]  # banned senders or failed parts
+    matchmaking_seconds: float | None
+    transfer_seconds: float | None
+    total_seconds: float
+    average_norm: float | None = None
+    local_norm: float | None = None
+
+    @property
+    def group_size(self) -> int:
+        return len(self.peers)
+
+
+@dataclass(frozen=True)
+class PublicationReport:
+    """How a publication ended or why it did not start."""
+
+    revision: Revision
+    ok: bool
+    seconds: float
+    bytes_sent: int
+    reason: str = ""  # why not, or empty
+    finished_at: float = 0.0  # time.time()
+
+
+@dataclass
+class Progress:
+    """Where training stands. The loop owns the only mutable instance."""
+
+    outer_step: int = 0
+    inner_step: int = 0  # inner steps done in this outer step
+    total_inner_steps: int = 0  # never reset; the schedule counts it
+    blocks: list[int] = field(default_factory=list)  # trained since the last publication
+
+    def revision(self, run: int) -> Revision:
+        return Revision(run, self.outer_step, self.inner_step)
