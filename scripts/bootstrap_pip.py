@@ -1,0 +1,35 @@
+"""Install pip into the running virtual environment without ensurepip.
+
+Debian's python3 lacks ensurepip unless python3-venv is installed. A pip wheel is a zip file that
+Python can run, so the newest one from PyPI installs itself. Used by scripts/setup.sh only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+
+def main() -> int:
+    with urllib.request.urlopen("https://pypi.org/pypi/pip/json", timeout=60) as reply:
+        files = json.load(reply)["urls"]
+    wheel = next(f for f in files if f["packagetype"] == "bdist_wheel")
+    with urllib.request.urlopen(wheel["url"], timeout=120) as reply:
+        content = reply.read()
+    if hashlib.sha256(content).hexdigest() != wheel["digests"]["sha256"]:
+        print("error: the pip wheel is damaged; run again, or: apt install python3-venv")
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / wheel["filename"]
+        path.write_bytes(content)
+        command = [sys.executable, f"{path}/pip", "install", "--quiet", "--no-index", str(path)]
+        return subprocess.run(command, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())
