@@ -27,7 +27,7 @@ lint: setup
 
 # pm2 for the tests that need it, in build/node, not on the machine
 pm2:
-	npm install --silent --no-fund --no-audit --prefix build/node pm2@6
+	npm install --silent --no-fund --no-audit --prefix build/node pm2@7
 
 clean:
 	rm -rf .venv build runs

@@ -1,0 +1,276 @@
+"""What the miner does next, as one pure function.
+
+Rank 0 keeps one :class:`MinerState`. Everything that happens (a call from the validator, the end of
+an average, a change in the global bucket, a signal) is an event in one queue; :func:`transition`
+turns state and event into the next state and the orders that follow. No process, clock or network
+is touched here: events carry the time they happened at.
+
+=================  ==============================================================================
+state              meaning
+=================  ==============================================================================
+TRAINING           inner steps; the global epoch is compared with ours from time to time
+AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step
+AWAITING_GLOBAL    a round ended, well or badly: inner steps go on, and the global epoch is left
+                   alone until the validator has had its time to publish (``reload`` timeout)
+LOADING            the global state is being fetched or loaded; inner steps pause
+STOPPING           the last order was STOP
+=================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distributed_training.protocol.types import AllReduceFault, AllReduceResult, RoundRequest
+
+
+class Mode(enum.Enum):
+    TRAINING = "training"
+    AVERAGING = "averaging"
+    AWAITING_GLOBAL = "awaiting_global"
+    LOADING = "loading"
+    STOPPING = "stopping"
+
+
+class Do(enum.Enum):
+    """Orders. Those above the line reach all ranks, those below concern rank 0 alone."""
+
+    AVERAGE = "write the pseudo-gradient into the swarm's buffers"
+    OUTER_STEP = "prepare the outer step, vote, commit or roll back"
+    LOAD = "load the fetched global state"
+    SNAPSHOT = "write a snapshot and hand it to the publisher"
+    CHECKPOINT = "write a checkpoint"
+    ROLL_BACK = "go back to the last good checkpoint"
+    STOP = "checkpoint and leave the loop"
+    # ----
+    START_AVERAGING = "let the swarm average in its own thread"
+    CANCEL_AVERAGING = "the round is over: free the swarm"
+    PAUSE_UPLOADS = "the round needs the line"
+    RESUME_UPLOADS = "the line is free again"
+    COMPARE_EPOCHS = "read the global epoch soon"
+    FETCH_GLOBAL = "download the global state in the background"
+
+
+COLLECTIVE = frozenset(
+    {Do.AVERAGE, Do.OUTER_STEP, Do.LOAD, Do.SNAPSHOT, Do.CHECKPOINT, Do.ROLL_BACK, Do.STOP}
+)
+
+
+@dataclass(frozen=True)
+class MinerState:
+    """``outer_step`` is the local epoch. Times are ``time.time()`` seconds."""
+
+    mode: Mode
+    outer_step: int
+    round: RoundRequest | None = None
+    global_due: float = 0.0  # when AWAITING_GLOBAL ends
+    fetch_target: int | None = None  # the epoch being fetched
+    exit_status: int = 0
+    stop_reason: str = ""
+
+
+# --- events ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllReduceCalled:
+    request: RoundRequest
+
+
+@dataclass(frozen=True)
+class PseudoGradientWritten:
+    """All ranks wrote their shard of the pseudo-gradient; ``norm`` is global."""
+
+    norm: float
+
+
+@dataclass(frozen=True)
+class AveragingEnded:
+    """``fault`` is None when ``result`` is there."""
+
+    result: AllReduceResult | None
+    fault: AllReduceFault | None = None
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class OuterStepEnded:
+    committed: bool
+    outer_step: int  # after it
+    at: float
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class InnerStepEnded:
+    """``snapshot_due`` and ``checkpoint_due`` are what the schedules say of this step."""
+
+    inner_step: int
+    snapshot_due: bool = False
+    checkpoint_due: bool = False
+    roll_back: bool = False  # three losses in a row were not finite
+
+
+@dataclass(frozen=True)
+class GlobalEpochSeen:
+    outer_step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class GlobalFetched:
+    outer_step: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class GlobalFetchFailed:
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True)
+class LoadEnded:
+    outer_step: int
+
+
+@dataclass(frozen=True)
+class Tick:
+    at: float
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    reason: str
+    exit_status: int = 0
+
+
+Event = (
+    AllReduceCalled
+    | PseudoGradientWritten
+    | AveragingEnded
+    | OuterStepEnded
+    | InnerStepEnded
+    | GlobalEpochSeen
+    | GlobalFetched
+    | GlobalFetchFailed
+    | LoadEnded
+    | Tick
+    | StopRequested
+)
+
+Orders = tuple[Do, ...]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """``reload_seconds``: from an AllReduce call until the validator must have published."""
+
+    reload_seconds: float
+
+
+def trains(mode: Mode) -> bool:
+    """Whether inner steps run in this state."""
+    return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL)
+
+
+def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerState, Orders]:
+    """The next state and the orders that follow from ``event``. Pure.
+
+    An event that has no meaning in a state (an average that ends after it was given up, say)
+    changes nothing.
+    """
+    if state.mode is Mode.STOPPING:
+        return state, ()
+    match event:
+        case StopRequested(reason=reason, exit_status=status):
+            orders: Orders = (Do.STOP,)
+            if state.mode is Mode.AVERAGING:
+                orders = (Do.CANCEL_AVERAGING, Do.STOP)
+            return (
+                replace(
+                    state,
+                    mode=Mode.STOPPING,
+                    round=None,
+                    exit_status=status,
+                    stop_reason=reason,
+                ),
+                orders,
+            )
+        case AllReduceCalled(request=request):
+            if not trains(state.mode):
+                return state, ()
+            return (
+                replace(state, mode=Mode.AVERAGING, round=request),
+                (Do.PAUSE_UPLOADS, Do.AVERAGE),
+            )
+        case PseudoGradientWritten() if state.mode is Mode.AVERAGING:
+            return state, (Do.START_AVERAGING,)
+        case AveragingEnded(result=result) if state.mode is Mode.AVERAGING:
+            if result is not None:
+                return state, (Do.OUTER_STEP,)
+            return _round_over(state, timing), (Do.RESUME_UPLOADS,)
+        case OuterStepEnded(committed=committed, outer_step=outer) if state.mode is Mode.AVERAGING:
+            after = replace(_round_over(state, timing), outer_step=outer)
+            # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
+            return after, (
+                (Do.CHECKPOINT, Do.RESUME_UPLOADS) if committed else (Do.RESUME_UPLOADS,)
+            )
+        case InnerStepEnded() if trains(state.mode):
+            if event.roll_back:
+                return state, (Do.ROLL_BACK,)
+            orders = ()
+            if event.snapshot_due:
+                orders += (Do.SNAPSHOT,)
+            if event.checkpoint_due:
+                orders += (Do.CHECKPOINT,)
+            return state, orders
+        case GlobalEpochSeen(outer_step=seen, at=at):
+            return _epoch_seen(state, seen, at)
+        case GlobalFetched() if state.mode is Mode.LOADING:
+            return state, (Do.LOAD,)
+        case GlobalFetchFailed(at=at) if state.mode is Mode.LOADING:
+            # Training on stale weights beats not training; the next comparison tries again.
+            return (
+                replace(state, mode=Mode.AWAITING_GLOBAL, fetch_target=None, global_due=at + 60.0),
+                (Do.RESUME_UPLOADS,),
+            )
+        case LoadEnded(outer_step=outer) if state.mode is Mode.LOADING:
+            return (
+                replace(state, mode=Mode.TRAINING, outer_step=outer, fetch_target=None),
+                (Do.CHECKPOINT, Do.RESUME_UPLOADS),
+            )
+        case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
+            return replace(state, mode=Mode.TRAINING), (Do.COMPARE_EPOCHS,)
+        case _:
+            return state, ()
+
+
+def _round_over(state: MinerState, timing: Timing) -> MinerState:
+    started = state.round.received_at if state.round is not None else 0.0
+    return replace(
+        state,
+        mode=Mode.AWAITING_GLOBAL,
+        round=None,
+        global_due=started + timing.reload_seconds,
+    )
+
+
+def _epoch_seen(state: MinerState, seen: int, at: float) -> tuple[MinerState, Orders]:
+    if state.mode is Mode.AWAITING_GLOBAL:
+        if seen == state.outer_step and at >= state.global_due:
+            return replace(state, mode=Mode.TRAINING), ()
+        # Before its time is up the validator may still be publishing the epoch we already have.
+        # An epoch ahead of ours is never on its way: it is there.
+        if seen <= state.outer_step and at < state.global_due:
+            return state, ()
+    elif state.mode is not Mode.TRAINING:
+        return state, ()
+    if seen == state.outer_step:
+        return state, ()
+    return (
+        replace(state, mode=Mode.LOADING, fetch_target=seen, round=None),
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    )

@@ -1,0 +1,320 @@
+"""The miner's state machine as a table: no process, no clock, no network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed_training.miner.state import (
+    COLLECTIVE,
+    AllReduceCalled,
+    AveragingEnded,
+    Do,
+    Event,
+    GlobalEpochSeen,
+    GlobalFetched,
+    GlobalFetchFailed,
+    InnerStepEnded,
+    LoadEnded,
+    MinerState,
+    Mode,
+    OuterStepEnded,
+    PseudoGradientWritten,
+    StopRequested,
+    Tick,
+    Timing,
+    trains,
+    transition,
+)
+from distributed_training.protocol.types import AllReduceFault, AllReduceResult, RoundRequest
+
+TIMING = Timing(reload_seconds=2640)
+CALL = RoundRequest(caller="5Validator", received_at=1000.0)
+RESULT = AllReduceResult(
+    peers=("a", "b", "c"),
+    failed_peers=(),
+    matchmaking_seconds=1.0,
+    transfer_seconds=2.0,
+    total_seconds=3.0,
+)
+
+
+def state(mode: Mode, **fields: object) -> MinerState:
+    base = MinerState(mode=mode, outer_step=12)
+    if mode is Mode.AVERAGING:
+        base = replace(base, round=CALL)
+    if mode is Mode.AWAITING_GLOBAL:
+        base = replace(base, global_due=3640.0)
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
+    # --- a call from the validator
+    (
+        "a call while training starts a round",
+        state(Mode.TRAINING),
+        AllReduceCalled(CALL),
+        Mode.AVERAGING,
+        (Do.PAUSE_UPLOADS, Do.AVERAGE),
+    ),
+    (
+        "a second round may follow before the global state was seen",
+        state(Mode.AWAITING_GLOBAL),
+        AllReduceCalled(CALL),
+        Mode.AVERAGING,
+        (Do.PAUSE_UPLOADS, Do.AVERAGE),
+    ),
+    ("a call in a round", state(Mode.AVERAGING), AllReduceCalled(CALL), Mode.AVERAGING, ()),
+    ("a call in a load", state(Mode.LOADING), AllReduceCalled(CALL), Mode.LOADING, ()),
+    ("a call when stopping", state(Mode.STOPPING), AllReduceCalled(CALL), Mode.STOPPING, ()),
+    # --- the round
+    (
+        "buffers are written: the swarm starts",
+        state(Mode.AVERAGING),
+        PseudoGradientWritten(1.0),
+        Mode.AVERAGING,
+        (Do.START_AVERAGING,),
+    ),
+    (
+        "buffers written too late",
+        state(Mode.AWAITING_GLOBAL),
+        PseudoGradientWritten(1.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "an average is there: all ranks prepare and vote",
+        state(Mode.AVERAGING),
+        AveragingEnded(RESULT),
+        Mode.AVERAGING,
+        (Do.OUTER_STEP,),
+    ),
+    (
+        "no average: training goes on",
+        state(Mode.AVERAGING),
+        AveragingEnded(None, AllReduceFault.NO_GROUP),
+        Mode.AWAITING_GLOBAL,
+        (Do.RESUME_UPLOADS,),
+    ),
+    (
+        "an average that was given up",
+        state(Mode.TRAINING),
+        AveragingEnded(RESULT),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "committed: the checkpoint decides after a kill",
+        state(Mode.AVERAGING),
+        OuterStepEnded(True, 13, 1100.0),
+        Mode.AWAITING_GLOBAL,
+        (Do.CHECKPOINT, Do.RESUME_UPLOADS),
+    ),
+    (
+        "rolled back",
+        state(Mode.AVERAGING),
+        OuterStepEnded(False, 12, 1100.0),
+        Mode.AWAITING_GLOBAL,
+        (Do.RESUME_UPLOADS,),
+    ),
+    # --- inner steps
+    ("an ordinary step", state(Mode.TRAINING), InnerStepEnded(3), Mode.TRAINING, ()),
+    (
+        "a step with a snapshot due",
+        state(Mode.TRAINING),
+        InnerStepEnded(50, snapshot_due=True),
+        Mode.TRAINING,
+        (Do.SNAPSHOT,),
+    ),
+    (
+        "snapshot and checkpoint of the same step",
+        state(Mode.AWAITING_GLOBAL),
+        InnerStepEnded(50, snapshot_due=True, checkpoint_due=True),
+        Mode.AWAITING_GLOBAL,
+        (Do.SNAPSHOT, Do.CHECKPOINT),
+    ),
+    (
+        "losses that are not finite win over a snapshot",
+        state(Mode.TRAINING),
+        InnerStepEnded(50, snapshot_due=True, roll_back=True),
+        Mode.TRAINING,
+        (Do.ROLL_BACK,),
+    ),
+    # --- the global state
+    (
+        "the same epoch",
+        state(Mode.TRAINING),
+        GlobalEpochSeen(12, 5000.0),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "behind the global epoch",
+        state(Mode.TRAINING),
+        GlobalEpochSeen(13, 5000.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "ahead of the global epoch: the validator refused the round",
+        state(Mode.TRAINING),
+        GlobalEpochSeen(11, 5000.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "the validator is still publishing",
+        state(Mode.AWAITING_GLOBAL),
+        GlobalEpochSeen(11, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "missed a round that others finished: no need to wait",
+        state(Mode.AWAITING_GLOBAL),
+        GlobalEpochSeen(13, 2000.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "agreed before the time is up: the wait goes on, for the next round may come late",
+        state(Mode.AWAITING_GLOBAL),
+        GlobalEpochSeen(12, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "agreed after it",
+        state(Mode.AWAITING_GLOBAL),
+        GlobalEpochSeen(12, 3641.0),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "disagreed after it",
+        state(Mode.AWAITING_GLOBAL),
+        GlobalEpochSeen(11, 3641.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "an epoch seen in a round does not end it",
+        state(Mode.AVERAGING),
+        GlobalEpochSeen(13, 2000.0),
+        Mode.AVERAGING,
+        (),
+    ),
+    ("not yet", state(Mode.AWAITING_GLOBAL), Tick(3639.0), Mode.AWAITING_GLOBAL, ()),
+    (
+        "the time is up: compare",
+        state(Mode.AWAITING_GLOBAL),
+        Tick(3640.0),
+        Mode.TRAINING,
+        (Do.COMPARE_EPOCHS,),
+    ),
+    ("ticks mean nothing else", state(Mode.TRAINING), Tick(9e9), Mode.TRAINING, ()),
+    (
+        "fetched",
+        state(Mode.LOADING),
+        GlobalFetched(13, Path("epoch-13")),
+        Mode.LOADING,
+        (Do.LOAD,),
+    ),
+    (
+        "fetch failed: stale weights beat no training",
+        state(Mode.LOADING),
+        GlobalFetchFailed("404", 5000.0),
+        Mode.AWAITING_GLOBAL,
+        (Do.RESUME_UPLOADS,),
+    ),
+    (
+        "loaded",
+        state(Mode.LOADING),
+        LoadEnded(13),
+        Mode.TRAINING,
+        (Do.CHECKPOINT, Do.RESUME_UPLOADS),
+    ),
+    # --- the end
+    (
+        "stop while training",
+        state(Mode.TRAINING),
+        StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (Do.STOP,),
+    ),
+    (
+        "stop in a round frees the swarm first",
+        state(Mode.AVERAGING),
+        StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (Do.CANCEL_AVERAGING, Do.STOP),
+    ),
+    (
+        "one stop is enough",
+        state(Mode.STOPPING),
+        StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "mode", "orders"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_table(before: MinerState, event: Event, mode: Mode, orders: tuple[Do, ...]) -> None:
+    after, given_orders = transition(before, event, TIMING)
+    assert after.mode is mode
+    assert given_orders == orders
+
+
+def test_a_failed_round_waits_from_the_call_not_from_the_failure() -> None:
+    after, _ = transition(
+        state(Mode.AVERAGING), AveragingEnded(None, AllReduceFault.TIMEOUT), TIMING
+    )
+    assert after.global_due == CALL.received_at + TIMING.reload_seconds
+    assert after.outer_step == 12
+
+
+def test_a_committed_round_moves_the_epoch() -> None:
+    after, _ = transition(state(Mode.AVERAGING), OuterStepEnded(True, 13, 1100.0), TIMING)
+    assert (after.outer_step, after.round) == (13, None)
+
+
+def test_stop_keeps_reason_and_status() -> None:
+    after, _ = transition(state(Mode.TRAINING), StopRequested("deregistered", 3), TIMING)
+    assert (after.stop_reason, after.exit_status) == ("deregistered", 3)
+
+
+EVENTS = st.sampled_from([row[2] for row in TABLE])
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_invariants_over_any_sequence_of_events(events: list[Event]) -> None:
+    current = MinerState(mode=Mode.TRAINING, outer_step=12)
+    uploads_paused = False
+    for event in events:
+        before = current
+        current, orders = transition(before, event, TIMING)
+        for order in orders:
+            if order is Do.PAUSE_UPLOADS:
+                uploads_paused = True
+            if order is Do.RESUME_UPLOADS:
+                uploads_paused = False
+        # A paused publisher is only ever paused while a round or a load is under way.
+        if uploads_paused and current.mode is not Mode.STOPPING:
+            assert current.mode in (Mode.AVERAGING, Mode.LOADING)
+        # A round is remembered exactly as long as it runs.
+        assert (current.round is not None) == (current.mode is Mode.AVERAGING)
+        # STOP is ordered once, and nothing after it.
+        if before.mode is Mode.STOPPING:
+            assert orders == ()
+        # Training goes on in every state in which no collective order is under way.
+        if trains(current.mode) and trains(before.mode):
+            assert set(orders) <= COLLECTIVE | {Do.COMPARE_EPOCHS, Do.RESUME_UPLOADS}
