@@ -8,47 +8,14 @@ uploads, downloads) runs in threads and processes of rank 0, and comes back as e
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
-
-from distributed_training.protocol.types import (
-    Progress,
-    StepReport,
-)
+from distributed_training.miner.orders import ControlChannel, Order, OrderKind
 
 if TYPE_CHECKING:
-    pass
+    from distributed_training.miner.leader import Leader
+    from distributed_training.miner.work import Work
 
 log = logging.getLogger(__name__)
-
-
-class TrainerLike(Protocol):
-    """What the loop needs of ``training.Trainer``; all ranks call in the same order."""
-
-    progress: Progress
-
-    def add_micro_batch(
-        self, batch: torch.Tensor, *, data_wait_seconds: float = 0.0
-    ) -> StepReport | None: ...
-    def write_pseudo_gradient(self, buffers: Sequence[torch.Tensor] | None) -> float: ...
-    def prepare_outer_step(self, averaged: Sequence[torch.Tensor] | None) -> None: ...
-    def commit_outer_step(self) -> None: ...
-    def roll_back_outer_step(self) -> None: ...
-
-
-class DataLike(Protocol):
-    def request(self, block: int) -> None: ...
-    def ready(self, block: int) -> int | None: ...
-    def begin(self, block: int, sequences: int) -> None: ...
-    def next(self) -> torch.Tensor | None: ...
-    def cursor(self) -> dict[str, Any]: ...
-
-
-#: Named places where a test may inject a fault: called with (place, rank).
-FaultHook = Callable[[str, int], None]
-
-
-def _no_fault(place: str, rank: int) -> None:
-    del place, rank

@@ -120,6 +120,12 @@ class ControlChannel:
             return value
         return str(self._store.get(key).decode())
 
+    def close(self) -> None:
+        """Leave the process group. All ranks call it, after their last collective."""
+        if dist.is_initialized():
+            self.all_agree(True)  # rank 0 may host the store: nobody leaves before the last
+            dist.destroy_process_group()
+
 
 def open_control_channel(
     *, environ: Mapping[str, str], timeout: timedelta, backend: str

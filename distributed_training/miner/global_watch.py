@@ -1,0 +1,123 @@
+"""Watches the global bucket from a thread of rank 0: which epoch is it in, and fetch it when told.
+
+It only ever posts events; a bucket that does not answer, or a state that is refused, never stops
+training.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+from distributed_training.miner.state import (
+    Event,
+    GlobalEpochSeen,
+    GlobalFetched,
+    GlobalFetchFailed,
+)
+
+log = logging.getLogger(__name__)
+
+
+class GlobalUnavailableError(RuntimeError):
+    """The global state cannot be had now; the message says why."""
+
+
+class GlobalReader(Protocol):
+    """The global bucket, as the watch needs it. Both raise :class:`GlobalUnavailableError`."""
+
+    def outer_step(self) -> int: ...
+    def fetch(self, outer_step: int) -> Path:
+        """Download the state of ``outer_step``, check it, return its folder."""
+
+
+class GlobalWatch:
+    """Compares and fetches in a thread of its own.
+
+    ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
+    failed fetch, doubled up to ``attempts`` times before the fetch is given up with an event.
+    """
+
+    def __init__(
+        self,
+        *,
+        reader: GlobalReader,
+        post: Callable[[Event], None],
+        interval: timedelta,
+        retry: timedelta = timedelta(seconds=5),
+        attempts: int = 3,
+    ) -> None:
+        self._reader = reader
+        self._post = post
+        self._interval = interval.total_seconds()
+        self._retry = retry.total_seconds()
+        self._attempts = attempts
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._target: int | None = None
+        self._unavailable_since: float | None = None
+        self._thread = threading.Thread(target=self._run, name="global-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def compare_soon(self) -> None:
+        self._wake.set()
+
+    def fetch(self, outer_step: int) -> None:
+        """Fetch that epoch in the background; answered by GlobalFetched or GlobalFetchFailed."""
+        self._target = outer_step
+        self._wake.set()
+
+    def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Waits at most ``timeout`` for a request in flight; the thread is a daemon."""
+        self._closed.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout.total_seconds())
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            if self._closed.is_set():
+                return
+            target, self._target = self._target, None
+            if target is not None:
+                self._fetch(target)
+            else:
+                self._compare()
+
+    def _compare(self) -> None:
+        try:
+            seen = self._reader.outer_step()
+        except GlobalUnavailableError as error:
+            if self._unavailable_since is None:
+                self._unavailable_since = time.time()
+                log.warning("The global bucket does not answer (%s). Training goes on.", error)
+            return
+        if self._unavailable_since is not None:
+            log.info(
+                "The global bucket answers again after %.0f s",
+                time.time() - self._unavailable_since,
+            )
+            self._unavailable_since = None
+        self._post(GlobalEpochSeen(seen, time.time()))
+
+    def _fetch(self, outer_step: int) -> None:
+        for attempt in range(self._attempts):
+            try:
+                folder = self._reader.fetch(outer_step)
+            except GlobalUnavailableError as error:
+                detail = str(error)
+                if self._closed.wait(self._retry * 2**attempt):
+                    return
+            else:
+                self._post(GlobalFetched(outer_step, folder))
+                return
+        self._post(GlobalFetchFailed(detail, time.time()))

@@ -1,0 +1,229 @@
+"""The leader: events in, orders out, with every neighbour in memory."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+
+from distributed_training.miner.leader import Leader
+from distributed_training.miner.orders import ControlChannel, Order, OrderKind
+from distributed_training.miner.state import (
+    AllReduceCalled,
+    GlobalEpochSeen,
+    GlobalFetchFailed,
+    InnerStepEnded,
+    MinerState,
+    Mode,
+    OuterStepEnded,
+    PseudoGradientWritten,
+    StopRequested,
+    Timing,
+)
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    PublicationReport,
+    RoundRequest,
+)
+
+pytestmark = pytest.mark.timeout(30)
+
+RESULT = AllReduceResult(("a", "b"), (), 0.1, 0.2, 0.3)
+
+
+class Swarm:
+    buffers: tuple[object, ...] = ()
+
+    def __init__(self) -> None:
+        self.outcome: AllReduceResult | Exception = RESULT
+        self.release = threading.Event()
+        self.cancelled = False
+
+    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+        assert self.release.wait(10)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Publisher:
+    def __init__(self) -> None:
+        self.paused = False
+        self.waiting: list[PublicationReport] = []
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def reports(self) -> list[PublicationReport]:
+        reports, self.waiting = self.waiting, []
+        return reports
+
+
+class Watch:
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+        self.compared = 0
+
+    def compare_soon(self) -> None:
+        self.compared += 1
+
+    def fetch(self, outer_step: int) -> None:
+        self.fetched.append(outer_step)
+
+
+class Blocks:
+    def __init__(self) -> None:
+        self.begin = (0, 0)
+        self.request = 0
+        self.available = True
+
+    def on_boundary(self, *, may_begin: bool) -> tuple[int, int, int]:
+        begin = self.begin if may_begin else (0, 0)
+        if may_begin:
+            self.begin = (0, 0)
+        request, self.request = self.request, 0
+        return (request, *begin)
+
+
+class Rig:
+    def __init__(self, mode: Mode = Mode.TRAINING) -> None:
+        self.now = 1000.0
+        self.swarm, self.publisher, self.watch, self.blocks = (
+            Swarm(),
+            Publisher(),
+            Watch(),
+            Blocks(),
+        )
+        self.reports: list[PublicationReport] = []
+        self.recorded: list[str] = []
+        self.leader = Leader(
+            state=MinerState(mode=mode, outer_step=4),
+            timing=Timing(reload_seconds=60),
+            channel=ControlChannel(rank=0, world_size=1, group=None, store=None),
+            swarm=self.swarm,
+            publisher=self.publisher,
+            global_watch=self.watch,
+            blocks=self.blocks,
+            chain_block=lambda: 777,
+            on_publication=self.reports.append,
+            record=lambda kind, **fields: self.recorded.append(kind),
+            clock=lambda: self.now,
+            idle_wait=timedelta(milliseconds=20),
+        )
+
+    def order(self) -> Order:
+        return self.leader.next_order()
+
+    def order_other_than_idle(self) -> Order:
+        for _ in range(500):
+            order = self.order()
+            if order.kind is not OrderKind.IDLE:
+                return order
+        raise AssertionError("only IDLE")
+
+
+def call() -> AllReduceCalled:
+    return AllReduceCalled(RoundRequest(caller="5V", received_at=1000.0))
+
+
+def test_it_trains_when_nothing_happens() -> None:
+    assert Rig().order().kind is OrderKind.CONTINUE
+
+
+def test_it_idles_without_data_and_begins_when_a_block_is_ready() -> None:
+    rig = Rig()
+    rig.blocks.available = False
+    rig.blocks.request = 555
+    assert rig.order() == Order(OrderKind.IDLE, 0, 555)
+    rig.blocks.begin = (555, 64)
+    assert rig.order() == Order(OrderKind.CONTINUE, 0, 0, 555, 64)
+
+
+def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
+    rig = Rig()
+    rig.blocks.begin = (555, 64)
+    rig.leader.post(InnerStepEnded(10, checkpoint_due=True))
+    assert rig.order().kind is OrderKind.CHECKPOINT
+    assert rig.order() == Order(OrderKind.CONTINUE, 0, 0, 555, 64)
+
+
+def test_a_whole_round() -> None:
+    rig = Rig()
+    rig.leader.post(call())
+    assert rig.order().kind is OrderKind.AVERAGE
+    assert rig.publisher.paused
+    assert rig.leader.in_round()
+    rig.leader.post(PseudoGradientWritten(0.5))
+    assert rig.order().kind is OrderKind.IDLE  # the swarm works in its own thread
+    rig.swarm.release.set()
+    assert rig.order_other_than_idle().kind is OrderKind.OUTER_STEP
+    assert rig.leader.averaged is RESULT
+    rig.leader.post(OuterStepEnded(True, 5, 1001.0))
+    assert rig.order().kind is OrderKind.CHECKPOINT
+    assert rig.order().kind is OrderKind.CONTINUE
+    assert not rig.publisher.paused
+    assert rig.leader.state.outer_step == 5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AllReduceError(AllReduceFault.NO_GROUP), RuntimeError("hivemind fell over")],
+    ids=["known", "unknown"],
+)
+def test_a_failed_round_costs_time_only(error: Exception) -> None:
+    rig = Rig()
+    rig.swarm.outcome = error
+    rig.swarm.release.set()
+    rig.leader.post(call())
+    rig.order()
+    rig.leader.post(PseudoGradientWritten(0.5))
+    assert rig.order_other_than_idle().kind is OrderKind.CONTINUE
+    assert rig.leader.state.outer_step == 4
+    assert not rig.publisher.paused
+
+
+def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
+    rig = Rig()
+    rig.leader.post(call())
+    rig.leader.post(StopRequested("SIGTERM", 0))
+    order = rig.order()
+    assert (order.kind, order.arg) == (OrderKind.STOP, 0)
+    assert rig.swarm.cancelled
+    rig.swarm.release.set()
+
+
+def test_a_snapshot_carries_the_chain_block() -> None:
+    rig = Rig()
+    rig.leader.post(InnerStepEnded(50, snapshot_due=True))
+    assert rig.order() == Order(OrderKind.SNAPSHOT, 777)
+
+
+def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
+    rig = Rig()
+    rig.leader.post(GlobalEpochSeen(6, 1000.0))
+    assert rig.order().kind is OrderKind.IDLE
+    assert rig.watch.fetched == [6]
+    rig.leader.post(GlobalFetchFailed("404", 1001.0))
+    assert rig.order().kind is OrderKind.CONTINUE
+
+
+def test_deadlines_are_looked_at_once_per_tick() -> None:
+    rig = Rig(Mode.AWAITING_GLOBAL)
+    rig.order()
+    assert rig.leader.state.mode is Mode.TRAINING
+    assert rig.watch.compared == 1
+    assert "state" in rig.recorded
+
+
+def test_orders_survive_the_wire() -> None:
+    order = Order(OrderKind.CONTINUE, 3, 5, 7, 9)
+    assert Order.unpack(order.pack()) == order
