@@ -32,7 +32,7 @@ class FlagSpec:
 def flag(
     name: str,
     default: Any,
-    help: str,  # noqa: A002 - the word argparse uses
+    help: str,
     *,
     env: str | None = None,
     secret: bool = False,

@@ -1,0 +1,214 @@
+"""Checks across settings. Each problem is one line: cause, consequence, remedy.
+
+These need neither network nor GPU; ``diagnostics`` looks at the machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pydantic import SecretStr
+
+from .presets import PUBLIC_NETUID
+
+if TYPE_CHECKING:
+    from .loader import Config
+
+_POSITIVE = (
+    "neuron.local_batch_size_train",
+    "neuron.local_batch_size_train_effective",
+    "neuron.upload_steps",
+    "neuron.epoch_length",
+    "neuron.blocks_per_allreduce",
+    "neuron.min_group_size",
+    "neuron.target_chunk",
+    "neuron.topk_compression",
+    "neuron.checkpoint_steps",
+    "neuron.keep_checkpoints",
+    "neuron.epoch_check_blocks",
+    "neuron.events_retention_size",
+    "nproc_per_node",
+    "axon.max_workers",
+)
+
+# Waiting times from the innermost to the outermost. Each must end before the one around it, or an
+# inner failure is never seen as what it is. Names a room does not (yet) have are skipped.
+TIMEOUT_HIERARCHY = (
+    "neuron.next_chunk_timeout",
+    "neuron.allreduce_timeout",
+    "neuron.round_timeout",
+    "neuron.round_reload_timeout",
+)
+
+_COMMITMENT_PARTS = (
+    ("R2_ACCOUNT_ID", 32),
+    ("R2_READ_ACCESS_KEY_ID", 32),
+    ("R2_READ_SECRET_ACCESS_KEY", 64),
+)
+_REQUIRED_KEYS = (
+    "R2_ACCOUNT_ID",
+    "R2_READ_ACCESS_KEY_ID",
+    "R2_READ_SECRET_ACCESS_KEY",
+    "R2_WRITE_ACCESS_KEY_ID",
+    "R2_WRITE_SECRET_ACCESS_KEY",
+)
+
+
+def problems(config: Config) -> list[str]:
+    """What keeps this configuration from running; empty if nothing does."""
+    return [line for check in CHECKS for line in check(config)]
+
+
+def notices(config: Config) -> list[str]:
+    """What an operator should know but need not change."""
+    lines = []
+    micro, effective = _batch_sizes(config)
+    world = config.get("nproc_per_node")
+    if micro and effective and world and effective % (micro * world):
+        rounded = -(-effective // (micro * world)) * micro * world
+        lines.append(
+            f"--neuron.local_batch_size_train_effective {effective} does not divide by micro-batch "
+            f"{micro} x world size {world}: rounded up to {rounded}"
+        )
+    return lines
+
+
+def _batch_sizes(config: Config) -> tuple[int | None, int | None]:
+    micro = config.get("neuron.local_batch_size_train")
+    effective = config.get("neuron.local_batch_size_train_effective")
+    return (
+        micro if isinstance(micro, int) and micro > 0 else None,  # "auto" is not known yet
+        effective if isinstance(effective, int) and effective > 0 else None,
+    )
+
+
+def check_positive(config: Config) -> Iterator[str]:
+    for name in _POSITIVE:
+        value = config.get(name)
+        if isinstance(value, int) and value < 1:
+            yield f"--{name} {value} is less than 1, so the miner could not work: give 1 or more"
+
+
+def check_network(config: Config) -> Iterator[str]:
+    netuid = config.get("netuid")
+    if config.preset == "public" and netuid is not None and netuid != PUBLIC_NETUID:
+        yield (
+            f"--netuid {netuid} is not this subnet, so no peer would be found: "
+            f"give --netuid {PUBLIC_NETUID}, or --preset local for a subnet on this machine"
+        )
+    if config.preset == "public" and config.get("neuron.use_dct"):
+        yield (
+            "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
+            "the public network would reject the uploads: remove the flag"
+        )
+
+
+def check_batches(config: Config) -> Iterator[str]:
+    micro, effective = _batch_sizes(config)
+    if micro and effective and micro > effective:
+        yield (
+            f"--neuron.local_batch_size_train {micro} is larger than "
+            f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
+            f"more than asked: give --neuron.local_batch_size_train {effective} or less"
+        )
+
+
+def check_timeouts(config: Config) -> Iterator[str]:
+    known = [(n, config.get(n)) for n in TIMEOUT_HIERARCHY]
+    inner_name, inner = "", None
+    for name, value in known:
+        if not isinstance(value, timedelta):
+            continue
+        if value <= timedelta(0):
+            yield f"--{name} is not positive, so every round would fail: give a time such as 45s"
+        if inner is not None and inner >= value:
+            yield (
+                f"--{inner_name} ({inner.total_seconds():g}s) is not shorter than --{name} "
+                f"({value.total_seconds():g}s), so a slow peer would use up the whole wait: "
+                f"give --{inner_name} less than {value.total_seconds():g}s"
+            )
+        inner_name, inner = name, value
+    stop = config.get("neuron.stop_timeout")
+    if isinstance(stop, timedelta) and stop <= timedelta(0):
+        yield (
+            "--neuron.stop_timeout is not positive, so every stop would lose the steps since the "
+            "last checkpoint: give a time such as 60s"
+        )
+
+
+def check_ports(config: Config) -> Iterator[str]:
+    used: dict[int, str] = {}
+    for name, value in config.values.items():
+        if name.rpartition(".")[2] != "port" or not isinstance(value, int):
+            continue
+        if not 0 <= value <= 65535:
+            yield f"--{name} {value} is not a port, so nothing could listen: give 1 to 65535"
+        elif value and value in used:
+            yield (
+                f"--{name} and --{used[value]} are both {value}, so the second could not listen: "
+                f"give --{name} another port"
+            )
+        used[value] = name
+
+
+def check_addresses(config: Config) -> Iterator[str]:
+    for name in ("dht.ip", "axon.ip", "axon.external_ip"):
+        value = config.get(name)
+        if not value or str(value).strip("[]") == "auto":
+            continue
+        try:
+            ipaddress.ip_address(str(value).strip("[]"))
+        except ValueError:
+            yield (
+                f"--{name} {value} is not an IP address, so no peer could reach this miner: "
+                "give the address peers see, e.g. 203.0.113.7"
+            )
+    for peer in config.get("neuron.initial_peers") or ():
+        if not (str(peer).startswith("/") and "/p2p/" in str(peer)):
+            yield (
+                f"--neuron.initial_peers {peer} is not a peer's address, so the swarm would not be "
+                "found: give /ip4/<ip>/tcp/<port>/p2p/<peer id>"
+            )
+
+
+def check_keys(config: Config) -> Iterator[str]:
+    from .schema import schema
+
+    by_variable = {s.spec.env: config.get(s.spec.name) for s in schema(config.kind) if s.spec.env}
+    present = {name: _plain(by_variable[name]) for name in _REQUIRED_KEYS if name in by_variable}
+    missing = [name for name, text in present.items() if not text]
+    if missing:
+        yield (
+            f"{', '.join(missing)} not set, so nothing could be published: put them into .env "
+            "(R2 dashboard, Manage API tokens: one token to read, one to read and write)"
+        )
+        return
+    if config.preset != "public":
+        return
+    for variable, length in _COMMITMENT_PARTS:
+        text = present.get(variable)
+        if text is not None and len(text) != length:
+            yield (
+                f"{variable} has {len(text)} characters instead of {length}, so validators would "
+                "drop this miner's commitment: copy it again from the R2 dashboard into .env"
+            )
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    return str(value) if value else ""
+
+
+CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
+    check_positive,
+    check_network,
+    check_batches,
+    check_timeouts,
+    check_ports,
+    check_addresses,
+    check_keys,
+)

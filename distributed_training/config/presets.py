@@ -1,0 +1,35 @@
+"""Presets: named sets of flag values between a flag's default and what the operator gives.
+
+``public`` is the public network: the fields' own defaults, and the subnet's number. ``local`` is a
+subnet on one machine without a GPU; the local network's launcher gives addresses, ports and keys
+as flags and environment variables on top of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PUBLIC_NETUID = 38
+
+PRESETS: Mapping[str, Mapping[str, str]] = {
+    "public": {"netuid": str(PUBLIC_NETUID)},
+    "local": {
+        "netuid": str(PUBLIC_NETUID),
+        "neuron.device": "cpu",
+        "neuron.local_batch_size_train": "2",
+        "neuron.local_batch_size_train_effective": "16",
+        "neuron.upload_steps": "2",
+        "neuron.minimum_valid_inner_step": "2",
+        "neuron.min_group_size": "2",
+        "neuron.blocks_per_allreduce": "60",
+        "neuron.epoch_length": "10",
+        "neuron.epoch_check_blocks": "2",
+        "neuron.checkpoint_steps": "10",
+        "neuron.stop_timeout": "12",
+        "neuron.round_reload_timeout": "60",
+        "dht.ip": "127.0.0.1",
+        "axon.ip": "127.0.0.1",
+        "axon.external_ip": "127.0.0.1",
+        "diagnostics.minimum_disk_gb": "0.5",
+    },
+}

@@ -1,0 +1,41 @@
+"""Settings of log lines, events and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .flags import flag
+from .units import parse_bytes
+
+
+@dataclass(frozen=True)
+class TelemetrySettings:
+    """What is said, how loudly, and where it is kept."""
+
+    debug: bool = flag("logging.debug", False, "log debug lines (never secrets)")
+    trace: bool = flag(
+        "logging.trace", False, "log debug lines of hivemind, bittensor and boto3 too"
+    )
+    info: bool = flag("logging.info", True, "log information lines; off: warnings and errors only")
+    record_log: bool = flag(
+        "logging.record_log", False, "also write the log to a file in --logging.logging_dir"
+    )
+    logging_dir: Path | None = flag(
+        "logging.logging_dir", None, "folder for the log file (default: the run folder)"
+    )
+    show_all_rank_logs: bool = flag(
+        "neuron.show_all_rank_logs",
+        False,
+        "information lines of every rank instead of rank 0 only",
+        aliases=("show_all_rank_logs",),
+    )
+    dont_save_events: bool = flag(
+        "neuron.dont_save_events", False, "do not write events.jsonl into the run folder"
+    )
+    events_retention_size: int = flag(
+        "neuron.events_retention_size",
+        2 * 1024**3,
+        "bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB",
+        parse=parse_bytes,
+    )
