@@ -1,0 +1,225 @@
+"""What the neurons of a subnet are doing, read from the event files they write.
+
+Each neuron appends JSON lines to ``events.jsonl`` in its folder (``telemetry.EventLog``). The view,
+the summary and the picture are made of nothing else, so they show what the neurons did and not what
+the orchestrator believes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+
+class EventFollower:
+    """Reads a growing file of JSON lines; a line still being written is read next time.
+
+    The file may be rotated: the old one is read to its end before the new one is begun.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._rest = b""
+
+    def poll(self) -> list[dict[str, Any]]:
+        """The events that were completed since the last call; none if the file is not there yet."""
+        events = self._read()
+        if self._rotated():
+            events += self._read()
+        return events
+
+    def _rotated(self) -> bool:
+        """Whether ``path`` is now another file than the one we read; if so, turn to it."""
+        try:
+            if (
+                self._file is None
+                or self.path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
+            ):
+                return False
+        except FileNotFoundError:
+            return False  # between the rename and the new file
+        self.close()
+        return True
+
+    def _read(self) -> list[dict[str, Any]]:
+        if self._file is None:
+            try:
+                self._file = self.path.open("rb")
+            except FileNotFoundError:
+                return []
+            self._rest = b""
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        events = []
+        for line in lines:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue  # cut off by a kill in mid-write; the next line is whole again
+            if isinstance(event, dict):
+                events.append(event)
+        return events
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """One inner step of a miner. ``time`` in seconds since the epoch."""
+
+    time: float
+    outer_step: int
+    inner_step: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class RoundSeen:
+    """A round as one neuron saw it; ``outer_step`` is the one the round was meant to end."""
+
+    outer_step: int
+    time: float
+    ok: bool
+    fault: str
+    peers: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The validator's loss on held-out text around one outer step, nats per token."""
+
+    outer_step: int  # after the step
+    before: float | None
+    after: float | None
+
+
+@dataclass
+class NeuronState:
+    """Everything known of one neuron, from its events. Only :meth:`apply` changes it."""
+
+    name: str
+    kind: str  # "miner" | "validator"
+    uid: int
+    phase: str = "starting"
+    peer_id: str = ""
+    outer_step: int = 0
+    inner_step: int = 0
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    losses: list[LossPoint] = field(default_factory=list)
+    uploads: list[str] = field(default_factory=list)  # tags of revisions, oldest first
+    failed_uploads: list[str] = field(default_factory=list)  # "tag: reason"
+    rounds: list[RoundSeen] = field(default_factory=list)
+    outer_steps: list[tuple[int, float]] = field(default_factory=list)  # (reached, time)
+    evaluations: list[Evaluation] = field(default_factory=list)
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # uid -> figures
+    starts: int = 0
+    last_event: float = 0.0
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take one event in. Unknown kinds and fields are left alone: neurons may say more."""
+        self.last_event = _number(event.get("time")) or self.last_event
+        handler = getattr(self, f"_on_{event.get('kind')}", None)
+        if handler is not None:
+            handler(event)
+
+    def _on_start(self, event: Mapping[str, Any]) -> None:
+        self.starts += 1
+        self.phase = "starting"
+        self.peer_id = str(event.get("peer_id") or self.peer_id)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        self.phase = "training"
+        self.outer_step = int(event["outer_step"])
+        self.inner_step = int(event["inner_step"])
+        self.loss = _number(event.get("loss"))
+        tokens, seconds = _number(event.get("tokens")), _number(event.get("seconds"))
+        if tokens and seconds:
+            self.tokens_per_second = tokens / seconds
+        if self.loss is not None and not event.get("skipped"):
+            point = LossPoint(self.last_event, self.outer_step, self.inner_step, self.loss)
+            self.losses.append(point)
+
+    def _on_publication(self, event: Mapping[str, Any]) -> None:
+        tag = _tag(event.get("revision"))
+        if event.get("ok"):
+            self.uploads.append(tag)
+        else:
+            self.failed_uploads.append(f"{tag}: {event.get('reason', '')}")
+
+    def _on_round(self, event: Mapping[str, Any]) -> None:
+        self.phase = "training"
+        peers = event.get("peers") or ()
+        self.rounds.append(
+            RoundSeen(
+                outer_step=int(event.get("outer_step", self.outer_step)),
+                time=self.last_event,
+                ok=bool(event.get("ok")),
+                fault=str(event.get("fault") or ""),
+                peers=tuple(map(str, peers)) if isinstance(peers, (list, tuple)) else (),
+                seconds=_number(event.get("seconds")) or 0.0,
+            )
+        )
+
+    def _on_outer_step(self, event: Mapping[str, Any]) -> None:
+        self.outer_step = int(event["outer_step"])
+        self.inner_step = 0
+        self.outer_steps.append((self.outer_step, self.last_event))
+
+    def _on_load(self, event: Mapping[str, Any]) -> None:
+        self.phase = "loading"
+        if event.get("outer_step") is not None:
+            self.outer_step = int(event["outer_step"])
+
+    def _on_state(self, event: Mapping[str, Any]) -> None:
+        self.phase = str(event.get("after") or self.phase).replace("_", " ")
+
+    def _on_stop(self, event: Mapping[str, Any]) -> None:
+        self.phase = "stopped"
+
+    def notable(self, event: Mapping[str, Any]) -> str:
+        """A line for what should stay on the screen; empty for what only moves the live view.
+
+        Call after :meth:`apply`.
+        """
+        match event.get("kind"):
+            case "publication" if event.get("ok"):
+                size = (_number(event.get("bytes_sent")) or 0.0) / 1e6
+                return f"published {self.uploads[-1]} ({size:.1f} MB)"
+            case "publication" if not self.failed_uploads[-1].endswith("superseded"):
+                return f"publication did not happen, {self.failed_uploads[-1]}"
+            case "round":
+                seen = self.rounds[-1]
+                if seen.ok:
+                    return f"round worked, {len(seen.peers)} peers, {seen.seconds:.1f} s"
+                return f"ROUND FAILED: {seen.fault}"
+            case "outer_step":
+                return f"outer step {self.outer_step}"
+            case "load":
+                return f"loaded the global state of outer step {self.outer_step}"
+        return ""
+
+    @property
+    def rounds_ok(self) -> list[RoundSeen]:
+        return [r for r in self.rounds if r.ok]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and value == value else None
+
+
+def _tag(revision: Any) -> str:
+    """A revision as its tag, whether it was written as text or as its three fields."""
+    if isinstance(revision, Mapping):
+        return f"{revision['run']}.{revision['outer_step']}.{revision['inner_step']}"
+    if isinstance(revision, (list, tuple)):
+        return ".".join(map(str, revision))
+    return str(revision)

@@ -1,0 +1,132 @@
+"""Who is in a local subnet, and where each of them listens and keeps its files."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+from distributed_training.config.flags import ConfigError
+
+# uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
+# uids are spaced wider than any world size that makes sense on one machine.
+UID_SPACING = 11
+VALIDATOR_UID = 200
+
+
+@dataclass(frozen=True)
+class SubnetOptions:
+    """What a run of the local subnet should be. ``ranks``: world size of each miner, in order."""
+
+    folder: Path
+    ranks: tuple[int, ...] = (2, 1)
+    outer_steps: int = 2
+    seconds_per_block: float = 1.0
+    blocks_per_allreduce: int | None = None  # None: as the preset says
+    resume: bool = False
+    miner_flags: tuple[str, ...] = ()
+    validator_flags: tuple[str, ...] = ()
+    miner_script: Path | None = None  # None: the project's neurons
+    validator_script: Path | None = None
+
+
+@dataclass(frozen=True)
+class NeuronPlan:
+    name: str
+    kind: Literal["miner", "validator"]
+    uid: int
+    world_size: int
+    folder: Path
+    axon_port: int
+    dht_port: int
+
+    @property
+    def events(self) -> Path:
+        """Where the neuron's telemetry writes its events."""
+        return self.folder / "events.jsonl"
+
+
+def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
+    """World sizes of the miners from ``--ranks 2,1`` and ``--miners N``.
+
+    Without ranks the first miner has 2 and the others 1, so that world sizes differ; a shorter list
+    is filled with 1. Raises ConfigError.
+    """
+    try:
+        given = [int(word) for word in text.split(",")] if text else [2]
+    except ValueError:
+        raise ConfigError(
+            f"--ranks {text!r} is not a list of numbers, so nothing was started: "
+            "give one per miner, e.g. --ranks 2,1"
+        ) from None
+    if miners is None:
+        miners = len(given) if text else 2
+    if miners < 1:
+        raise ConfigError(f"--miners {miners} leaves nobody to train: give 1 or more")
+    if len(given) > miners and text:
+        raise ConfigError(
+            f"--ranks names {len(given)} miners but --miners {miners} are wanted: make them agree"
+        )
+    ranks = (given + [1] * miners)[:miners]
+    if any(not 1 <= rank < UID_SPACING for rank in ranks):
+        raise ConfigError(
+            f"--ranks {text}: a miner on this machine has 1 to {UID_SPACING - 1} ranks; "
+            "correct --ranks"
+        )
+    if miners * UID_SPACING > VALIDATOR_UID:
+        raise ConfigError(
+            f"--miners {miners} is more than the {VALIDATOR_UID // UID_SPACING} that fit here: "
+            "ask for fewer"
+        )
+    return tuple(ranks)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that were free, all different.
+
+    Another program may take one before it is used; the neuron then says so and the run fails.
+    """
+    sockets = []
+    try:
+        for _ in range(count):
+            sockets.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            sockets[-1].bind(("127.0.0.1", 0))
+        return [s.getsockname()[1] for s in sockets]
+    finally:
+        for s in sockets:
+            s.close()
+
+
+def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
+    """The validator first: it publishes the initial model the miners load."""
+    ports = iter(free_ports(2 * (len(options.ranks) + 1)))
+    plans = [
+        NeuronPlan(
+            name="validator",
+            kind="validator",
+            uid=VALIDATOR_UID,
+            world_size=1,
+            folder=folder / "validator",
+            axon_port=next(ports),
+            dht_port=next(ports),
+        )
+    ]
+    for i, ranks in enumerate(options.ranks):
+        uid = i * UID_SPACING
+        plans.append(
+            NeuronPlan(
+                name=f"miner-{uid:03d}",
+                kind="miner",
+                uid=uid,
+                world_size=ranks,
+                folder=folder / f"miner-{uid:03d}",
+                axon_port=next(ports),
+                dht_port=next(ports),
+            )
+        )
+    return plans
+
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)

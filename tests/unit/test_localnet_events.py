@@ -1,0 +1,237 @@
+"""Events in, what is shown out: follower, states, view, summary, picture."""
+
+from __future__ import annotations
+
+import io
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.localnet.events import EventFollower, NeuronState
+from distributed_training.localnet.summary import summarize
+from distributed_training.localnet.view import LiveView, neuron_line, sparkline
+
+pytestmark = pytest.mark.timeout(60)
+T0 = 1000.0
+
+
+def step(time: float, outer: int, inner: int, loss: float, **more: Any) -> dict[str, Any]:
+    fields = {"time": time, "kind": "step", "outer_step": outer, "inner_step": inner, "loss": loss}
+    return fields | {"tokens": 4096, "seconds": 2.0} | more
+
+
+def feed(state: NeuronState, *events: dict[str, Any]) -> NeuronState:
+    for event in events:
+        state.apply(event)
+    return state
+
+
+def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -> NeuronState:
+    """A miner that trained, published once and took the outer steps of ``steps``."""
+    miner = NeuronState(name=f"miner-{uid:03d}", kind="miner", uid=uid)
+    feed(miner, {"time": T0, "kind": "start"})
+    for i in range(4):
+        feed(miner, step(T0 + i, 0, i + 1, 5.0 - i / 10))
+    revision = {"run": 5, "outer_step": 0, "inner_step": 4}
+    feed(
+        miner,
+        {"time": T0 + 5, "kind": "publication", "revision": revision, "ok": True, "bytes_sent": 9},
+    )
+    for reached in steps:
+        at = T0 + 10 * reached
+        feed(
+            miner,
+            {"time": at, "kind": "round", "ok": not fault, "fault": fault, "peers": ["a", "b"]},
+            {"time": at, "kind": "outer_step", "outer_step": reached},
+        )
+    return miner
+
+
+def a_validator(*steps: int) -> NeuronState:
+    validator = NeuronState(name="validator", kind="validator", uid=200)
+    for reached in steps:
+        at = T0 + 10 * reached
+        feed(
+            validator,
+            {"time": at, "kind": "round", "ok": True, "peers": ["a", "b", "c"], "seconds": 3.5},
+            {"time": at, "kind": "outer_step", "outer_step": reached},
+        )
+    return validator
+
+
+def summary_of(validator: NeuronState, *miners: NeuronState, wanted: int = 2):  # type: ignore[no-untyped-def]
+    return summarize(
+        wanted_outer_steps=wanted,
+        first_outer_step=0,
+        started_at=T0,
+        seconds=90,
+        validator=validator,
+        miners=miners,
+        world_sizes=[1] * len(miners),
+    )
+
+
+class TestFollower:
+    def test_reads_only_complete_lines_and_goes_on(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        follower = EventFollower(path)
+        assert follower.poll() == []
+        path.write_text('{"kind": "start"}\n{"kind": "st')
+        assert [e["kind"] for e in follower.poll()] == ["start"]
+        with path.open("a") as file:
+            file.write('ep"}\n')
+        assert [e["kind"] for e in follower.poll()] == ["step"]
+        assert follower.poll() == []
+
+    def test_a_line_cut_off_by_a_kill_is_skipped(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        path.write_text('{"kind": "step", "lo\n{"kind": "start"}\n')
+        assert [e["kind"] for e in EventFollower(path).poll()] == ["start"]
+
+    def test_a_rotated_file_is_read_to_its_end_and_then_the_new_one(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        path.write_text('{"kind": "a"}\n')
+        follower = EventFollower(path)
+        assert len(follower.poll()) == 1
+        with path.open("a") as file:
+            file.write('{"kind": "b"}\n')
+        path.rename(tmp_path / "events.jsonl.1")
+        path.write_text('{"kind": "c"}\n')
+        assert [e["kind"] for e in follower.poll() + follower.poll()] == ["b", "c"]
+
+
+class TestState:
+    def test_a_miner(self) -> None:
+        miner = a_miner()
+        assert (miner.outer_step, miner.inner_step, miner.phase) == (2, 0, "training")
+        assert miner.uploads == ["5.0.4"]
+        assert miner.tokens_per_second == 2048
+        assert [p.loss for p in miner.losses] == pytest.approx([5.0, 4.9, 4.8, 4.7])
+
+    def test_a_skipped_step_and_a_nan_are_no_points_of_the_curve(self) -> None:
+        state = NeuronState(name="m", kind="miner", uid=0)
+        feed(state, step(1, 0, 1, 5.0, skipped=True), step(2, 0, 2, float("nan")))
+        assert state.losses == [] and state.inner_step == 2
+
+    def test_unknown_events_are_no_error(self) -> None:
+        state = feed(NeuronState(name="m", kind="miner", uid=0), {"kind": "weather"}, {})
+        assert state.phase == "starting"
+
+
+class TestView:
+    def test_lines_fit_the_terminal(self) -> None:
+        for width in (20, 40, 79, 100, 200):
+            assert len(neuron_line(a_miner(), width)) <= width
+
+    def test_what_matters_is_first(self) -> None:
+        line = neuron_line(a_miner(), 79)
+        assert line.startswith("miner-000") and "loss  4.700" in line
+
+    def test_sparkline_falls_with_the_loss(self) -> None:
+        assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
+        assert sparkline([1.0], 8) == "" and sparkline([1.0, 1.0], 2) == "▁▁"
+
+    def test_elsewhere_plain_lines_without_escapes_and_not_too_many(self) -> None:
+        stream = io.StringIO()
+        view = LiveView(stream=stream, plain_interval=timedelta(hours=1))
+        for _ in range(50):
+            view.update("head", [a_miner()])
+        view.say("hello")
+        view.close()
+        assert "\x1b" not in stream.getvalue()
+        assert stream.getvalue().count("miner-000") == 1 and "hello" in stream.getvalue()
+
+    def test_in_place_the_block_is_erased_before_a_line_that_stays(self) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        stream = Terminal()
+        view = LiveView(
+            stream=stream, redraw_interval=timedelta(0), environ={"TERM": "xterm", "NO_COLOR": "1"}
+        )
+        view.update("head", [a_miner()])
+        view.say("hello")
+        view.close()
+        screen = play(stream.getvalue())
+        assert [line[7:12] for line in screen[:2]] == ["hello", "head"]
+        assert screen[2].startswith("miner-000") and len(screen) == 3
+        assert stream.getvalue().endswith("\x1b[?25h")
+
+    def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding="ascii")
+        view = LiveView(stream=stream)
+        view.update("head", [a_miner()])
+        assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
+
+
+def play(text: str) -> list[str]:
+    """What a terminal shows after ``text``: the few escapes the view uses, carried out."""
+    import re
+
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[?0-9]*[A-Za-z]|[^\x1b]", text):
+        if part.startswith("\x1b"):
+            if part.endswith("A"):
+                row -= int(part[2:-1])
+            elif part.endswith("J"):
+                del lines[row + 1 :]
+                lines[row] = ""
+            elif part.endswith("K"):
+                lines[row] = ""
+        elif part == "\n":
+            row, column = row + 1, 0
+            if row == len(lines):
+                lines.append("")
+        elif part == "\r":
+            column = 0
+        else:
+            lines[row] = lines[row][:column] + part + lines[row][column + 1 :]
+            column += 1
+    return [line for line in lines if line]
+
+
+class TestSummary:
+    def test_a_good_run(self) -> None:
+        summary = summary_of(a_validator(1, 2), a_miner(0), a_miner(11))
+        assert summary.ok, summary.problems
+        assert [s.participants for s in summary.outer_steps] == [
+            ("validator", "miner-000", "miner-011")
+        ] * 2
+        assert summary.outer_steps[0].seconds_from_start == 10
+        assert summary.outer_steps[0].round_seconds == 3.5
+
+    def test_a_miner_that_missed_a_step_is_named(self) -> None:
+        summary = summary_of(a_validator(1, 2), a_miner(0), a_miner(11, steps=(1,)))
+        assert not summary.ok
+        assert summary.outer_steps[1].missed_by == ("miner-011",)
+        assert any("outer step 2" in p and "miner-011" in p for p in summary.problems)
+        assert "MISSED BY miner-011" in summary.text()
+
+    def test_too_few_steps(self) -> None:
+        summary = summary_of(a_validator(1), a_miner(0, steps=(1,)))
+        assert summary.problems == ("1 outer steps succeeded; 2 were wanted",)
+
+    def test_a_failed_round(self) -> None:
+        summary = summary_of(a_validator(1, 2), a_miner(0, fault="TIMEOUT"))
+        assert any("TIMEOUT" in p for p in summary.problems)
+
+    def test_files(self, tmp_path: Path) -> None:
+        from distributed_training.localnet.plot import draw
+
+        validator, miner = a_validator(1, 2), a_miner(0)
+        feed(validator, {"kind": "outer_step", "outer_step": 3, "time": T0 + 30})
+        summary = summary_of(validator, miner)
+        summary.write(tmp_path)
+        assert json.loads((tmp_path / "summary.json").read_text())["miners"][0]["uploads"] == 1
+        png, report = draw(
+            tmp_path, started_at=T0, summary=summary, validator=validator, miners=[miner]
+        )
+        assert png.read_bytes().startswith(b"\x89PNG") and png.stat().st_size > 10_000
+        page = report.read_text()
+        assert "<svg" in page and "outer step" in page
+        assert 'src="http' not in page and "<?xml" not in page
