@@ -1,0 +1,24 @@
+"""What the miner says: log lines, events, metrics."""
+
+from __future__ import annotations
+
+from distributed_training.telemetry import lines
+from distributed_training.telemetry.events import EventLog, read_events
+from distributed_training.telemetry.lines import step_line
+from distributed_training.telemetry.logs import mask, register_secret, setup_logging, tame_libraries
+from distributed_training.telemetry.metrics import Counter, Gauge, Registry, record_step
+
+__all__ = [
+    "Counter",
+    "EventLog",
+    "Gauge",
+    "Registry",
+    "lines",
+    "mask",
+    "read_events",
+    "record_step",
+    "register_secret",
+    "setup_logging",
+    "step_line",
+    "tame_libraries",
+]

@@ -1,0 +1,140 @@
+"""What happened, for programs: one JSON object a line.
+
+The live view, the summary and the tests read this file; people read the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.protocol.types import Revision
+from distributed_training.telemetry.logs import mask
+
+
+class EventLog:
+    """Appends events to a file. Any thread may write; one process owns the file.
+
+    Each line is one ``write`` to a file opened for appending, so a reader sees whole lines, and a
+    line cut short by a kill is closed off at the next start. When the file passes half of
+    ``retention_bytes`` it becomes ``<name>.1``, replacing the one before. A failing disk loses
+    events, never training: the first failure is told through ``problem``.
+    """
+
+    def __init__(self, path: Path, *, retention_bytes: int = 2 * 1024**3) -> None:
+        self.path = path
+        self.problem: str | None = None
+        self._limit = max(1, retention_bytes // 2)
+        self._lock = threading.Lock()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._open()
+
+    @classmethod
+    def from_settings(cls, settings: TelemetrySettings, folder: Path) -> EventLog | None:
+        """``events.jsonl`` in the run folder, or None with ``--neuron.dont_save_events``."""
+        if settings.dont_save_events:
+            return None
+        return cls(folder / "events.jsonl", retention_bytes=settings.events_retention_size)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        """Append ``{"time": <unix seconds>, "kind": kind, **fields}``.
+
+        Dataclasses become objects, revisions their tag, durations seconds, NaN and Inf null;
+        secrets are masked. Raises ValueError if a field is called ``time`` or ``kind``.
+        """
+        if "time" in fields:
+            raise ValueError("an event's time is when it is written")
+        event = {"time": round(time.time(), 3), "kind": kind, **plain(fields)}
+        line = mask(json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        with self._lock:
+            if self._file is None:
+                return
+            try:
+                os.write(self._file, line)
+                if os.fstat(self._file).st_size > self._limit:
+                    self._rotate()
+            except OSError as error:
+                self.problem = self.problem or f"{self.path} cannot be written: {error.strerror}"
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                os.close(self._file)
+            self._file = None
+
+    def __enter__(self) -> EventLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> int | None:
+        file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(file).st_size
+        if size and os.pread(file, 1, size - 1) != b"\n":
+            os.write(file, b"\n")
+        return file
+
+    def _rotate(self) -> None:
+        assert self._file is not None
+        os.close(self._file)
+        self._file = None
+        os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+        self._file = self._open()
+
+
+def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
+    """The events of ``path`` (and of ``<path>.1`` before it), oldest first; broken lines are
+    skipped. None if neither file exists."""
+    for part in (path.with_name(path.name + ".1"), path):
+        try:
+            file = part.open("rb")
+        except FileNotFoundError:
+            continue
+        with file:
+            for line in file:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict) and (kind is None or event.get("kind") == kind):
+                    yield event
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON can hold it. Raises TypeError for what has no plain form."""
+    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Revision):
+        return value.tag
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, SecretStr):
+        return "********"
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(v) for v in value]
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        return plain(value.item())
+    raise TypeError(f"{type(value).__name__} has no place in an event")

@@ -1,0 +1,117 @@
+"""The log lines operators search for, each once.
+
+Texts are those of the public miner (protocol page, section 9) and of the operator documents, emoji
+rendered, so that ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` and the like
+go on working. Misspellings in them (``Succesfully``) are part of the text.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from distributed_training.protocol.types import Revision, StepReport
+
+FULL_STATE = "Full State"
+EXTRACTED_STATE = "Extracted Optimizer & Model State Dict"
+UPLOAD_MODEL_START = "Upload Model Start"
+MODEL_SAVED = "Model Saved"
+OPTIMIZER_SAVED = "Optimizer Saved"
+UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
+UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
+RESPONDED_ACTIVE = "Responded to be Active"
+RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"
+RECEIVED_LOCAL_ALL_REDUCE = "Received Local All Reduce Call"
+PAUSING = "⚠️  Pausing continuous training."
+AVERAGING_START = "⏳ Starting Pseudo Gradient Averaging.."
+ALL_REDUCE_START = "All Reduce Start"
+ALL_REDUCE_FINISH = "All Reduce Finish"
+ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
+RESUMING = "✅ Resuming continuous training."
+METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
+
+
+def step_line(report: StepReport) -> str:
+    """One inner step, as the operator documents show it.
+
+    ``GPU Mem`` is 0.00GB without a GPU. Loss and time are the report's: nats per token, seconds.
+    """
+    return (
+        f"Outer Step: {report.outer_step} | Inner Step: {report.inner_step} | "
+        f"LR: {report.learning_rate:.8f} | Loss: {report.loss:.2f} | "
+        f"Step Time: {report.seconds:.1f}s | GPU Mem: {report.gpu_memory_gb or 0.0:.2f}GB"
+    )
+
+
+def throughput_line(report: StepReport) -> str:
+    """What the step line has no place for; figures that could not be measured are left out."""
+    parts = [
+        f"Throughput: {report.tokens_per_second:.0f} tokens/s",
+        f"{report.samples_per_second:.2f} samples/s",
+        f"Data Wait: {report.data_wait_seconds:.1f}s",
+    ]
+    if report.grad_norm is not None:
+        parts.append(f"Grad Norm: {report.grad_norm:.3f}")
+    if report.mfu is not None:
+        parts.append(f"MFU: {100 * report.mfu:.1f}%")
+    if report.gpu_utilization is not None:
+        parts.append(f"GPU Util: {report.gpu_utilization:.0f}%")
+    if report.note:
+        parts.append(report.note)
+    return " | ".join(parts)
+
+
+def training_line(report: StepReport) -> str:
+    """The public miner's form of the step line."""
+    return (
+        f"🏋️  Outer Step: {report.outer_step} | Inner Step: {report.inner_step} | "
+        f"Learning Rate: {report.learning_rate:.8f} | Average Loss: {report.loss:.2f}"
+    )
+
+
+def saving_state(outer_step: int) -> str:
+    return f"💾 Saving model state locally for epoch {outer_step}"
+
+
+def saving_keys(count: int) -> str:
+    return f"Saving model state dict with {count} keys"
+
+
+def uploading(bucket: str) -> str:
+    return f"🔼 Uploading model and optimizer states to r2 bucket: {bucket}"
+
+
+def pushed(revision: Revision, bucket: str) -> str:
+    return f"Successfully pushed new model state with tag {revision.tag} to bucket: {bucket}"
+
+
+def upload_completed(result: object) -> str:
+    return f"Model state upload completed with result: {result}"
+
+
+def upload_failed(error: object) -> str:
+    return f"Model state upload failed: {error}"
+
+
+def upload_blocked(inner_step: int, minimum: int) -> str:
+    return (
+        f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
+        "Validators will reject this! Waiting for more training steps..."
+    )
+
+
+def all_reduce_failed(checkpoint: int) -> str:
+    """``checkpoint``: 1 before the averaging, 2 in it, 3 in the outer step."""
+    return f"All Reduce Failed At Checkpoint {checkpoint}"
+
+
+def waiting_for_validator(wait: timedelta) -> str:
+    return f"Waiting {wait.total_seconds():.0f} seconds until validator complete the all_reduce"
+
+
+def epochs_differ(local: int, remote: int) -> str:
+    where = "Behind" if local < remote else "Ahead Of"
+    return f"Local Epoch {local} {where} Global Epoch {remote}. Loading Latest Model State."
+
+
+def training_loop_failed(error: BaseException) -> str:
+    return f"Training Loop Failed with error: {error}"

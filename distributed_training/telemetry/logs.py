@@ -1,0 +1,180 @@
+"""Logging as pm2 wants it: one line a record on stdout, no colours, no secrets."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import SecretStr
+
+from distributed_training.config.telemetry import TelemetrySettings
+
+# Set by name, since libraries rename levels (hivemind turns WARNING into WARN for everyone).
+_LEVELS = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}
+_LIBRARIES = (
+    "hivemind",
+    "bittensor",
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "urllib3",
+    "httpx",
+    "httpcore",
+    "uvicorn",
+    "asyncio",
+    "websockets",
+    "transformers",
+    "torch",
+    "filelock",
+    "matplotlib",
+)
+_SHORTEST_SECRET = 6  # shorter ones would mask ordinary words
+_LOG_FILE_BYTES = 50 * 1000 * 1000
+MASK = "********"
+
+_secrets: set[str] = set()
+
+
+def register_secret(secret: SecretStr | str | None) -> None:
+    """From now on ``secret`` appears as ``********`` in every line of this process."""
+    text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
+    if text and len(text) >= _SHORTEST_SECRET:
+        _secrets.add(text)
+
+
+def mask(text: str) -> str:
+    for secret in _secrets:
+        if secret in text:
+            text = text.replace(secret, MASK)
+    return text
+
+
+class LineFormatter(logging.Formatter):
+    """``2026-01-31 23:59:59.123 | INFO | text``; other ranks than 0 name themselves.
+
+    A record is one line whatever it holds: pm2 and grep work by lines. A traceback is folded into
+    ``(Type: text; at file:line in function < caller)``, innermost first.
+    """
+
+    def __init__(self, *, rank: int) -> None:
+        super().__init__()
+        self._prefix = f"rank {rank} | " if rank else ""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = record.getMessage()
+        if not record.name.startswith(("distributed_training", "neurons", "__main__")):
+            message = f"{record.name}: {message}"
+        if record.exc_info and record.exc_info[1] is not None:
+            message = f"{message} ({fold(record.exc_info[1])})"
+        moment = self.formatTime(record, "%Y-%m-%d %H:%M:%S")
+        level = _LEVELS.get(record.levelno, record.levelname)
+        head = f"{moment}.{int(record.msecs):03d} | {level} | {self._prefix}"
+        body = " / ".join(part for part in message.splitlines() if part.strip()) or message
+        return mask(head + body)
+
+
+def fold(error: BaseException, *, depth: int = 6) -> str:
+    """An exception, its cause and the innermost ``depth`` frames on one line."""
+    frames = traceback.extract_tb(error.__traceback__)[-depth:]
+    places = " < ".join(
+        f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(list(frames))
+    )
+    text = f"{type(error).__name__}: {error}".rstrip(": ")
+    text += f"; at {places}" if places else ""
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return f"{text}; caused by {type(cause).__name__}: {cause}" if cause else text
+
+
+def setup_logging(
+    settings: TelemetrySettings,
+    *,
+    rank: int,
+    name: str,
+    folder: Path | None = None,
+    secrets: Iterable[SecretStr | str | None] = (),
+) -> None:
+    """Make this process's log lines what operators expect. May be called again.
+
+    Ranks other than 0 print warnings and errors only, unless ``--neuron.show_all_rank_logs``.
+    ``secrets`` (every SecretStr of the configuration) are masked from here on. With
+    ``--logging.record_log`` the lines also go to ``<name>.rank<r>.log``, in
+    ``--logging.logging_dir`` or ``folder``. Uncaught exceptions of any thread become one line too.
+    """
+    for secret in secrets:
+        register_secret(secret)
+    level = logging.DEBUG if settings.debug or settings.trace else logging.INFO
+    if not settings.info and level == logging.INFO:
+        level = logging.WARNING
+    formatter = LineFormatter(rank=rank)
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
+    if rank and not settings.show_all_rank_logs:
+        handlers[0].setLevel(logging.WARNING)
+    place = settings.logging_dir or folder
+    if settings.record_log and place is not None:
+        place.mkdir(parents=True, exist_ok=True)
+        handlers.append(
+            logging.handlers.RotatingFileHandler(
+                place / f"{name}.rank{rank}.log", maxBytes=_LOG_FILE_BYTES, backupCount=3
+            )
+        )
+    root = logging.getLogger()
+    for handler in list(root.handlers):
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        handler.setFormatter(formatter)
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(True)
+    logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
+    tame_libraries(trace=settings.trace)
+    _catch_uncaught()
+
+
+def tame_libraries(*, trace: bool = False) -> None:
+    """Warnings only of the libraries, in our format.
+
+    hivemind puts a handler of its own on its logger when first imported: call this again after the
+    import to remove it. The environment variables reach the processes it forks.
+    """
+    os.environ.setdefault("HIVEMIND_COLORS", "0")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if trace else "WARNING")
+    for library in _LIBRARIES:
+        logger = logging.getLogger(library)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.propagate = True
+        logger.disabled = False
+        logger.setLevel(logging.DEBUG if trace else logging.WARNING)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if trace else logging.ERROR)
+
+
+def _catch_uncaught() -> None:
+    log = logging.getLogger("distributed_training")
+
+    def uncaught(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            log.critical("Uncaught error", exc_info=(kind, error, trace))
+
+    def uncaught_in_thread(arguments: Any) -> None:
+        if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
+            thread = arguments.thread.name if arguments.thread else "?"
+            error = arguments.exc_value
+            log.critical(
+                "Uncaught error in thread %s",
+                thread,
+                exc_info=(type(error), error, arguments.exc_traceback),
+            )
+
+    sys.excepthook = uncaught
+    threading.excepthook = uncaught_in_thread

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.telemetry import EventLog, Registry, read_events, register_secret
+
+pytestmark = pytest.mark.timeout(20)
+
+
+def test_events_come_back_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    report = PublicationReport(Revision(5, 1, 60), True, 2.5, 1000)
+    with EventLog(path) as log:
+        log.write("publication", report=report, wait=timedelta(minutes=1), folder=tmp_path)
+        log.write("step", loss=float("nan"), key=SecretStr("abcdefgh"))
+    first, second = read_events(path)
+    assert first["kind"] == "publication" and first["time"] > 1e9
+    assert first["report"]["revision"] == "5.1.60" and first["wait"] == 60.0
+    assert first["folder"] == str(tmp_path)
+    assert second["loss"] is None and second["key"] == "********"
+    assert [e["kind"] for e in read_events(path, "step")] == ["step"]
+
+
+def test_a_line_cut_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write("start")
+    with path.open("ab") as file:
+        file.write(b'{"time": 1, "kind": "st')
+    with EventLog(path) as log:
+        log.write("step")
+    assert [e["kind"] for e in read_events(path)] == ["start", "step"]
+
+
+def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        threads = [
+            threading.Thread(target=lambda: [log.write("step", text="x" * 500) for _ in range(100)])
+            for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(list(read_events(path))) == 400
+
+
+def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, retention_bytes=4000) as log:
+        for i in range(200):
+            log.write("step", i=i)
+    kept = [e["i"] for e in read_events(path)]
+    assert kept == list(range(kept[0], 200)) and 20 < len(kept) < 100
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 4200
+
+
+def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> None:
+    register_secret("very-secret-value")
+    with EventLog(tmp_path / "e.jsonl") as log:
+        log.write("fault", detail="key very-secret-value refused")
+    assert next(read_events(tmp_path / "e.jsonl"))["detail"] == "key ******** refused"
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    assert EventLog.from_settings(TelemetrySettings(dont_save_events=True), tmp_path) is None
+    assert not list(tmp_path.iterdir()) and not list(read_events(tmp_path / "events.jsonl"))
+
+
+def test_metrics_are_typed_and_absent_until_measured() -> None:
+    registry = Registry()
+    gauge = registry.gauge("train_mfu", "of the peak")
+    registry.counter("uploads_total", "publications").add(2)
+    assert registry.snapshot() == {"uploads_total": 2}
+    gauge.set(0.5)
+    assert registry.gauge("train_mfu", "of the peak") is gauge
+    gauge.set(float("nan"))
+    assert gauge.value is None
+    with pytest.raises(TypeError):
+        registry.counter("train_mfu", "")
+    with pytest.raises(ValueError):
+        registry.counter("uploads_total", "").add(-1)
+    with pytest.raises(ValueError):
+        registry.gauge("Bad-Name", "")

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from distributed_training.protocol.types import Revision, StepReport
+from distributed_training.telemetry import lines
+
+pytestmark = pytest.mark.timeout(10)
+
+REPORT = StepReport(
+    outer_step=56,
+    inner_step=84,
+    loss=3.401,
+    learning_rate=2.1e-5,
+    tokens=524288,
+    samples=512,
+    seconds=15.2,
+    data_wait_seconds=0.5,
+    micro_batches=64,
+    gpu_memory_gb=18.449,
+)
+
+
+def test_step_line_is_the_operators_line() -> None:
+    assert lines.step_line(REPORT) == (
+        "Outer Step: 56 | Inner Step: 84 | LR: 0.00002100 | Loss: 3.40 | Step Time: 15.2s | "
+        "GPU Mem: 18.45GB"
+    )
+
+
+def test_step_line_without_a_gpu() -> None:
+    without = dataclasses.replace(REPORT, gpu_memory_gb=None)
+    assert lines.step_line(without).endswith("GPU Mem: 0.00GB")
+
+
+def test_throughput_line_names_only_what_was_measured() -> None:
+    line = lines.throughput_line(REPORT)
+    assert "34493 tokens/s" in line and "MFU" not in line and "GPU Util" not in line
+    full = dataclasses.replace(REPORT, mfu=0.551, gpu_utilization=97.0, grad_norm=0.5)
+    assert "MFU: 55.1%" in lines.throughput_line(full)
+
+
+def test_lines_operators_search_for() -> None:
+    assert lines.pushed(Revision(5, 12, 60), "llama-4b-ws-4-227") == (
+        "Successfully pushed new model state with tag 5.12.60 to bucket: llama-4b-ws-4-227"
+    )
+    assert lines.upload_blocked(15, 50) == (
+        "⚠️  UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
+        "Waiting for more training steps..."
+    )
+    assert lines.saving_state(56) == "💾 Saving model state locally for epoch 56"
+    assert "Behind Global Epoch 9" in lines.epochs_differ(8, 9)
+    assert "Ahead Of Global Epoch 8" in lines.epochs_differ(9, 8)

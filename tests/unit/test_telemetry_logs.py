@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(30)
+
+# In a process of its own: setup_logging owns the root logger and the exception hooks.
+PRELUDE = """
+import dataclasses, logging, sys, threading
+from pathlib import Path
+from pydantic import SecretStr
+from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.telemetry import setup_logging, tame_libraries
+log = logging.getLogger("distributed_training.x")
+"""
+
+
+def run(code: str) -> tuple[str, str, int]:
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        capture_output=True,
+        text=True,
+        timeout=25,
+        cwd=Path(__file__).parents[2],
+    )
+    return done.stdout, done.stderr, done.returncode
+
+
+def test_a_record_is_one_line_and_masks_secrets() -> None:
+    out, err, _ = run(
+        """
+setup_logging(TelemetrySettings(), rank=0, name="m", secrets=[SecretStr("s3cr3t-key"), None])
+log.info("first\\n\\nsecond %s", "s3cr3t-key")
+log.debug("not shown")
+try:
+    raise KeyError("s3cr3t-key")
+except KeyError:
+    log.exception("it failed")
+logging.getLogger("hivemind.averaging").info("chatter")
+logging.getLogger("hivemind.averaging").warning("heard")
+"""
+    )
+    lines = out.splitlines()
+    assert len(lines) == 3 and not err
+    assert lines[0].endswith(" | INFO | first / second ********")
+    assert "it failed (KeyError: '********'; at <string>:" in lines[1]
+    assert lines[2].endswith(" | WARNING | hivemind.averaging: heard")
+    assert "s3cr3t" not in out
+
+
+def test_other_ranks_say_only_what_matters() -> None:
+    out, _, _ = run(
+        """
+setup_logging(TelemetrySettings(), rank=3, name="m")
+log.info("quiet"); log.warning("loud")
+setup_logging(TelemetrySettings(show_all_rank_logs=True), rank=3, name="m")
+log.info("now heard")
+"""
+    )
+    texts = [line.split(" | ", 1)[1] for line in out.splitlines()]
+    assert texts == ["WARNING | rank 3 | loud", "INFO | rank 3 | now heard"]
+
+
+def test_uncaught_errors_are_one_line() -> None:
+    out, err, status = run(
+        """
+setup_logging(TelemetrySettings(), rank=0, name="m")
+def f(): raise OSError("thread")
+t = threading.Thread(target=f, name="poller"); t.start(); t.join()
+raise ValueError("main")
+"""
+    )
+    assert status == 1 and "Traceback" not in out + err
+    thread, main = out.splitlines()
+    assert "CRITICAL | Uncaught error in thread poller (OSError: thread; at <string>" in thread
+    assert "Uncaught error (ValueError: main" in main
+
+
+def test_hivemind_is_tamed_after_its_import() -> None:
+    out, err, _ = run(
+        """
+setup_logging(TelemetrySettings(), rank=0, name="m")
+handler = logging.StreamHandler(sys.stderr)  # what hivemind does when it is imported
+logging.getLogger("hivemind").addHandler(handler)
+logging.getLogger("hivemind").propagate = False
+logging.addLevelName(logging.WARNING, "WARN")
+tame_libraries()
+logging.getLogger("hivemind.dht").warning("once")
+"""
+    )
+    assert out.count("once") == 1 and "| WARNING |" in out and not err
+
+
+def test_record_log_writes_the_same_lines_to_a_file(tmp_path: Path) -> None:
+    out, _, _ = run(
+        f"""
+settings = TelemetrySettings(record_log=True)
+setup_logging(settings, rank=0, name="m", folder=Path({str(tmp_path)!r}))
+log.info("kept")
+"""
+    )
+    assert (tmp_path / "m.rank0.log").read_text() == out
