@@ -11,15 +11,20 @@ import json
 import subprocess
 import sys
 import tempfile
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
+INDEX = "https://pypi.org/pypi/pip/json"
+
 
 def main() -> int:
-    with urllib.request.urlopen("https://pypi.org/pypi/pip/json", timeout=60) as reply:
+    with urllib.request.urlopen(INDEX, timeout=60) as reply:
         files = json.load(reply)["urls"]
     wheel = next(f for f in files if f["packagetype"] == "bdist_wheel")
-    with urllib.request.urlopen(wheel["url"], timeout=120) as reply:
+    # A mirror may answer with addresses relative to its own.
+    url = urllib.parse.urljoin(INDEX, wheel["url"])
+    with urllib.request.urlopen(url, timeout=120) as reply:
         content = reply.read()
     if hashlib.sha256(content).hexdigest() != wheel["digests"]["sha256"]:
         print("error: the pip wheel is damaged; run again, or: apt install python3-venv")
