@@ -121,6 +121,8 @@ class NeuronState:
     outer_steps: list[tuple[int, float]] = field(default_factory=list)  # (reached, time)
     evaluations: list[Evaluation] = field(default_factory=list)
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # uid -> figures
+    scored_at: int | None = None  # outer step of the last scores
+    first_outer_step: int | None = None  # where this neuron stood when it first started
     starts: int = 0
     last_event: float = 0.0
 
@@ -135,6 +137,10 @@ class NeuronState:
         self.starts += 1
         self.phase = "starting"
         self.peer_id = str(event.get("peer_id") or self.peer_id)
+        if event.get("outer_step") is not None:
+            self.outer_step = int(event["outer_step"])
+        if self.first_outer_step is None:
+            self.first_outer_step = self.outer_step
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         self.phase = "training"
@@ -174,6 +180,16 @@ class NeuronState:
         self.inner_step = 0
         self.outer_steps.append((self.outer_step, self.last_event))
 
+    def _on_held_out(self, event: Mapping[str, Any]) -> None:
+        before, after = _number(event.get("before")), _number(event.get("after"))
+        self.evaluations.append(Evaluation(int(event["outer_step"]), before, after))
+
+    def _on_scores(self, event: Mapping[str, Any]) -> None:
+        self.scored_at = event.get("outer_step")
+        for uid, figures in event["scores"].items():
+            numbers = {name: _number(value) for name, value in figures.items()}
+            self.scores[int(uid)] = {n: v for n, v in numbers.items() if v is not None}
+
     def _on_load(self, event: Mapping[str, Any]) -> None:
         self.phase = "loading"
         if event.get("outer_step") is not None:
@@ -203,6 +219,15 @@ class NeuronState:
                 return f"ROUND FAILED: {seen.fault}"
             case "outer_step":
                 return f"outer step {self.outer_step}"
+            case "held_out":
+                told = self.evaluations[-1]
+                if told.before is None or told.after is None:
+                    return ""
+                if told.before == told.after:
+                    return f"held-out loss {told.after:.3f}"
+                return f"held-out loss {told.before:.3f} -> {told.after:.3f}"
+            case "sweep" if event.get("not_alive"):
+                return f"not alive: uids {', '.join(map(str, event['not_alive']))}"
             case "load":
                 return f"loaded the global state of outer step {self.outer_step}"
         return ""

@@ -55,12 +55,13 @@ def neuron_line(state: NeuronState, width: int) -> str:
         known = [e for e in state.evaluations if e.before is not None and e.after is not None]
         if known:
             line += f"  held-out {known[-1].before:.3f} -> {known[-1].after:.3f}"
-        if state.scores:
-            scores = ", ".join(
-                f"{uid}: {figures.get('total', 0.0):.2f}"
-                for uid, figures in sorted(state.scores.items())
-            )
-            line += f"  scores {scores}"
+        scores = [
+            f"{uid}: {figures['total']:.2f}"
+            for uid, figures in sorted(state.scores.items())
+            if "total" in figures
+        ]
+        if scores:
+            line += f"  scores {', '.join(scores)}"
     return line.rstrip()[:width]
 
 

@@ -1,0 +1,181 @@
+"""The command line of the local subnet: ``make run``, ``scripts/localnet.py``."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import shlex
+import shutil
+import signal
+import sys
+import threading
+import types
+import webbrowser
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.config.flags import ConfigError
+from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
+from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from distributed_training.localnet.view import RED, LiveView
+
+log = logging.getLogger(__name__)
+
+# Ctrl-C: miners and then the validator get this long each; with services and sweep that is < 15 s.
+INTERRUPT_GRACE = timedelta(seconds=5)
+
+
+class Interrupted(Exception):
+    """Ctrl-C or SIGTERM."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="localnet",
+        description="Run a whole subnet on this machine: object store, chain, validator, miners.",
+        epilog="Exit status: 0 all rounds worked; 1 something did not; 2 bad arguments; "
+        "130 interrupted.",
+    )
+    add = parser.add_argument
+    add("--miners", type=int, help="how many miners (default 2)")
+    add("--ranks", help="ranks of each miner, e.g. 2,1 (default: 2 for the first, 1 for the rest)")
+    add("--outer-steps", type=int, default=2, help="stop after so many outer steps (default 2)")
+    add("--folder", type=Path, default=Path("runs/localnet"), help="where everything is written")
+    add("--seconds-per-block", type=float, default=1.0, help="block time (default 1; public: 12)")
+    add("--blocks-per-allreduce", type=int, help="blocks between rounds (default: the preset's)")
+    add("--timeout", type=float, default=DEFAULT_TIMEOUT.total_seconds(), help="seconds for it all")
+    add("--resume", action="store_true", help="go on with what --folder holds")
+    add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
+    add("--open", action="store_true", help="open the report in a browser at the end")
+    add("--miner-flags", default="", help="more flags for every miner, in quotes")
+    add("--validator-flags", default="", help="more flags for the validator, in quotes")
+    add("--miner-script", type=Path, help="another miner's program (default: neurons/miner.py)")
+    add("--validator-script", type=Path, help="another validator's (default: neurons/validator.py)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        options = _options(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    view = LiveView()
+    subnet = LocalSubnet(
+        options=options,
+        tell=view.say,
+        refresh=lambda s: view.update(_headline(s), [n.state for n in s.neurons]),
+    )
+    interrupts = _Interrupts(subnet)
+    problems: list[str] = []
+    status = 0
+    try:
+        subnet.start()
+        subnet.wait_for_outer_steps(
+            options.outer_steps, deadline=timedelta(seconds=arguments.timeout)
+        )
+        subnet.wait_for_figures(timedelta(seconds=20))
+        view.say("done; stopping")
+    except ConfigError as error:
+        view.close()
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except SubnetFailure as failure:
+        view.say(str(failure), color=RED)
+        problems.append(str(failure).splitlines()[0])
+    except Interrupted:
+        view.say("interrupted; stopping")
+        status = 130
+    finally:
+        interrupts.stopping()
+        # Exceptions not named above are defects: they pass, but the subnet is stopped first.
+        subnet.stop(INTERRUPT_GRACE if status == 130 else None)
+        view.close()
+    if not subnet.neurons:
+        for line in [*problems, *subnet.problems]:
+            print(f"PROBLEM: {line}")
+        return status or 1
+    summary = subnet.summary(problems)
+    summary.write(subnet.folder)
+    print(summary.text(), end="")
+    report = _draw(subnet)
+    if summary.ok and not status:
+        view_line = "all rounds worked"
+        print(f"\x1b[32m{view_line}\x1b[0m" if view.in_place else view_line)
+        if not arguments.keep:
+            _drop_bulk(subnet)
+    if arguments.open and report is not None:
+        webbrowser.open(report.as_uri())
+    return status or (0 if summary.ok else 1)
+
+
+def _options(arguments: argparse.Namespace) -> SubnetOptions:
+    if arguments.outer_steps < 1:
+        raise ConfigError(f"--outer-steps {arguments.outer_steps} leaves nothing to do: 1 or more")
+    if arguments.seconds_per_block <= 0:
+        raise ConfigError("--seconds-per-block must be more than 0, or no block ever comes")
+    return SubnetOptions(
+        folder=arguments.folder,
+        ranks=parse_ranks(arguments.ranks, arguments.miners),
+        outer_steps=arguments.outer_steps,
+        seconds_per_block=arguments.seconds_per_block,
+        blocks_per_allreduce=arguments.blocks_per_allreduce,
+        resume=arguments.resume,
+        miner_flags=tuple(shlex.split(arguments.miner_flags)),
+        validator_flags=tuple(shlex.split(arguments.validator_flags)),
+        miner_script=arguments.miner_script and arguments.miner_script.absolute(),
+        validator_script=arguments.validator_script and arguments.validator_script.absolute(),
+    )
+
+
+def _headline(subnet: LocalSubnet) -> str:
+    done = max((step for step, _ in subnet.validator.state.outer_steps), default=0)
+    done = max(0, done - subnet.first_outer_step)
+    return f"local subnet: outer step {done} of {subnet.options.outer_steps}  (Ctrl-C stops it)"
+
+
+def _draw(subnet: LocalSubnet) -> Path | None:
+    from distributed_training.localnet.plot import draw
+
+    try:
+        png, report = draw(
+            subnet.folder,
+            started_at=subnet.started_at,
+            summary=subnet.summary(),
+            validator=subnet.validator.state,
+            miners=[m.state for m in subnet.miners],
+        )
+    except ImportError as error:
+        print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
+        return None
+    print(f"picture: {png}\nreport:  {report}\nlogs:    {subnet.folder}/*/log.txt")
+    return report
+
+
+def _drop_bulk(subnet: LocalSubnet) -> None:
+    """After a good run only what people read stays: logs, events, summary, pictures."""
+    assert subnet.services is not None
+    for folder in subnet.services.bulk_folders():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Interrupts:
+    """SIGINT and SIGTERM become :class:`Interrupted`, once; during the stop a second one kills."""
+
+    def __init__(self, subnet: LocalSubnet) -> None:
+        self._subnet = subnet
+        self._is_stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._handle)
+
+    def stopping(self) -> None:
+        self._is_stopping.set()
+
+    def _handle(self, number: int, frame: types.FrameType | None) -> None:
+        if not self._is_stopping.is_set():
+            self._is_stopping.set()
+            raise Interrupted
+        for neuron in self._subnet.neurons:
+            neuron.child.kill_tree()

@@ -1,0 +1,368 @@
+"""A whole subnet on this machine: object store, chain, validator and miners as real processes.
+
+The orchestrator starts them, follows the events they write and ends them. It takes no part in the
+protocol: everything between the neurons goes over the object store, the chain, signed HTTP and the
+DHT, as on the public network.
+
+Used by ``make run`` (``command.py``) and by tests::
+
+    with LocalSubnet(options=SubnetOptions(folder=tmp_path)) as subnet:
+        subnet.wait_for_outer_steps(1, deadline=timedelta(minutes=3))
+        subnet.kill_miner(0)
+        subnet.restart_miner(0)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import IO
+
+from distributed_training.config.flags import ConfigError
+from distributed_training.localnet.events import EventFollower, NeuronState
+from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
+from distributed_training.localnet.processes import (
+    MARK,
+    Child,
+    Guardian,
+    Stray,
+    stop_together,
+    sweep,
+)
+from distributed_training.localnet.services import ServiceFailure, Services
+from distributed_training.localnet.summary import Summary, summarize
+
+STATE_FILE = "localnet.json"  # also marks a folder as ours: only such a folder is emptied
+LOCK_FILE = ".lock"
+
+
+class SubnetFailure(RuntimeError):
+    """The subnet did not do what it was started for. The text is for the operator."""
+
+
+@dataclass
+class Neuron:
+    """A neuron's plan, its process and what its events say."""
+
+    plan: NeuronPlan
+    child: Child
+    follower: EventFollower
+    state: NeuronState
+    problems: list[str] = field(default_factory=list)
+
+
+class LocalSubnet:
+    """Start with :meth:`start` (or ``with``), end with :meth:`stop`, which always may be called.
+
+    ``tell``: called with a line for each thing worth saying; ``refresh``: called often with this
+    object while waiting, to redraw a view. ``stop_grace`` covers the stop of miners, then again of
+    the validator; what does not end in it is killed and reported. ``settle``: how long a miner may
+    be behind the validator's published outer step before it is not waited for any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        options: SubnetOptions,
+        tell: Callable[[str], None] = lambda line: None,
+        refresh: Callable[[LocalSubnet], None] = lambda subnet: None,
+        stop_grace: timedelta = timedelta(seconds=20),
+        settle: timedelta = timedelta(seconds=15),
+    ) -> None:
+        self.options = options
+        self.folder = options.folder.absolute()
+        self.subnet_id = secrets.token_hex(8)
+        self.problems: list[str] = []
+        self.strays: list[Stray] = []
+        self.stop_grace = stop_grace
+        self._settle = settle.total_seconds()
+        self.started_at = time.time()
+        self.neurons: list[Neuron] = []
+        self.services: Services | None = None
+        self._tell = tell
+        self._refresh = refresh
+        self._guardian: Guardian | None = None
+        self._lock: IO[bytes] | None = None
+        self._previous_mark: str | None = None
+        self._stopped = False
+
+    # --- life ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Bring everything up; neurons are started, not waited for.
+
+        Raises ConfigError if the folder cannot be used, SubnetFailure if a service does not come.
+        """
+        self._take_folder()
+        self._previous_mark = os.environ.get(MARK)
+        os.environ[MARK] = self.subnet_id  # inherited by whatever is started from here on
+        try:
+            self._guardian = Guardian(self.subnet_id)
+            self.started_at = time.time()
+            plans = plan_neurons(self.options, self.folder)
+            self.services = Services(folder=self.folder, options=self.options, plans=plans)
+            try:
+                self.services.start()
+            except ServiceFailure as failure:
+                raise SubnetFailure(str(failure)) from failure
+            self._tell(f"object store at {self.services.store_endpoint}")
+            self._tell(f"chain at {self.services.chain_endpoint}")
+            for plan in plans:
+                neuron = self._prepare(plan)
+                self.neurons.append(neuron)
+                neuron.child.start()
+                self._tell(f"{plan.name} started (pid {neuron.child.pid}), log {neuron.child.log}")
+            self._write_state()
+        except BaseException:
+            self.stop(timedelta(seconds=5))
+            raise
+
+    def stop(self, grace: timedelta | None = None) -> list[str]:
+        """End miners, validator, chain and store, in this order, and sweep up what is left.
+
+        Returns what went wrong in it. Called again it does nothing.
+        """
+        if self._stopped:
+            return []
+        self._stopped = True
+        grace = grace if grace is not None else self.stop_grace
+        problems: list[str] = []
+        miners = [n.child for n in self.neurons if n.plan.kind == "miner"]
+        others = [n.child for n in self.neurons if n.plan.kind != "miner"]
+        for children in (miners, others):
+            problems += stop_together(children, grace)
+        for neuron in self.neurons:
+            self._read_events(neuron)
+            neuron.follower.close()
+            status = neuron.child.exit_status
+            if neuron.child.stopping and status is not None and status > 0:
+                problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
+        if self.services is not None:
+            problems += self.services.stop()
+        spare = frozenset([self._guardian.pid] if self._guardian else [])
+        self.strays = sweep(self.subnet_id, settle=timedelta(seconds=2), spare=spare)
+        problems += [f"left behind, killed: {s.pid} {s.command}" for s in self.strays]
+        if self._guardian is not None:
+            self._guardian.close()
+        if self._previous_mark is None:
+            os.environ.pop(MARK, None)
+        else:
+            os.environ[MARK] = self._previous_mark
+        if self._lock is not None:
+            self._lock.close()
+        self.problems += problems
+        return problems
+
+    def __enter__(self) -> LocalSubnet:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # --- what tests and the command line do with it ---------------------------------------------
+
+    @property
+    def validator(self) -> Neuron:
+        return next(n for n in self.neurons if n.plan.kind == "validator")
+
+    @property
+    def miners(self) -> list[Neuron]:
+        return [n for n in self.neurons if n.plan.kind == "miner"]
+
+    @property
+    def first_outer_step(self) -> int:
+        """Where the global state stood when this run began: 0 unless it was resumed."""
+        return self.validator.state.first_outer_step or 0
+
+    def kill_miner(self, index: int) -> None:
+        """SIGKILL a miner's whole process tree, as a crash of its machine would."""
+        self.miners[index].child.kill_tree()
+
+    def stop_miner(self, index: int, grace: timedelta = timedelta(seconds=30)) -> int | None:
+        """Stop a miner as pm2 would; its exit status, None if it did not stop in ``grace``."""
+        child = self.miners[index].child
+        child.signal(signal.SIGINT)
+        return child.wait(grace)
+
+    def restart_miner(self, index: int) -> None:
+        """Start a miner again that was killed or stopped, with the folder it had."""
+        self.miners[index].child.start()
+
+    def poll(self) -> None:
+        """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
+        for neuron in self.neurons:
+            self._read_events(neuron)
+            child = neuron.child
+            if not child.running and child.exit_status is not None and not child.stopping:
+                raise SubnetFailure(_obituary(neuron))
+        if self.services is not None:
+            for line in self.services.dead():
+                raise SubnetFailure(line)
+
+    def wait_until(
+        self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
+    ) -> None:
+        """Follow the subnet until ``condition()``; SubnetFailure when ``deadline`` is over."""
+        end = time.monotonic() + deadline.total_seconds()
+        while True:
+            self.poll()
+            self._refresh(self)
+            if condition():
+                return
+            if time.monotonic() >= end:
+                raise SubnetFailure(
+                    f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
+                    + "; ".join(
+                        f"{n.plan.name} {n.state.phase}, outer step {n.state.outer_step}, "
+                        f"inner step {n.state.inner_step}"
+                        for n in self.neurons
+                    )
+                )
+            time.sleep(0.1)
+
+    def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
+        """Until the validator and every running miner took ``count`` outer steps since the start.
+
+        A miner that is not there ``settle`` after the validator is not waited for: the summary
+        says that it missed the step.
+        """
+        self.wait_until(
+            lambda: self._reached(self.first_outer_step + count), deadline, f"outer step {count}"
+        )
+
+    def wait_for_figures(self, deadline: timedelta) -> None:
+        """Until every miner has a score, or ``deadline`` is over.
+
+        Scores come on the validator's schedule; a summary without them is incomplete, not wrong.
+        """
+        end = time.monotonic() + deadline.total_seconds()
+        state = self.validator.state
+        while time.monotonic() < end:
+            self.poll()
+            self._refresh(self)
+            if all(m.plan.uid in state.scores for m in self.miners):
+                return
+            time.sleep(0.1)
+
+    def summary(self, problems: Sequence[str] = ()) -> Summary:
+        return summarize(
+            wanted_outer_steps=self.options.outer_steps,
+            first_outer_step=self.first_outer_step,
+            started_at=self.started_at,
+            seconds=time.time() - self.started_at,
+            validator=self.validator.state,
+            miners=[m.state for m in self.miners],
+            world_sizes=[m.plan.world_size for m in self.miners],
+            problems=[*problems, *self.problems],
+        )
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _reached(self, target: int) -> bool:
+        published = [at for step, at in self.validator.state.outer_steps if step >= target]
+        if not published:
+            return False
+        settled = time.time() - published[0] > self._settle
+        return settled or all(
+            any(step >= target for step, _ in m.state.outer_steps)
+            for m in self.miners
+            if m.child.running
+        )
+
+    def _read_events(self, neuron: Neuron) -> None:
+        for event in neuron.follower.poll():
+            neuron.state.apply(event)
+            line = neuron.state.notable(event)
+            if line:
+                self._tell(f"{neuron.plan.name}: {line}")
+
+    def _prepare(self, plan: NeuronPlan) -> Neuron:
+        assert self.services is not None
+        plan.folder.mkdir(parents=True, exist_ok=True)
+        child = Child(
+            name=plan.name,
+            command=[sys.executable, *self.services.arguments(plan)],
+            environment=self.services.environment(plan),
+            folder=plan.folder,
+            log=plan.folder / "log.txt",
+        )
+        return Neuron(
+            plan=plan,
+            child=child,
+            follower=EventFollower(plan.events),
+            state=NeuronState(name=plan.name, kind=plan.kind, uid=plan.uid),
+        )
+
+    def _take_folder(self) -> None:
+        """Lock the run's folder and, unless resuming, empty it. Never empties a foreign folder."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Open for the process's life: the lock goes when the orchestrator does, however it ends.
+        self._lock = (self.folder / LOCK_FILE).open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigError(
+                f"a local subnet is running in {self.folder}, so another cannot start there: "
+                "stop it, or give --folder another folder"
+            ) from None
+        contents = [p for p in self.folder.iterdir() if p.name != LOCK_FILE]
+        ours = (self.folder / STATE_FILE).exists()
+        if contents and not ours:
+            self._lock.close()
+            (self.folder / LOCK_FILE).unlink()
+            raise ConfigError(
+                f"{self.folder} holds files that no local subnet wrote, so it is left alone: "
+                "give --folder a new or empty folder"
+            )
+        if not self.options.resume:
+            for path in contents:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        elif not ours:
+            self._lock.close()
+            raise ConfigError(f"nothing to resume in {self.folder}: start without --resume")
+        self._write_state()
+
+    def _write_state(self) -> None:
+        text = json.dumps(
+            {
+                "id": self.subnet_id,
+                "pid": os.getpid(),
+                "store": self.services.store_endpoint if self.services else None,
+                "chain": self.services.chain_endpoint if self.services else None,
+                "neurons": [
+                    {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid}
+                    for n in self.neurons
+                ],
+            },
+            indent=2,
+        )
+        temporary = self.folder / (STATE_FILE + ".tmp")
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(self.folder / STATE_FILE)
+
+
+def _obituary(neuron: Neuron) -> str:
+    status = neuron.child.exit_status or 0
+    how = f"signal {-status}" if status < 0 else f"status {status}"
+    lines = "\n".join(f"    {line}" for line in neuron.child.last_lines())
+    return f"{neuron.plan.name} ended with {how}; its log {neuron.child.log} ends:\n{lines}"

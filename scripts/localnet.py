@@ -1,0 +1,14 @@
+#!/usr/bin/env python
+"""A whole subnet on this machine. `make run` calls this; `python scripts/localnet.py --help`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from distributed_training.localnet.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

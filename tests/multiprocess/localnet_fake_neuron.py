@@ -1,0 +1,61 @@
+"""A neuron that only writes the events a real one writes: for tests of the orchestrator itself.
+
+The real neurons run in tests/end_to_end. Behaviour: ``--fake`` good | dies | stubborn | misses.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+
+def main() -> int:
+    words = sys.argv[1:]
+    flags = dict(zip(words[::2], words[1::2], strict=True))
+    behaviour = flags.get("--fake", "good")
+    folder = Path(flags["--neuron.run_folder"])
+    validator = flags["--neuron.name"] == "validator"
+    file = (folder / "events.jsonl").open("a")
+    (folder / "environment.json").write_text(json.dumps(dict(os.environ)))
+
+    def write(kind: str, **fields: object) -> None:
+        file.write(json.dumps({"time": time.time(), "kind": kind, **fields}) + "\n")
+        file.flush()
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if behaviour == "stubborn":
+            return
+        write("stop")
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    write("start", outer_step=0)
+    print("ready", flush=True)
+    if behaviour == "dies":
+        print("something is very wrong", flush=True)
+        return 1
+    for outer in (1, 2):
+        if validator:
+            write("held_out", outer_step=outer, before=5.0 - outer, after=4.5 - outer)
+        else:
+            write("step", outer_step=outer - 1, inner_step=1, loss=6.0 - outer, tokens=9, seconds=1)
+            revision = f"5.{outer - 1}.1"
+            write("publication", revision=revision, ok=True, seconds=1, bytes_sent=10)
+        if behaviour == "misses" and outer == 2:
+            break
+        write("round", outer_step=outer - 1, ok=True, peers=["a", "b", "c"], seconds=1.5)
+        write("outer_step", outer_step=outer)
+    if validator:
+        write("scores", scores={uid: {"random": 1.0, "total": 0.5} for uid in ("0", "11")})
+    while True:
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

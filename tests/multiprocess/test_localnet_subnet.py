@@ -1,0 +1,232 @@
+"""The orchestrator with real services and neurons that misbehave on purpose."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed_training.config.flags import ConfigError
+from distributed_training.localnet.command import main
+from distributed_training.localnet.plan import SubnetOptions, free_ports, parse_ranks, plan_neurons
+from distributed_training.localnet.processes import marked
+from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).resolve().parents[2]
+FAKE = Path(__file__).with_name("localnet_fake_neuron.py")
+
+
+def options(folder: Path, behaviour: str = "good") -> SubnetOptions:
+    return SubnetOptions(
+        folder=folder, miner_script=FAKE, validator_script=FAKE, miner_flags=("--fake", behaviour)
+    )
+
+
+def until(condition: Callable[[], object], seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the awaited state did not come"
+        time.sleep(0.05)
+
+
+def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
+    flags = ["--folder", str(folder), "--miner-flags", f"--fake {behaviour}"]
+    scripts = ["--miner-script", str(FAKE), "--validator-script", str(FAKE)]
+    return [*flags, *scripts, *more]
+
+
+class TestPlan:
+    def test_world_sizes(self) -> None:
+        assert parse_ranks(None, None) == (2, 1)
+        assert parse_ranks(None, 3) == (2, 1, 1)
+        assert parse_ranks(None, 1) == (2,)
+        assert parse_ranks("1,2,4", None) == (1, 2, 4)
+        assert parse_ranks("4", 2) == (4, 1)
+
+    @pytest.mark.parametrize(
+        ("text", "miners"), [("a", None), ("0", None), ("1,1,1", 2), (None, 0), (None, 99)]
+    )
+    def test_bad_world_sizes_are_one_line(self, text: str | None, miners: int | None) -> None:
+        with pytest.raises(ConfigError) as error:
+            parse_ranks(text, miners)
+        assert "\n" not in str(error.value) and "--" in str(error.value)
+
+    def test_no_two_miners_share_data(self, tmp_path: Path) -> None:
+        """Pages follow from uid + rank, so these sums must all differ."""
+        plans = plan_neurons(SubnetOptions(folder=tmp_path, ranks=(4, 4, 4)), tmp_path)
+        seeds = [p.uid + rank for p in plans for rank in range(p.world_size)]
+        assert len(set(seeds)) == len(seeds)
+        ports = [port for p in plans for port in (p.axon_port, p.dht_port)]
+        assert len(set(ports)) == len(ports)
+        assert len(set(free_ports(20))) == 20
+
+
+class TestSubnet:
+    def test_a_good_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "the-operators-own")
+        subnet = LocalSubnet(options=options(tmp_path / "run"))
+        with subnet:
+            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
+            subnet.wait_for_figures(timedelta(seconds=10))
+            lines = [p.cmdline() for p in marked(subnet.subnet_id)]
+        assert subnet.problems == [] and subnet.strays == []
+        assert not marked(subnet.subnet_id)
+        summary = subnet.summary()
+        assert summary.ok, summary.text()
+        assert [s.participants for s in summary.outer_steps] == [
+            ("validator", "miner-000", "miner-011")
+        ] * 2
+        assert summary.miners[1].scores["total"] == 0.5
+        self.check_secrets(tmp_path / "run", lines)
+
+    @staticmethod
+    def check_secrets(folder: Path, command_lines: list[list[str]]) -> None:
+        """Each neuron has its own keys, from the environment only."""
+        seen = {
+            name: json.loads((folder / name / "environment.json").read_text())
+            for name in ("validator", "miner-000", "miner-011")
+        }
+        write_keys = {e["R2_WRITE_SECRET_ACCESS_KEY"] for e in seen.values()}
+        read_keys = {e["R2_READ_SECRET_ACCESS_KEY"] for e in seen.values()}
+        assert "the-operators-own" not in write_keys
+        assert not write_keys & read_keys
+        assert len(write_keys) == 3
+        words = " ".join(word for line in command_lines for word in line)
+        for secret in write_keys | read_keys:
+            assert secret not in words
+            for log in folder.glob("*/log.txt"):
+                assert secret not in log.read_text()
+
+    def test_a_neuron_that_dies_is_reported_with_its_last_words(self, tmp_path: Path) -> None:
+        subnet = LocalSubnet(options=options(tmp_path / "run", "dies"))
+        with pytest.raises(SubnetFailure, match="miner-000 ended with status 1") as error, subnet:
+            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
+        assert "something is very wrong" in str(error.value)
+        assert not marked(subnet.subnet_id)
+
+    def test_a_miner_that_misses_a_step(self, tmp_path: Path) -> None:
+        subnet = LocalSubnet(
+            options=options(tmp_path / "run", "misses"), settle=timedelta(seconds=1)
+        )
+        with subnet:
+            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
+        assert not subnet.summary().ok
+        assert subnet.summary().outer_steps[1].missed_by == ("miner-000", "miner-011")
+
+    def test_a_deadline(self, tmp_path: Path) -> None:
+        subnet = LocalSubnet(options=options(tmp_path / "run"))
+        with pytest.raises(SubnetFailure, match="outer step 3 did not come within 3 s"), subnet:
+            subnet.wait_for_outer_steps(3, timedelta(seconds=3))
+        assert not marked(subnet.subnet_id)
+
+    def test_kill_and_restart(self, tmp_path: Path) -> None:
+        with LocalSubnet(options=options(tmp_path / "run")) as subnet:
+            until(lambda: subnet.miners[0].child.last_lines() == ["ready"])
+            subnet.kill_miner(0)
+            subnet.poll()  # a death we caused is no failure
+            assert subnet.miners[0].child.exit_status == -signal.SIGKILL
+            subnet.restart_miner(0)
+            subnet.wait_until(
+                lambda: subnet.miners[0].state.starts == 2, timedelta(seconds=20), "the restart"
+            )
+            assert subnet.stop_miner(1) == 0
+        assert subnet.problems == []
+
+    def test_a_dead_service_is_noticed(self, tmp_path: Path) -> None:
+        with pytest.raises(SubnetFailure, match="chain"):
+            with LocalSubnet(options=options(tmp_path / "run")) as subnet:
+                (chain,) = [
+                    p for p in marked(subnet.subnet_id) if "chain_server" in " ".join(p.cmdline())
+                ]
+                chain.kill()
+                subnet.wait_for_outer_steps(9, timedelta(seconds=20))
+
+
+class TestFolder:
+    def test_a_foreign_folder_is_left_alone(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "thesis.tex").write_text("years of work")
+        assert main(command_line(tmp_path, "good")) == 2
+        assert "left alone" in capsys.readouterr().err
+        assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+    def test_nothing_to_resume(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(command_line(tmp_path / "new", "good", "--resume")) == 2
+        assert "nothing to resume" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "bad", [["--outer-steps", "0"], ["--seconds-per-block", "0"], ["--ranks", "x"]]
+    )
+    def test_bad_arguments(
+        self, tmp_path: Path, bad: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["--folder", str(tmp_path), *bad]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+class TestCommand:
+    def start(self, folder: Path, behaviour: str, *more: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "scripts/localnet.py", *command_line(folder, behaviour, *more)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+
+    def test_a_good_run_says_so_and_cleans_up(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path / "run", "good")
+        text, _ = run.communicate(timeout=90)
+        assert run.returncode == 0, text
+        assert "all rounds worked" in text and "2 of 2 outer steps" in text
+        assert (tmp_path / "run" / "loss.png").exists()
+        assert (tmp_path / "run" / "summary.txt").read_text() in text
+        assert not (tmp_path / "run" / "store").exists()
+        assert (tmp_path / "run" / "miner-000" / "events.jsonl").exists()
+        again = self.start(tmp_path / "run", "misses", "--timeout", "60")
+        text, _ = again.communicate(timeout=90)
+        assert again.returncode == 1, text
+        assert "PROBLEM" in text and (tmp_path / "run" / "store").exists()
+
+    def test_ctrl_c_stops_everything_in_15_seconds_even_a_stubborn_miner(
+        self, tmp_path: Path
+    ) -> None:
+        run = self.start(tmp_path / "run", "stubborn", "--outer-steps", "9")
+        state = tmp_path / "run" / "localnet.json"
+        logs = [tmp_path / "run" / name / "log.txt" for name in ("miner-000", "miner-011")]
+        until(lambda: all(log.exists() and log.read_text() for log in logs))
+        identity = json.loads(state.read_text())["id"]
+        second = self.start(tmp_path / "run", "good")
+        text, _ = second.communicate(timeout=60)
+        assert second.returncode == 2 and "is running in" in text, text
+        assert len(marked(identity)) >= 5
+        began = time.monotonic()
+        run.send_signal(signal.SIGINT)
+        text, _ = run.communicate(timeout=60)
+        assert time.monotonic() - began < 15
+        assert run.returncode == 130, text
+        assert "miner-000 did not stop" in text
+        assert not marked(identity)
+
+    def test_a_killed_orchestrator_leaves_nothing(self, tmp_path: Path) -> None:
+        run = self.start(tmp_path / "run", "good", "--outer-steps", "9")
+        log = tmp_path / "run" / "miner-011" / "log.txt"
+        until(lambda: log.exists() and log.read_text())
+        identity = json.loads((tmp_path / "run" / "localnet.json").read_text())["id"]
+        assert len(marked(identity)) >= 5
+        run.kill()
+        run.communicate(timeout=10)
+        until(lambda: not marked(identity), seconds=30)
+        assert not psutil.pid_exists(run.pid)

@@ -1,0 +1,149 @@
+"""What the documents tell people to type exists, and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config.schema import schema
+from distributed_training.localnet.command import build_parser
+
+pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    if path.name in ("README.md", "CONTRIBUTING.md")
+    or path.stem in ("operator-guide", "troubleshooting", "protocol", "architecture")
+)
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of the page's bash blocks, comments and output of pipes cut off."""
+    blocks = re.findall(r"```bash\n(.*?)```", page.read_text(), re.S)
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    return [line.split(" | ")[0] for line in lines if line and not line.startswith("#")]
+
+
+def inline(page: Path) -> list[str]:
+    return re.findall(r"(?<!`)`([^`\n]+)`", re.sub(r"```.*?```", "", page.read_text(), flags=re.S))
+
+
+@lru_cache
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
+
+
+@lru_cache
+def help_of(script: str) -> str:
+    done = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.returncode == 0, f"{script} --help: {done.stderr}"
+    return done.stdout
+
+
+def test_there_are_pages_with_commands() -> None:
+    assert len(PAGES) == 6
+    assert sum(len(commands(page)) for page in PAGES) > 15
+
+
+@pages
+def test_make_targets_exist(page: Path) -> None:
+    for text in [*commands(page), *inline(page)]:
+        words = text.split()
+        if words[:1] == ["make"] and len(words) > 1:
+            assert words[1] in make_targets(), text
+
+
+@pages
+def test_arguments_of_make_run_parse(page: Path) -> None:
+    for text in [*commands(page), *inline(page)]:
+        match = re.fullmatch(r'make run ARGS="(.*)"', text)
+        if match and match[1] != "--help":
+            build_parser().parse_args(shlex.split(match[1]))
+
+
+@pages
+def test_scripts_and_files_exist(page: Path) -> None:
+    for text in [*commands(page), *inline(page)]:
+        for word in re.findall(r"[\w./-]+\.(?:py|sh|js)\b|\.ci/run", text):
+            if word.startswith(("scripts/", "neurons/", "app.", ".ci/", "bench/")):
+                assert (ROOT / word).exists(), text
+
+
+@pages
+def test_flags_exist(page: Path) -> None:
+    known = schema("miner")
+    ours = set(build_parser()._option_string_actions)
+    for text in [*commands(page), *inline(page)]:
+        for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
+            if flag in ("help", "version") or text.startswith(("npm ", "git ", "btcli ")):
+                continue
+            script = re.search(r"(?:scripts|neurons)/\w+\.py", text)
+            if script and script[0] not in ("neurons/miner.py", "neurons/validator.py"):
+                assert f"--{flag}" in help_of(script[0]), text
+            elif known.get(flag) is None:
+                assert f"--{flag}" in ours, f"{text}: --{flag} is no flag"
+
+
+@pytest.mark.parametrize(
+    "script",
+    sorted(
+        {
+            word
+            for page in PAGES
+            for text in [*commands(page), *inline(page)]
+            for word in re.findall(r"(?:scripts|neurons)/\w+\.py", text)
+        }
+    ),
+)
+def test_scripts_say_what_they_do(script: str) -> None:
+    assert len(help_of(script)) > 100
+
+
+@pages
+def test_links_resolve(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(("http:", "https:")):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", linked.read_text(), re.M)
+            anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
+            assert anchor in anchors, target
+
+
+def test_defaults_in_the_operator_guide_are_the_defaults() -> None:
+    """The table of flags that matter names each default as the schema has it."""
+    text = (ROOT / "docs/operator-guide.md").read_text()
+    table = text.split("## Flags that matter")[1].split("\n## ")[0]
+    for flags, default in re.findall(r"^\| (`--[^|]+) \| ([^|]+) \|", table, re.M):
+        values = []
+        for flag in re.findall(r"--([\w.]+)", flags):
+            setting = schema("miner").get(flag)
+            assert setting is not None, flag
+            value = setting.default
+            values.append(
+                f"{value.total_seconds():g} s" if hasattr(value, "total_seconds") else value
+            )
+        if None in values:
+            continue  # computed at start; the text says how
+        shown = ", ".join("off" if v is False else "on" if v is True else str(v) for v in values)
+        assert default == shown, f"{flags}: the guide says {default}, it is {shown}"
