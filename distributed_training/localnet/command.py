@@ -22,8 +22,8 @@ from distributed_training.localnet.view import RED, LiveView
 
 log = logging.getLogger(__name__)
 
-# Ctrl-C: miners and then the validator get this long each; with services and sweep that is < 15 s.
-INTERRUPT_GRACE = timedelta(seconds=5)
+# Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
+INTERRUPT_GRACE = timedelta(seconds=6)
 
 
 class Interrupted(Exception):

@@ -214,11 +214,14 @@ class NeuronState:
                 return f"publication did not happen, {self.failed_uploads[-1]}"
             case "round":
                 seen = self.rounds[-1]
-                if seen.ok:
+                if not seen.ok:
+                    return f"ROUND FAILED: {seen.fault} {event.get('detail') or ''}".rstrip()
+                if self.kind == "validator":
                     return f"round worked, {len(seen.peers)} peers, {seen.seconds:.1f} s"
-                return f"ROUND FAILED: {seen.fault}"
+            case "outer_step" if self.kind == "validator":
+                return f"global state of outer step {self.outer_step} published"
             case "outer_step":
-                return f"outer step {self.outer_step}"
+                return f"outer step {self.outer_step} taken"
             case "held_out":
                 told = self.evaluations[-1]
                 if told.before is None or told.after is None:

@@ -42,7 +42,7 @@ def draw(
             marker=".",
             markersize=4,
             linewidth=1.2,
-            label=f"{miner.name}, {summary.miners[i].world_size} rank(s), training loss",
+            label=f"{miner.name}, {_ranks(summary.miners[i].world_size)}, training loss",
         )
     for i, step in enumerate(summary.outer_steps):
         at = step.seconds_from_start
@@ -51,9 +51,10 @@ def draw(
             f"outer step {step.outer_step}\n{len(step.participants)} took part",
             xy=(at, 1.0),
             xycoords=("data", "axes fraction"),
-            xytext=(4, -4),
+            xytext=(-4, -4),  # left of the line: right of the last one there is no room
             textcoords="offset points",
             va="top",
+            ha="right",
             fontsize=8,
             color="0.35",
         )
@@ -84,6 +85,10 @@ def draw(
     report.write_text(_page(_svg(figure), summary), encoding="utf-8")
     pyplot.close(figure)
     return [png, report]
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
 
 
 def _svg(figure: Any) -> str:

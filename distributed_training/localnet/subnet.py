@@ -65,9 +65,9 @@ class LocalSubnet:
     """Start with :meth:`start` (or ``with``), end with :meth:`stop`, which always may be called.
 
     ``tell``: called with a line for each thing worth saying; ``refresh``: called often with this
-    object while waiting, to redraw a view. ``stop_grace`` covers the stop of miners, then again of
-    the validator; what does not end in it is killed and reported. ``settle``: how long a miner may
-    be behind the validator's published outer step before it is not waited for any more.
+    object while waiting, to redraw a view. ``stop_grace`` covers the stop of the miners, half of
+    it then that of the validator; what does not end in it is killed and reported. ``settle``: how
+    long a miner may be behind the validator's published outer step before nobody waits for it.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class LocalSubnet:
         problems: list[str] = []
         miners = [n.child for n in self.neurons if n.plan.kind == "miner"]
         others = [n.child for n in self.neurons if n.plan.kind != "miner"]
-        for children in (miners, others):
-            problems += stop_together(children, grace)
+        problems += stop_together(miners, grace)
+        problems += stop_together(others, grace / 2)
         for neuron in self.neurons:
             self._read_events(neuron)
             neuron.follower.close()
@@ -150,7 +150,7 @@ class LocalSubnet:
         if self.services is not None:
             problems += self.services.stop()
         spare = frozenset([self._guardian.pid] if self._guardian else [])
-        self.strays = sweep(self.subnet_id, settle=timedelta(seconds=2), spare=spare)
+        self.strays = sweep(self.subnet_id, settle=timedelta(seconds=1), spare=spare)
         problems += [f"left behind, killed: {s.pid} {s.command}" for s in self.strays]
         if self._guardian is not None:
             self._guardian.close()

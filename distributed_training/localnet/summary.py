@@ -57,7 +57,7 @@ class Summary:
         lines = [
             "",
             f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
-            f" in {clock(self.seconds)} minutes",
+            f" in {self.seconds:.0f} s",
             "",
             "outer step   at     round   held-out loss        took part",
         ]

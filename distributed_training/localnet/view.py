@@ -39,7 +39,7 @@ def clock(seconds: float) -> str:
 
 def neuron_line(state: NeuronState, width: int) -> str:
     """One neuron in at most ``width`` columns; what matters least comes last and is cut first."""
-    head = f"{state.name:<10} {state.phase[:34]:<10} outer {state.outer_step:>2}"
+    head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
     if state.kind == "miner":
         loss = f"{state.loss:6.3f}" if state.loss is not None else "     -"
         rate = f"{state.tokens_per_second:6.0f}" if state.tokens_per_second else "     -"
@@ -125,11 +125,11 @@ class LiveView:
                 self._write(f"{clock(now - self._started)}  {text}\n")
 
     def close(self) -> None:
-        """Leave the last state on the screen and give the cursor back."""
+        """Take the block off the screen (the summary says more) and give the cursor back."""
         if self.in_place:
-            self._draw()
+            self._erase()
             self._write(SHOW_CURSOR)
-        self._drawn, self._block = 0, []
+        self._block = []
 
     def _erase(self) -> None:
         if self.in_place and self._drawn:

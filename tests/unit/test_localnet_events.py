@@ -155,10 +155,11 @@ class TestView:
         )
         view.update("head", [a_miner()])
         view.say("hello")
-        view.close()
         screen = play(stream.getvalue())
         assert [line[7:12] for line in screen[:2]] == ["hello", "head"]
         assert screen[2].startswith("miner-000") and len(screen) == 3
+        view.close()
+        assert [line[7:] for line in play(stream.getvalue())] == ["hello"]
         assert stream.getvalue().endswith("\x1b[?25h")
 
     def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
