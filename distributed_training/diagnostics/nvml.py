@@ -1,0 +1,149 @@
+"""GPUs as the driver sees them, without torch. Every figure is None where it cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class GpuSample:
+    """One reading. Memory in GB = 1e9 bytes, of the whole card, all processes together."""
+
+    index: int
+    name: str
+    memory_total_gb: float
+    memory_used_gb: float
+    utilization: float | None  # percent of the last sampling period in which a kernel ran
+    temperature: float | None  # degrees Celsius
+    power_watts: float | None
+
+
+class NvmlSampler:
+    """Reads one GPU through NVML. Build it with :meth:`open`; close it, or use ``with``."""
+
+    def __init__(self, *, nvml: Any, handle: Any, index: int) -> None:
+        self._nvml = nvml
+        self._handle = handle
+        self.index = index
+
+    @classmethod
+    def open(cls, device: int = 0) -> NvmlSampler | None:
+        """The sampler of the process's ``device``-th visible GPU.
+
+        None without an NVIDIA driver, without nvidia-ml-py, or when there is no such GPU.
+        ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
+        """
+        nvml = _start()
+        if nvml is None:
+            return None
+        handles = _visible_handles(nvml)
+        if not 0 <= device < len(handles):
+            nvml.nvmlShutdown()
+            return None
+        return cls(nvml=nvml, handle=handles[device], index=device)
+
+    def sample(self) -> GpuSample | None:
+        """None if the driver does not answer (a card that fell off the bus, a driver update)."""
+        nvml = self._nvml
+        try:
+            memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            name = nvml.nvmlDeviceGetName(self._handle)
+        except nvml.NVMLError:
+            return None
+        return GpuSample(
+            index=self.index,
+            name=name.decode() if isinstance(name, bytes) else str(name),
+            memory_total_gb=memory.total / 1e9,
+            memory_used_gb=memory.used / 1e9,
+            utilization=self._optional(
+                lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
+            ),
+            temperature=self._optional(
+                lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
+            ),
+            power_watts=self._optional(lambda: nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3),
+        )
+
+    def utilization(self) -> float | None:
+        """Percent, 0 to 100."""
+        return self._optional(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
+
+    def _optional(self, read: Any) -> float | None:
+        try:
+            return float(read())
+        except self._nvml.NVMLError:  # not supported by this card, e.g. power on some laptops
+            return None
+
+    def close(self) -> None:
+        with contextlib.suppress(self._nvml.NVMLError):
+            self._nvml.nvmlShutdown()
+
+    def __enter__(self) -> NvmlSampler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def visible_gpu_count() -> int:
+    """GPUs this process may use; 0 without driver or with ``CUDA_VISIBLE_DEVICES`` empty."""
+    nvml = _start()
+    if nvml is None:
+        return 0
+    try:
+        return len(_visible_handles(nvml))
+    finally:
+        nvml.nvmlShutdown()
+
+
+def driver_version() -> str | None:
+    nvml = _start()
+    if nvml is None:
+        return None
+    try:
+        version = nvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    except nvml.NVMLError:
+        return None
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _start() -> Any:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
+
+
+def _visible_handles(nvml: Any) -> list[Any]:
+    """Handles in the order CUDA numbers them; like CUDA, the list ends at the first bad entry."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None:
+        return list(_all_handles(nvml))
+    handles = []
+    for word in (w.strip() for w in chosen.split(",")):
+        try:
+            if word.isdigit():
+                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
+            elif word.startswith(("GPU-", "MIG-")):
+                handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
+            else:
+                break
+        except nvml.NVMLError:
+            break
+    return handles
+
+
+def _all_handles(nvml: Any) -> Iterator[Any]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        yield nvml.nvmlDeviceGetHandleByIndex(index)

@@ -1,0 +1,58 @@
+"""What a rank does towards the launcher, without training. FAKE_MODE picks what goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from distributed_training.miner.process import (
+    die_with_parent,
+    rank_environment,
+    write_exit_status,
+    write_pid_file,
+)
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def main() -> int:
+    mode = os.environ["FAKE_MODE"]
+    folder = Path(sys.argv[sys.argv.index("--neuron.run_folder") + 1])
+    me = rank_environment()
+    stop: list[int] = []
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
+    die_with_parent()
+    if mode == "stray" and me.rank == 0:  # as p2pd: a session of its own, outlives its parent
+        subprocess.Popen(SLEEP, start_new_session=True)
+    write_pid_file(folder, me.rank)
+    if mode.startswith("status-"):
+        if me.rank == 0:
+            write_exit_status(folder, int(mode.removeprefix("status-")), "as told")
+            return 1 if mode != "status-0" else 0
+        return 0
+    if mode == "crash" and me.rank == me.world_size - 1:
+        raise RuntimeError("out of luck")
+    (folder / f"ready-{me.rank}").touch()
+    until = folder / "stop"
+    while True:
+        if me.rank == 0 and stop and mode != "stuck":
+            until.touch()
+        if until.exists():
+            if me.rank == 0:
+                (folder / "saved").touch()
+                write_exit_status(folder, 0, "stopped")
+            elif mode == "linger":
+                time.sleep(600)
+            return 0
+        if mode == "crash" and stop:
+            return 1
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
