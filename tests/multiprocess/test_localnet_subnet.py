@@ -195,10 +195,12 @@ class TestCommand:
         assert (tmp_path / "run" / "summary.txt").read_text() in text
         assert not (tmp_path / "run" / "store").exists()
         assert (tmp_path / "run" / "miner-000" / "events.jsonl").exists()
-        again = self.start(tmp_path / "run", "misses", "--timeout", "60")
+        again = self.start(tmp_path / "run", "dies")
         text, _ = again.communicate(timeout=90)
         assert again.returncode == 1, text
-        assert "PROBLEM" in text and (tmp_path / "run" / "store").exists()
+        assert "PROBLEM: miner-000 ended with status 1" in text
+        assert "something is very wrong" in text
+        assert (tmp_path / "run" / "store").exists()
 
     def test_ctrl_c_stops_everything_in_15_seconds_even_a_stubborn_miner(
         self, tmp_path: Path
