@@ -33,6 +33,12 @@ class MinerSettings:
         "ranks to start, usually one per GPU (default: one per visible GPU, or 1 without a GPU)",
         aliases=("neuron.nproc_per_node",),
     )
+    device: str = flag(
+        "neuron.device",
+        "auto",
+        "what the ranks train on: auto takes the GPU if there is one",
+        choices=("auto", "cuda", "cpu"),
+    )
     stop_timeout: timedelta = flag(
         "neuron.stop_timeout",
         timedelta(seconds=60),

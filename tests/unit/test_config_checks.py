@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import pytest
+
+from distributed_training.config import Config, ConfigError, load_config, notices, problems
+
+pytestmark = pytest.mark.timeout(20)
+
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
+}
+
+
+def config(*argv: str, **environ: str) -> Config:
+    return load_config("miner", argv, environ={**KEYS, **environ}, dotenv=None, check=False)
+
+
+def test_the_defaults_have_no_problem() -> None:
+    assert problems(config()) == []
+    assert problems(config("--preset", "local")) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--netuid", "1"), "--netuid 1 is not this subnet"),
+        (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
+        (("--neuron.upload_steps", "0"), "--neuron.upload_steps 0 is less than 1"),
+        (("--neuron.local_batch_size_train_effective", "-4"), "is less than 1"),
+        (("--nproc_per_node", "0"), "--nproc_per_node 0 is less than 1"),
+        (
+            (
+                "--neuron.local_batch_size_train",
+                "8",
+                "--neuron.local_batch_size_train_effective",
+                "4",
+            ),
+            "--neuron.local_batch_size_train 8 is larger than",
+        ),
+        (("--axon.port", "70000"), "--axon.port 70000 is not a port"),
+        (("--axon.port", "9000", "--dht.port", "9000"), "are both 9000"),
+        (("--dht.ip", "my.host"), "--dht.ip my.host is not an IP address"),
+        (("--axon.external_ip", "1.2.3"), "--axon.external_ip 1.2.3 is not an IP address"),
+        (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
+        (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout is not positive"),
+        (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
+    ],
+)
+def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
+    (line,) = problems(config(*argv))
+    assert text in line and "\n" not in line
+    with pytest.raises(ConfigError, match="so "):
+        load_config("miner", argv, environ=KEYS, dotenv=None)
+
+
+def test_use_dct_is_allowed_on_ones_own_subnet() -> None:
+    assert problems(config("--preset", "local", "--neuron.use_dct")) == []
+
+
+@pytest.mark.parametrize("missing", sorted(KEYS))
+def test_a_missing_key_is_named(missing: str) -> None:
+    environ = {name: value for name, value in KEYS.items() if name != missing}
+    with pytest.raises(ConfigError, match=f"{missing} not set, so nothing could be published"):
+        load_config("miner", [], environ=environ, dotenv=None)
+
+
+def test_keys_of_the_wrong_length_are_found_without_being_shown() -> None:
+    (line,) = problems(config(R2_READ_SECRET_ACCESS_KEY="shortsecret"))
+    assert "R2_READ_SECRET_ACCESS_KEY has 11 characters instead of 64" in line
+    assert "shortsecret" not in line
+    assert problems(config("--preset", "local", R2_READ_SECRET_ACCESS_KEY="shortsecret")) == []
+
+
+def test_several_problems_are_counted() -> None:
+    with pytest.raises(ConfigError, match="and 1 more"):
+        load_config(
+            "miner", ["--netuid", "1", "--neuron.upload_steps", "0"], environ=KEYS, dotenv=None
+        )
+
+
+def test_an_effective_batch_that_does_not_divide_is_rounded_up_and_said() -> None:
+    (line,) = notices(
+        config(
+            *("--neuron.local_batch_size_train", "3", "--nproc_per_node", "4"),
+            *("--neuron.local_batch_size_train_effective", "100"),
+        )
+    )
+    assert line.endswith("rounded up to 108")
+    assert notices(config("--nproc_per_node", "4")) == []

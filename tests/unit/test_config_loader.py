@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config.schema import schema
+
+pytestmark = pytest.mark.timeout(30)
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "wr1te" + "e" * 59,
+}
+
+
+def load(*argv: str, environ: dict[str, str] | None = None, dotenv: Path | None = None) -> Config:
+    return load_config("miner", argv, environ={**KEYS, **(environ or {})}, dotenv=dotenv)
+
+
+def refused(*argv: str, environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*argv, environ=environ)
+    text = str(error.value)
+    assert "\n" not in text and ": " in text
+    return text
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--neuron.upload_steps", "60"),
+        ("--neuron.upload-steps", "60"),
+        ("--neuron.upload_steps=60",),
+        ("--neuron.upload-steps=60",),
+        ("--neuron.upload_steps", "5", "--neuron.upload_steps", "60"),
+    ],
+)
+def test_dashes_underscores_and_equals_are_the_same(argv: tuple[str, ...]) -> None:
+    config = load(*argv)
+    assert config.get("neuron.upload_steps") == 60
+
+
+def test_defaults_are_the_public_networks() -> None:
+    config = load()
+    expected = {
+        "netuid": 38,
+        "dht.port": 8009,
+        "axon.port": 8091,
+        "neuron.name": "miner",
+        "neuron.epoch_length": 160,
+        "neuron.blocks_per_allreduce": 400,
+        "neuron.global_model_name": "llama-4b-ws-4",
+        "neuron.global_tokenizer_name": "dstrbtd/llama-1b",
+        "neuron.master_ss58_address": "5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP",
+        "neuron.min_group_size": 32,
+        "neuron.local_batch_size_train": 2,
+        "neuron.local_batch_size_train_effective": 512,
+        "neuron.upload_steps": 5,
+        "neuron.target_chunk": 64,
+        "neuron.topk_compression": 32,
+        "neuron.momentum_decay": 0.999,
+        "neuron.use_dct": False,
+        "neuron.run_id": "v1_2_7_r5",
+        "neuron.minimum_valid_inner_step": 50,
+    }
+    assert {name: config.get(name) for name in expected} == expected
+
+
+SPEC_FLAGS = """
+netuid wallet.name wallet.hotkey wallet.path dht.port dht.ip neuron.name neuron.device
+neuron.epoch_length neuron.initial_peers neuron.blocks_per_allreduce neuron.global_model_name
+neuron.global_tokenizer_name neuron.master_ss58_address neuron.min_group_size
+neuron.local_batch_size_train neuron.local_batch_size_train_effective
+neuron.global_batch_size_train neuron.upload_steps neuron.target_chunk neuron.topk_compression
+neuron.quantization_bins neuron.quantization_range neuron.momentum_decay neuron.use_dct
+neuron.run_id neuron.show_all_rank_logs neuron.dont_wandb_log neuron.wandb_project
+neuron.wandb_entity neuron.influxdb_url neuron.influxdb_org neuron.influxdb_bucket
+neuron.influxdb_token blacklist.force_validator_permit blacklist.allow_non_registered
+neuron.events_retention_size neuron.dont_save_events no_prompt axon.port axon.ip
+axon.external_ip axon.external_port axon.max_workers subtensor.network subtensor.chain_endpoint
+logging.debug logging.trace logging.info logging.record_log logging.logging_dir config strict
+nproc_per_node show_all_rank_logs
+"""
+
+
+def test_every_flag_of_the_protocol_page_is_known() -> None:
+    unknown = [name for name in SPEC_FLAGS.split() if schema("miner").get(name) is None]
+    assert not unknown
+
+
+def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> None:
+    from distributed_training.config.schema import ROOMS
+
+    both = schema("validator")
+    assert list(both.classes) == list(ROOMS)
+    shared = {s.spec.name: s.fields for s in both if len(s.fields) > 1}
+    for name, fields in shared.items():
+        assert len({room for room, _ in fields}) == len(fields), f"{name} twice in one room"
+
+
+def test_presets_name_only_known_flags() -> None:
+    from distributed_training.config.presets import PRESETS
+
+    unknown = [f"{p}: {n}" for p, v in PRESETS.items() for n in v if schema("miner").get(n) is None]
+    assert not unknown
+
+
+def test_unknown_flags_name_the_nearest() -> None:
+    assert "did you mean --neuron.upload_steps?" in refused("--neuron.upload_stepz", "5")
+    assert "did you mean --neuron.upload_steps?" in refused("--upload_steps", "5")
+    assert "did you mean --axon.port?" in refused("--axon.prot=1")
+    assert "see --help" in refused("--zzzzqqqq")
+    assert "is not a flag" in refused("start")
+
+
+def test_values_of_the_wrong_type() -> None:
+    text = refused("--neuron.upload_steps", "often")
+    assert text.startswith("--neuron.upload_steps: 'often' is not a whole number")
+    assert "needs a value" in refused("--neuron.upload_steps", "--neuron.use_dct")
+    assert "is not true or false" in refused("--neuron.show_all_rank_logs=maybe")
+
+
+def test_switches_with_and_without_a_value() -> None:
+    name = "neuron.show_all_rank_logs"
+    assert load(f"--{name}").get(name) is True
+    assert load("--show_all_rank_logs").get(name) is True  # the name in the public README
+    assert load(f"--{name}", "false").get(name) is False
+    assert load(f"--{name}=true").get(name) is True
+    assert load(f"--{name}", "--neuron.name", "x").get(name) is True
+
+
+def test_durations_and_sizes() -> None:
+    config = load("--neuron.stop_timeout", "2m", "--neuron.events_retention_size", "1GiB")
+    assert config.miner.stop_timeout == timedelta(minutes=2)
+    assert config.telemetry.events_retention_size == 2**30
+
+
+def test_lists_take_several_words_commas_and_repetition() -> None:
+    peer = "/ip4/10.0.0.{}/tcp/8000/p2p/12D3Koo{}"
+    one, two, three = (peer.format(i, i) for i in range(3))
+    name = "--neuron.initial_peers"
+    for argv in ((name, one, two, three), (name, f"{one},{two}", name, three)):
+        assert load(*argv).get("neuron.initial_peers") == (one, two, three)
+
+
+def test_what_wins(tmp_path: Path) -> None:
+    toml = tmp_path / "miner.toml"
+    toml.write_text('preset = "local"\n[neuron]\nupload-steps = 7\nname = "file"\n')
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("export BT_WALLET_NAME='from dotenv'\nBT_WALLET_HOTKEY=h1 # comment\n")
+    config = load("--config", str(toml), dotenv=dotenv)
+    assert config.preset == "local" and config.get("neuron.upload_steps") == 7
+    assert config.get("wallet.name") == "from dotenv" and config.get("wallet.hotkey") == "h1"
+    assert config.run_folder == Path("runs/file-h1")
+    config = load(
+        *("--config", str(toml), "--neuron.upload_steps", "9", "--preset", "public"),
+        environ={"BT_WALLET_NAME": "from environment"},
+        dotenv=dotenv,
+    )
+    assert config.preset == "public" and config.get("neuron.upload_steps") == 9
+    assert config.get("wallet.name") == "from environment"
+
+
+def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    secret = "s$ecret{}#value" + "x" * 49
+    lines = [f"export {name}={value}" for name, value in KEYS.items() if "WRITE_SECRET" not in name]
+    dotenv.write_text("\n".join(lines) + f"\nR2_WRITE_SECRET_ACCESS_KEY='{secret}'\n")
+    config = load_config("miner", [], environ={}, dotenv=dotenv)
+    found = [v.get_secret_value() for v in config.values.values() if isinstance(v, SecretStr)]
+    assert secret in found and KEYS["R2_READ_SECRET_ACCESS_KEY"] in found
+    for text in (repr(config), str(config), "\n".join(describe(config)), repr(config.store)):
+        assert secret not in text and KEYS["R2_READ_SECRET_ACCESS_KEY"] not in text
+    assert any("R2_WRITE_SECRET_ACCESS_KEY" in x and "********" in x for x in describe(config))
+
+
+def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) -> None:
+    text = refused("--neuron.influxdb_token", "t0ken-value")
+    assert "INFLUXDB_TOKEN=" in text and "t0ken" not in text
+    secret = next(s for s in schema("miner") if s.spec.env == "R2_WRITE_SECRET_ACCESS_KEY")
+    text = refused(f"--{secret.spec.name}", "hunter2hunter2")
+    assert "R2_WRITE_SECRET_ACCESS_KEY=" in text and "hunter2" not in text
+    toml = tmp_path / "m.toml"
+    toml.write_text(f'"{secret.spec.name}" = "hunter2hunter2"\n')
+    text = refused("--config", str(toml))
+    assert "does not belong into a configuration file" in text and "hunter2" not in text
+
+
+def test_flags_without_effect_say_so() -> None:
+    config = load("--neuron.global_batch_size_train", "35200", "--neuron.dont_wandb_log")
+    lines = describe(config)
+    assert any("--neuron.global_batch_size_train: no effect: no peer reads it" in x for x in lines)
+    assert any("--neuron.dont_wandb_log: no effect" in x for x in lines)
+    assert not any("wandb_project" in x for x in lines)
+
+
+def test_configuration_is_frozen() -> None:
+    config = load()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.miner.name = "other"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        config.values["neuron.name"] = "other"  # type: ignore[index]
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert "cannot be read" in refused("--config", str(tmp_path / "missing.toml"))
+    bad = tmp_path / "bad.toml"
+    bad.write_text("neuron = = 1")
+    assert "is not TOML" in refused("--config", str(bad))
+    bad.write_text("[neuron]\nupload_stepz = 1\n")
+    assert "did you mean --neuron.upload_steps?" in refused("--config", str(bad))
+    assert "--preset lokal is unknown" in refused("--preset", "lokal")
+
+
+def test_help_is_quick_grouped_and_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from distributed_training.config import load_config\n"
+        "try: load_config('miner', ['--help'])\n"
+        "finally:\n"
+        "    heavy = {'torch', 'transformers', 'hivemind', 'bittensor', 'boto3'}\n"
+        "    assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    times = []
+    for _ in range(3):
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=20
+        )
+        times.append(time.monotonic() - start)
+        assert done.returncode == 0, done.stderr
+    assert min(times) < 1.0
+    for text in ("Loop and launcher:", "Training:", "--neuron.upload_steps N", "R2_ACCOUNT_ID"):
+        assert text in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_training_settings_need_neither_pydantic_nor_dotenv() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['pydantic'] = sys.modules['dotenv'] = None\n"
+        "import distributed_training.config.training, distributed_training.config.data\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20)
+
+
+def test_the_flags_document_is_up_to_date() -> None:
+    from distributed_training.config.help import PUBLIC_DOCUMENT, markdown
+
+    written = (ROOT / PUBLIC_DOCUMENT).read_text(encoding="utf-8")
+    assert written == markdown(), "run: python -m distributed_training.config --markdown"

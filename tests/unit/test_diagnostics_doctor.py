@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distributed_training.diagnostics import (
+    Check,
+    ModelShape,
+    NvmlSampler,
+    check_disk,
+    check_port,
+    disk_needed,
+    failed,
+    memory_budget,
+    nvml,
+)
+from distributed_training.diagnostics.doctor import (
+    ProbeError,
+    StepEstimate,
+    check_batch,
+    check_gpus,
+    check_memory,
+    check_speed,
+    check_torch,
+    run_probe,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+LLAMA_1B = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "intermediate_size": 5632,
+    "vocab_size": 32000,
+}
+LLAMA_4B = LLAMA_1B | {
+    "hidden_size": 3072,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8960,
+}
+
+
+def status(checks: list[Check]) -> dict[str, str]:
+    return {check.name: check.status for check in checks}
+
+
+def test_the_shape_counts_what_transformers_builds() -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for tied in (False, True):
+        config = LLAMA_1B | {"num_hidden_layers": 3, "tie_word_embeddings": tied}
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(**config))
+        shape = ModelShape.from_config(config)
+        assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert ModelShape.from_config(LLAMA_1B).parameters == pytest.approx(1.1e9, rel=0.02)
+
+
+def test_the_budget_tells_cards_apart() -> None:
+    four = ModelShape.from_config(LLAMA_4B)
+    plain = memory_budget(four, world_size=1, micro_batch=2, sequence_length=1024)
+    assert 55e9 < plain.device < 100e9  # 16 bytes a parameter and something: not for 40 GB
+    sharded = memory_budget(
+        four, world_size=4, micro_batch=2, sequence_length=1024, reduce_at_last=False
+    )
+    assert sharded.device < plain.device / 2
+    small = memory_budget(
+        ModelShape.from_config(LLAMA_1B),
+        world_size=1,
+        micro_batch=1,
+        sequence_length=1024,
+        checkpointing="full",
+        offload_optimizer=True,
+    )
+    assert small.device < 16e9
+
+
+def test_every_measure_against_memory_lowers_the_estimate() -> None:
+    shape = ModelShape.from_config(LLAMA_1B)
+    base = {"world_size": 2, "micro_batch": 8, "sequence_length": 1024}
+    plain = memory_budget(shape, **base).device  # type: ignore[arg-type]
+    for change in (
+        {"world_size": 4},
+        {"micro_batch": 4},
+        {"checkpointing": "selective"},
+        {"reduce_at_last": False},
+        {"offload_optimizer": True},
+    ):
+        assert memory_budget(shape, **(base | change)).device < plain, change  # type: ignore[arg-type]
+    full = memory_budget(shape, **base, checkpointing="full")  # type: ignore[arg-type]
+    half = memory_budget(shape, **base, checkpointing="selective")  # type: ignore[arg-type]
+    assert full.activations < half.activations
+    assert memory_budget(shape, **base, keep_unsharded=True).device > plain  # type: ignore[arg-type]
+
+
+def test_memory_verdicts() -> None:
+    shape = ModelShape.from_config(LLAMA_4B)
+    budget = memory_budget(shape, world_size=1, micro_batch=2, sequence_length=1024)
+    there = {"fail": budget.device // 2, "warn": budget.device, "ok": 2 * budget.device}
+    for wanted, bytes_there in there.items():
+        (check,) = check_memory(budget, device_bytes=bytes_there, host_bytes=None)
+        assert check.status == wanted
+        assert bool(check.remedy) == (wanted != "ok")
+    assert disk_needed(10**9, keep_checkpoints=2) == 64 * 10**9
+
+
+def test_port(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check = check_port("dht.port", port)
+        assert check.status == "fail" and f"port {port} (--dht.port) is in use" in check.line
+    assert check_port("dht.port", port).status == "ok"
+    assert check_port("dht.port", 0).status == "ok"
+
+
+def test_disk(tmp_path: Path) -> None:
+    missing = tmp_path / "not" / "yet"
+    assert check_disk(missing, needed_bytes=1).status == "ok"
+    assert not missing.exists()
+    check = check_disk(missing, needed_bytes=10**18)
+    assert check.status == "fail" and "--neuron.run_folder" in check.remedy
+
+
+def test_batch() -> None:
+    good = check_batch(micro_batch=2, effective=512, world_size=4)
+    assert good.status == "ok" and "64 micro-batches of 2 on 4" in good.finding
+    odd = check_batch(micro_batch=3, effective=100, world_size=4)
+    assert odd.status == "warn" and "effective 108" in odd.remedy
+    assert check_batch(micro_batch=8, effective=4, world_size=1).status == "fail"
+    assert check_batch(micro_batch=None, effective=4, world_size=1).status == "ok"
+
+
+def test_torch_build_against_the_driver() -> None:
+    import torch
+
+    assert check_torch(gpus=0).status == "ok"
+    if not torch.cuda.is_available():
+        check = check_torch(gpus=2)
+        assert check.status == "fail" and check.remedy
+
+
+def test_no_gpu_is_a_failure_only_if_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert status(check_gpus(wanted=1, device="auto")) == {"gpu": "warn"}
+    assert status(check_gpus(wanted=1, device="cuda")) == {"gpu": "fail"}
+    assert status(check_gpus(wanted=1, device="cpu")) == {"gpu": "ok"}
+
+
+class FakeNvml:
+    """nvidia-ml-py's functions over made-up cards; the driver itself cannot be had in a test."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
+        self.open = 0
+
+    def nvmlInit(self) -> None:
+        self.open += 1
+
+    def nvmlShutdown(self) -> None:
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 3
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= 3:
+            raise self.NVMLError
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return {"GPU-b": 1}[uuid]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(total=80 * 10**9, used=(handle * 20 + 1) * 10**9)
+
+    def nvmlDeviceGetName(self, handle: int) -> bytes:
+        return f"Card {handle}".encode()
+
+    def nvmlDeviceGetUtilizationRates(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(gpu=97)
+
+    def nvmlDeviceGetTemperature(self, handle: int, kind: int) -> int:
+        return 60
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        raise self.NVMLError("not supported")
+
+
+@pytest.fixture
+def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+
+    def start() -> FakeNvml:
+        fake.nvmlInit()
+        return fake
+
+    monkeypatch.setattr(nvml, "_start", start)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return fake
+
+
+def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    with NvmlSampler.open(1) as sampler:  # type: ignore[union-attr]
+        sample = sampler.sample()
+    assert sample is not None and sample.name == "Card 1" and sample.memory_used_gb == 21
+    assert sample.utilization == 97 and sample.power_watts is None
+    assert NvmlSampler.open(3) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b,7,0")
+    assert nvml.visible_gpu_count() == 2  # like CUDA: the list ends at the first bad entry
+    with NvmlSampler.open(1) as sampler:  # type: ignore[union-attr]
+        assert sampler.sample().name == "Card 1"  # type: ignore[union-attr]
+    assert fake_nvml.open == 0
+
+
+def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
+    assert status(check_gpus(wanted=2, device="auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
+    (check,) = check_gpus(wanted=4, device="auto")
+    assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
+
+
+def test_probes_of_other_rooms() -> None:
+    def broken() -> str:
+        raise ProbeError("403 for the read key")
+
+    assert run_probe("keys", lambda: "both work", remedy="x") == Check("keys", "ok", "both work")
+    check = run_probe("keys", broken, remedy="copy the key again")
+    assert check.status == "fail" and check.line == "403 for the read key: copy the key again"
+    assert failed([check])
+
+
+def test_estimates() -> None:
+    fast = StepEstimate(0.2, 64, upload_steps=60, minimum_inner_step=50)
+    assert fast.step_seconds == pytest.approx(12.8)
+    assert fast.first_upload_step == 60 and fast.first_upload_seconds == pytest.approx(768)
+    assert StepEstimate(1, 1, upload_steps=3, minimum_inner_step=50).first_upload_step == 51
+    assert StepEstimate(1, 1, upload_steps=5, minimum_inner_step=0).first_upload_step == 5
+    slow = timedelta(seconds=60)
+    assert set(status(check_speed(fast, slow_step=slow)).values()) == {"ok"}
+    verdicts = status(
+        check_speed(StepEstimate(2.0, 64, upload_steps=60, minimum_inner_step=50), slow_step=slow)
+    )
+    assert verdicts == {"step time": "warn", "first upload": "fail", "upload age": "fail"}

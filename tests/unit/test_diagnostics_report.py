@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+
+import pytest
+
+from distributed_training.config.diagnostics import DiagnosticsSettings
+from distributed_training.diagnostics import (
+    CudaState,
+    accumulation_steps,
+    cuda_state,
+    gpu_report_lines,
+    step_warnings,
+)
+from distributed_training.protocol.types import StepReport
+
+pytestmark = pytest.mark.timeout(60)
+
+REPORT = StepReport(
+    outer_step=56,
+    inner_step=84,
+    loss=3.4,
+    learning_rate=2.1e-5,
+    tokens=1,
+    samples=1,
+    seconds=15.2,
+    data_wait_seconds=0,
+    micro_batches=64,
+    gpu_memory_gb=18.45,
+)
+
+
+def test_the_block_of_a_healthy_start() -> None:
+    cuda = CudaState(True, 4, 0, "NVIDIA A100-SXM4-80GB", 80.0, 0.05)
+    lines = gpu_report_lines(
+        cuda=cuda, model_device="cuda:0", micro_batch=2, effective=512, world_size=4
+    )
+    assert lines == [
+        "=" * 80,
+        "🔍 GPU DIAGNOSTICS",
+        "=" * 80,
+        "✓ CUDA available: True",
+        "✓ GPU count: 4",
+        "✓ Current CUDA device: 0",
+        "✓ Device name: NVIDIA A100-SXM4-80GB",
+        "✓ GPU total memory: 80.00 GB",
+        "✓ GPU memory allocated: 0.05 GB",
+        "✓ Model device: cuda:0",
+        "✅ Model correctly on GPU: cuda:0",
+        "✓ Batch size (per GPU): 2",
+        "✓ Effective batch size (total): 512",
+        "✓ World size (GPUs): 4",
+        "✓ Gradient accumulation steps: 64",
+        "=" * 80,
+    ]
+
+
+def test_the_block_without_a_gpu() -> None:
+    lines = gpu_report_lines(
+        cuda=CudaState(False), model_device="cpu", micro_batch=2, effective=16, world_size=1
+    )
+    assert "❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)" in lines
+    assert "❌ Model is on CPU! This will be EXTREMELY SLOW!" in lines
+    assert not any("GPU memory" in line for line in lines)
+
+
+def test_the_model_on_cpu_beside_a_gpu() -> None:
+    lines = gpu_report_lines(
+        cuda=CudaState(True, 1, 0, "X", 24.0, 0.0),
+        model_device="cpu",
+        micro_batch=1,
+        effective=4,
+        world_size=1,
+    )
+    assert "✓ CUDA available: True" in lines
+    assert "❌ Model is on CPU! This will be EXTREMELY SLOW!" in lines
+
+
+@pytest.mark.parametrize(
+    ("effective", "micro", "world", "steps"),
+    [(512, 2, 4, 64), (512, 2, 1, 256), (1024, 2, 4, 128), (100, 3, 4, 9), (4, 8, 1, 1)],
+)
+def test_accumulation(effective: int, micro: int, world: int, steps: int) -> None:
+    assert accumulation_steps(effective=effective, micro_batch=micro, world_size=world) == steps
+
+
+def test_warnings_as_operators_know_them() -> None:
+    settings = DiagnosticsSettings()
+    assert step_warnings(REPORT, settings) == []
+    bad = dataclasses.replace(REPORT, seconds=245.7, gpu_memory_gb=0.05)
+    assert step_warnings(bad, settings) == [
+        "⚠️  SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!",
+        "⚠️  LOW GPU MEMORY: Model may be on CPU!",
+    ]
+
+
+def test_thresholds_are_the_operators() -> None:
+    settings = DiagnosticsSettings(
+        slow_step=timedelta(seconds=5),
+        expected_step_min=timedelta(seconds=0.5),
+        expected_step_max=timedelta(seconds=3),
+        low_gpu_memory_gb=20,
+    )
+    assert step_warnings(REPORT, settings) == [
+        "⚠️  SLOW STEP: 15.2s (expected 0.5-3s) - Check GPU usage!",
+        "⚠️  LOW GPU MEMORY: Model may be on CPU!",
+    ]
+
+
+def test_memory_that_was_not_measured_is_a_warning_only_beside_a_gpu() -> None:
+    settings = DiagnosticsSettings()
+    on_cpu = dataclasses.replace(REPORT, gpu_memory_gb=None)
+    assert step_warnings(on_cpu, settings) == []
+    assert step_warnings(on_cpu, settings, expect_gpu=True) == [
+        "⚠️  LOW GPU MEMORY: Model may be on CPU!"
+    ]
+
+
+def test_the_state_of_this_machine_is_what_torch_says() -> None:
+    import torch
+
+    state = cuda_state()
+    assert state.available == torch.cuda.is_available()
+    assert state.count == (torch.cuda.device_count() if state.available else 0)
