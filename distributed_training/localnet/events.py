@@ -18,13 +18,17 @@ from typing import Any, BinaryIO
 class EventFollower:
     """Reads a growing file of JSON lines; a line still being written is read next time.
 
-    The file may be rotated: the old one is read to its end before the new one is begun.
+    The file may be rotated: the old one is read to its end before the new one is begun. With
+    ``skip_existing`` what the file holds now belongs to an earlier run and is passed over.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
         self.path = path
         self._file: BinaryIO | None = None
         self._rest = b""
+        if skip_existing and path.exists():
+            self._file = path.open("rb")
+            self._file.seek(0, os.SEEK_END)
 
     def poll(self) -> list[dict[str, Any]]:
         """The events that were completed since the last call; none if the file is not there yet."""

@@ -305,7 +305,7 @@ class LocalSubnet:
         return Neuron(
             plan=plan,
             child=child,
-            follower=EventFollower(plan.events),
+            follower=EventFollower(plan.events, skip_existing=self.options.resume),
             state=NeuronState(name=plan.name, kind=plan.kind, uid=plan.uid),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -145,6 +146,23 @@ class TestSubnet:
             )
             assert subnet.stop_miner(1) == 0
         assert subnet.problems == []
+
+    def test_resume_keeps_keys_and_counts_only_its_own_steps(self, tmp_path: Path) -> None:
+        def keys() -> tuple[str, str]:
+            environment = json.loads((tmp_path / "run/miner-000/environment.json").read_text())
+            return (
+                environment["R2_WRITE_SECRET_ACCESS_KEY"],
+                (tmp_path / "run/wallets/miner-000/hotkeys/default").read_text(),
+            )
+
+        with LocalSubnet(options=options(tmp_path / "run")) as subnet:
+            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
+        before = keys()
+        resumed = dataclasses.replace(options(tmp_path / "run"), resume=True)
+        with LocalSubnet(options=resumed) as subnet:
+            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
+        assert keys() == before
+        assert subnet.miners[0].state.starts == 1 and len(subnet.summary().outer_steps) == 2
 
     def test_a_dead_service_is_noticed(self, tmp_path: Path) -> None:
         with pytest.raises(SubnetFailure, match="chain"):

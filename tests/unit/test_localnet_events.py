@@ -86,6 +86,14 @@ class TestFollower:
         assert [e["kind"] for e in follower.poll()] == ["step"]
         assert follower.poll() == []
 
+    def test_events_of_an_earlier_run_are_passed_over(self, tmp_path: Path) -> None:
+        path = tmp_path / "events.jsonl"
+        path.write_text('{"kind": "old"}\n')
+        follower = EventFollower(path, skip_existing=True)
+        with path.open("a") as file:
+            file.write('{"kind": "new"}\n')
+        assert [e["kind"] for e in follower.poll()] == ["new"]
+
     def test_a_line_cut_off_by_a_kill_is_skipped(self, tmp_path: Path) -> None:
         path = tmp_path / "events.jsonl"
         path.write_text('{"kind": "step", "lo\n{"kind": "start"}\n')
