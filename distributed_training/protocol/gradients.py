@@ -1,0 +1,302 @@
+"""The compressed pseudo-gradient of one parameter (protocol page, section 4).
+
+Without DCT (the network's setting) the code of a matrix is, per row, the 32 entries largest in
+magnitude with their columns; of a vector, the same per chunk of at most 64. A dimension is cut into
+chunks of its largest divisor that is at most ``target_chunk``. So the code of a range of whole rows
+of a matrix is the same range of the code of the matrix: ranks that each hold some rows encode their
+own and rank 0 concatenates along rows (:func:`encode_rows`, :func:`encoded_shape`).
+
+With DCT a matrix is cut into tiles, each tile transformed (DCT-II, orthonormal) and the largest
+coefficients of the tile kept. The two forms cannot be told apart by a reader and must not be mixed;
+the public network never uses DCT.
+
+A ``(idxs int16, vals float32)`` pair has the shape :func:`encoded_shape` gives. The order of
+entries within a row carries no meaning; this encoder writes ascending indices.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+TOPK = 32
+TARGET_CHUNK = 64
+MAX_INDEX = 32767  # int16
+
+_SLAB = 1 << 18  # elements handled at once: abs, partition and mask of a slab stay in the cache
+_CUDA_SLAB = 1 << 26
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a parameter's entries are arranged for selection.
+
+    ``view``: the shape the chunks make of the tensor, in memory order. ``coded``: leading
+    dimensions of the code, one selection each. ``candidates``: how many entries each selection
+    chooses from; indices are in ``[0, candidates)``.
+    """
+
+    view: tuple[int, ...]
+    coded: tuple[int, ...]
+    candidates: int
+
+
+def largest_divisor(n: int, limit: int) -> int:
+    """The largest divisor of ``n`` that is at most ``limit`` (2048 -> 64, 96 -> 48, 1000 -> 50)."""
+    return next((d for d in range(min(n, limit), 0, -1) if n % d == 0), 1)
+
+
+def layout(shape: Sequence[int], *, target_chunk: int = TARGET_CHUNK, use_dct: bool) -> Layout:
+    """Raises ValueError for a shape that is not of 1 or 2 dimensions, or indices beyond int16."""
+    if len(shape) == 1:
+        chunk = largest_divisor(shape[0], target_chunk)
+        found = Layout((shape[0] // chunk, chunk), (shape[0] // chunk,), chunk)
+    elif len(shape) == 2:
+        rows, columns = shape
+        h, w = largest_divisor(rows, target_chunk), largest_divisor(columns, target_chunk)
+        view = (rows // h, h, columns // w, w)
+        if use_dct:
+            found = Layout(view, (rows // h, columns // w), h * w)
+        else:
+            found = Layout(view, (rows // h, h), columns)
+    else:
+        raise ValueError(f"a parameter of shape {tuple(shape)} has no code: 1 or 2 dimensions only")
+    if found.candidates - 1 > MAX_INDEX:
+        raise ValueError(
+            f"a parameter of shape {tuple(shape)} needs indices up to {found.candidates - 1}, "
+            f"but they travel as int16 (at most {MAX_INDEX})"
+        )
+    return found
+
+
+def encoded_shape(
+    shape: Sequence[int],
+    *,
+    topk: int = TOPK,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> tuple[int, ...]:
+    """Shape of ``idxs`` and ``vals`` of a parameter."""
+    found = layout(shape, target_chunk=target_chunk, use_dct=use_dct)
+    return (*found.coded, min(topk, found.candidates))
+
+
+def encode(
+    tensor: torch.Tensor,
+    *,
+    topk: int = TOPK,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(idxs int16, vals float32)`` of a parameter-shaped tensor, on its device.
+
+    Ties are broken by the implementation; NaN counts as the largest magnitude, so it is sent and
+    not hidden. Raises ValueError as :func:`layout` does, and for ``topk < 1``.
+    """
+    if topk < 1:
+        raise ValueError(f"topk is {topk}; at least 1 entry must be kept")
+    found = layout(tensor.shape, target_chunk=target_chunk, use_dct=use_dct)
+    x = tensor.detach().to(torch.float32).contiguous()
+    if use_dct:
+        x = _dct(x.view(found.view))
+    idxs, vals = encode_rows(x.reshape(-1, found.candidates), topk=topk)
+    shape = (*found.coded, idxs.shape[-1])
+    return idxs.view(shape), vals.view(shape)
+
+
+def encode_rows(rows: torch.Tensor, *, topk: int = TOPK) -> tuple[torch.Tensor, torch.Tensor]:
+    """The ``min(topk, columns)`` largest magnitudes of each row: ``(idxs int16, vals float32)``.
+
+    ``rows``: float32, contiguous, ``(n, columns)``. Both results are ``(n, k)``, ascending by index
+    within a row. ``encode`` of a matrix without DCT is exactly this, reshaped.
+    """
+    n, columns = rows.shape
+    k = min(topk, columns)
+    if columns - 1 > MAX_INDEX:
+        raise ValueError(f"{columns} columns need indices beyond int16")
+    if k == columns or n == 0:
+        idxs = torch.arange(columns, dtype=torch.int16, device=rows.device)[:k].expand(n, k)
+        return idxs.contiguous(), rows[:, :k].clone()
+    if rows.device.type != "cpu":
+        return _select_on_device(rows, k)
+    idxs = torch.empty((n, k), dtype=torch.int16)
+    vals = torch.empty((n, k), dtype=torch.float32)
+    # torch.topk on CPU walks rows entry by entry; numpy's partition of the magnitudes' bit patterns
+    # is vectorized and finds the same threshold several times faster.
+    step = max(1, _SLAB // columns)
+    slabs = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    source, out_idxs, out_vals = rows.numpy(), idxs.numpy(), vals.numpy()
+
+    def work(slab: slice) -> None:
+        _select(source[slab], k, out_idxs[slab], out_vals[slab])
+
+    threads = min(torch.get_num_threads(), len(slabs))
+    if threads > 1:
+        list(_pool(threads).map(work, slabs))  # list: raises what a slab raised
+    else:
+        for slab in slabs:
+            work(slab)
+    return idxs, vals
+
+
+def decode(
+    idxs: torch.Tensor,
+    vals: torch.Tensor,
+    shape: Sequence[int],
+    *,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> torch.Tensor:
+    """The float32 tensor of ``shape`` a code stands for; entries that were not sent are 0.
+
+    ``idxs`` of any integer type, ``vals`` float32. As the network's validators do, accepts fewer
+    entries or rows than the full code and averages entries sent twice. Raises ValueError for any
+    other shape, type, or an index outside its range.
+    """
+    found = layout(shape, target_chunk=target_chunk, use_dct=use_dct)
+    check_code(idxs, vals, found)
+    rows = torch.zeros((*found.coded, found.candidates), dtype=torch.float32, device=vals.device)
+    index = idxs.to(torch.int64)
+    if bool((index[..., 1:] > index[..., :-1]).all()):  # ascending, so nothing was sent twice
+        rows.scatter_(-1, index, vals)
+    else:
+        rows.scatter_reduce_(-1, index, vals, reduce="mean", include_self=False)
+    if use_dct:
+        return _inverse_dct(rows, found.view).reshape(tuple(shape))
+    return rows.view(tuple(shape))
+
+
+def subtract_sent_(
+    tensor: torch.Tensor,
+    idxs: torch.Tensor,
+    vals: torch.Tensor,
+    *,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> None:
+    """``tensor -= decode(idxs, vals)`` in place, for the encoder's own code of this very tensor.
+
+    Without DCT the entries sent are the tensor's own, so they are set to 0 and nothing is decoded.
+    ``tensor``: float32, contiguous.
+    """
+    if use_dct:
+        tensor -= decode(idxs, vals, tensor.shape, target_chunk=target_chunk, use_dct=True)
+        return
+    found = layout(tensor.shape, target_chunk=target_chunk, use_dct=False)
+    rows = tensor.view(-1, found.candidates)
+    rows.scatter_(-1, idxs.reshape(rows.shape[0], -1).to(torch.int64), 0.0)
+
+
+def check_code(idxs: torch.Tensor, vals: torch.Tensor, found: Layout) -> None:
+    """Raises ValueError unless the pair can be the code of a parameter with that layout."""
+    if vals.dtype != torch.float32:
+        raise ValueError(f"vals are {vals.dtype}, not float32")
+    if idxs.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"idxs are {idxs.dtype}, not int16")
+    if idxs.shape != vals.shape:
+        raise ValueError(f"idxs {tuple(idxs.shape)} and vals {tuple(vals.shape)} differ in shape")
+    bound = (*found.coded, found.candidates)
+    if idxs.dim() != len(bound) or any(a > b for a, b in zip(idxs.shape, bound, strict=True)):
+        raise ValueError(f"a code of shape {tuple(idxs.shape)} does not fit into {bound}")
+    if idxs.numel():
+        low, high = (int(x) for x in torch.aminmax(idxs))
+        if low < 0 or high >= found.candidates:
+            raise ValueError(f"indices {low}..{high} are outside 0..{found.candidates - 1}")
+
+
+def _select(rows: np.ndarray, k: int, idxs: np.ndarray, vals: np.ndarray) -> None:
+    """Fill ``idxs`` and ``vals`` for a slab of float32 rows with more than ``k`` columns.
+
+    The bit patterns of non-negative floats order as the floats do (NaN above infinity), and
+    integers partition faster.
+    """
+    n, columns = rows.shape
+    magnitude = rows.view(np.int32) & np.int32(0x7FFFFFFF)
+    scratch = magnitude.copy()
+    scratch.partition(columns - k, axis=-1)
+    chosen = magnitude >= scratch[:, columns - k, None]
+    flat = np.flatnonzero(chosen)
+    if flat.size != n * k:  # some rows have ties at the threshold: take the first of them
+        tied_rows = np.flatnonzero(np.count_nonzero(chosen, axis=-1) != k)
+        some, threshold = magnitude[tied_rows], scratch[tied_rows, columns - k, None]
+        above, at = some > threshold, some == threshold
+        room = k - np.count_nonzero(above, axis=-1, keepdims=True)
+        chosen[tied_rows] = above | (at & (np.cumsum(at, axis=-1, dtype=np.int32) <= room))
+        flat = np.flatnonzero(chosen)
+    np.take(rows.reshape(-1), flat.reshape(n, k), out=vals, mode="clip")
+    flat -= np.repeat(np.arange(0, n * columns, columns, dtype=flat.dtype), k)
+    idxs[:] = flat.reshape(n, k)
+
+
+def _select_on_device(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    step = max(1, _CUDA_SLAB // rows.shape[1])
+    idxs, vals = [], []
+    for part in rows.split(step):
+        index = part.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
+        idxs.append(index.to(torch.int16))
+        vals.append(part.gather(-1, index))
+    return torch.cat(idxs), torch.cat(vals)
+
+
+@functools.lru_cache(maxsize=1)
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="encode")
+
+
+# --- DCT ----------------------------------------------------------------------------------------
+# Both bases are made by way of a float32 FFT of the unit vectors, as the network's peers make them:
+# exact cosines differ from theirs in the last bit.
+
+
+@functools.lru_cache(maxsize=64)
+def _dct_basis(n: int) -> torch.Tensor:
+    """``(n, n)`` float32; ``x @ basis`` is the orthonormal DCT-II of the last dimension."""
+    eye = torch.eye(n)
+    spectrum = torch.fft.fft(torch.cat([eye[:, ::2], eye[:, 1::2].flip([1])], dim=1), dim=1)
+    angle = -torch.arange(n, dtype=torch.float32)[None, :] * math.pi / (2 * n)
+    basis = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
+    return 2 * (basis / _norms(n))
+
+
+@functools.lru_cache(maxsize=64)
+def _inverse_basis(n: int) -> torch.Tensor:
+    """``(n, n)`` float32; ``x @ basis`` undoes ``x @ _dct_basis(n)``."""
+    real = torch.eye(n) / 2 * _norms(n)
+    imaginary = torch.cat([torch.zeros(n, 1), -real.flip([1])[:, :-1]], dim=1)
+    angle = torch.arange(n, dtype=torch.float32)[None, :] * math.pi / (2 * n)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    spectrum = torch.complex(real * cos - imaginary * sin, real * sin + imaginary * cos)
+    folded = torch.fft.irfft(spectrum[:, : n // 2 + 1], n=n, dim=1)
+    basis = torch.empty(n, n)
+    basis[:, ::2] = folded[:, : n - n // 2]
+    basis[:, 1::2] = folded.flip([1])[:, : n // 2]
+    return basis
+
+
+def _norms(n: int) -> torch.Tensor:
+    return torch.tensor([math.sqrt(n) * 2] + [math.sqrt(n / 2) * 2] * (n - 1))
+
+
+def _dct(x: torch.Tensor) -> torch.Tensor:
+    """``(chunks, n)`` or ``(row chunks, h, column chunks, w)`` -> coefficients by chunk or tile."""
+    if x.dim() == 2:
+        return x @ _dct_basis(x.shape[1]).to(x.device)
+    tiles = x.permute(0, 2, 1, 3)
+    down, across = (_dct_basis(n).to(x.device) for n in tiles.shape[-2:])
+    return down.T @ tiles @ across
+
+
+def _inverse_dct(rows: torch.Tensor, view: tuple[int, ...]) -> torch.Tensor:
+    """Coefficients as ``(..., candidates)`` -> a tensor in memory order of the parameter."""
+    if len(view) == 2:
+        return rows @ _inverse_basis(view[1]).to(rows.device)
+    row_chunks, h, column_chunks, w = view
+    down, across = (_inverse_basis(n).to(rows.device) for n in (h, w))
+    tiles = rows.view(row_chunks, column_chunks, h, w)
+    return (down.T @ tiles @ across).permute(0, 2, 1, 3)

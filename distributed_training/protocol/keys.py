@@ -1,0 +1,66 @@
+"""Object keys of a bucket (protocol page, section 3).
+
+A bucket holds ``metadata.json`` at its root and one folder ``epoch-N/`` for each outer step, N
+being the writer's own outer step.
+"""
+
+from __future__ import annotations
+
+import re
+
+ROOT_METADATA = "metadata.json"
+METADATA = "metadata.json"  # inside an epoch's folder
+CONFIG = "config.json"
+MODEL = "model.safetensors"
+GRADIENTS = "gradients.pt"
+OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
+SAFETENSORS_METADATA = {"format": "pt"}
+
+_EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]*)/(.+)")
+_INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4,})-of-([1-9][0-9]*)\.pt")
+
+
+def epoch_folder(outer_step: int) -> str:
+    """``epoch-N``, without a slash. Raises ValueError for a negative outer step."""
+    if outer_step < 0:
+        raise ValueError(f"outer step {outer_step} is negative")
+    return f"epoch-{outer_step}"
+
+
+def epoch_key(outer_step: int, name: str) -> str:
+    """``epoch-N/name``."""
+    return f"{epoch_folder(outer_step)}/{name}"
+
+
+def parse_epoch_key(key: str) -> tuple[int, str] | None:
+    """``(N, name)`` of a key inside an epoch's folder, None for any other key."""
+    match = _EPOCH_KEY.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
+
+
+def inner_optimizer(rank: int, world_size: int) -> str:
+    """File of one rank's optimizer shard: rank 0 of 4 is ``inner_optimizer.rank0001-of-4.pt``.
+
+    Ranks count from 0 here and from 1 in the name; the world size is not padded.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} is outside a world of {world_size}")
+    return f"inner_optimizer.rank{rank + 1:04d}-of-{world_size}.pt"
+
+
+def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
+    """``(rank, world_size)`` of a shard's file name (rank from 0), None for any other name."""
+    match = _INNER_OPTIMIZER.fullmatch(name)
+    if match is None:
+        return None
+    rank, world_size = int(match[1]) - 1, int(match[2])
+    return (rank, world_size) if 0 <= rank < world_size else None
+
+
+def data_files(world_size: int) -> tuple[str, ...]:
+    """What a miner publishes in an epoch's folder before its metadata."""
+    shards = tuple(inner_optimizer(rank, world_size) for rank in range(world_size))
+    return (CONFIG, MODEL, GRADIENTS, *shards)
+
+
+GLOBAL_DATA_FILES = (CONFIG, MODEL, OUTER_OPTIMIZER)

@@ -1,0 +1,133 @@
+"""``metadata.json`` and the extras of ``config.json`` (protocol page, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .types import Revision
+
+MAX_METADATA_BYTES = 64 * 1024  # far above any real one; a bound for what is read from strangers
+MAX_CONFIG_BYTES = 4 * 1024 * 1024
+_BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
+
+
+class MetadataError(ValueError):
+    """A document of a bucket that is not what the protocol says."""
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """``metadata.json``, at the root of a bucket or in an epoch's folder.
+
+    ``peer_id``: base58 text of the averager's peer id, empty before there is one.
+    """
+
+    run: int
+    outer_step: int
+    inner_step: int
+    peer_id: str
+
+    @classmethod
+    def of(cls, revision: Revision, peer_id: str) -> Metadata:
+        return cls(revision.run, revision.outer_step, revision.inner_step, peer_id)
+
+    @property
+    def revision(self) -> Revision:
+        return Revision(self.run, self.outer_step, self.inner_step)
+
+    def with_peer_id(self, peer_id: str) -> Metadata:
+        return dataclasses.replace(self, peer_id=peer_id)
+
+    def to_json(self) -> bytes:
+        return _dump(dataclasses.asdict(self))
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> Metadata:
+        """Raises MetadataError. ``run`` may be a number or its decimal text."""
+        raw = _load(data, "metadata.json", MAX_METADATA_BYTES)
+        run = raw.get("run")
+        if isinstance(run, str) and run.isascii() and run.isdigit():
+            run = int(run)
+        peer_id = raw.get("peer_id")
+        if peer_id is None:
+            peer_id = ""
+        if not isinstance(peer_id, str) or len(peer_id) > 128 or not _BASE58.issuperset(peer_id):
+            raise MetadataError("metadata.json: peer_id is not base58 text")
+        return cls(
+            run=_count(run, "metadata.json: run"),
+            outer_step=_count(raw.get("outer_step"), "metadata.json: outer_step"),
+            inner_step=_count(raw.get("inner_step"), "metadata.json: inner_step"),
+            peer_id=peer_id,
+        )
+
+
+@dataclass(frozen=True)
+class ConfigExtras:
+    """What a miner adds to the Hugging Face ``config.json`` it publishes.
+
+    ``block_list``: chain blocks trained since the previous upload, never empty in a valid upload;
+    the validator draws the assigned evaluation's block from it. ``last_allreduce_block`` is set by
+    the validator in the global bucket and may be inherited.
+    """
+
+    block_list: tuple[int, ...]
+    inner_step: int
+    last_allreduce_block: int | None = None
+
+    def merge_into(self, config: Mapping[str, Any]) -> bytes:
+        """``config.json`` with these extras; extras already in ``config`` are replaced."""
+        merged = {
+            **config,
+            "block_list": [int(b) for b in self.block_list],
+            "inner_step": int(self.inner_step),
+        }
+        if self.last_allreduce_block is not None:
+            merged["last_allreduce_block"] = int(self.last_allreduce_block)
+        return _dump(merged)
+
+
+def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
+    """The whole ``config.json`` and its extras (absent ones: empty list, 0, None).
+
+    Raises MetadataError if it is not an object or an extra has the wrong type.
+    """
+    raw = _load(data, "config.json", MAX_CONFIG_BYTES)
+    blocks = raw.get("block_list") or []
+    if not isinstance(blocks, list) or len(blocks) > 100_000:
+        raise MetadataError("config.json: block_list is not a list of blocks")
+    last = raw.get("last_allreduce_block")
+    extras = ConfigExtras(
+        block_list=tuple(_count(b, "config.json: block_list") for b in blocks),
+        inner_step=_count(raw.get("inner_step", 0), "config.json: inner_step"),
+        last_allreduce_block=(
+            None if last is None else _count(last, "config.json: last_allreduce_block")
+        ),
+    )
+    return raw, extras
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=4, sort_keys=True).encode()
+
+
+def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
+    if len(data) > limit:
+        raise MetadataError(f"{what}: {len(data)} bytes are more than the {limit} allowed")
+    try:
+        raw = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise MetadataError(f"{what} is not JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise MetadataError(f"{what} is not a JSON object")
+    return raw
+
+
+def _count(value: Any, what: str) -> int:
+    """A non-negative integer below 2**53 (so that any JSON reader keeps it exact)."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise MetadataError(f"{what} is {value!r:.40}, not a non-negative integer")
+    return value

@@ -1,0 +1,53 @@
+"""Which pages of the dataset belong to a block (protocol page, section 5).
+
+Miner and validator must agree on every draw, so the sequence of draws is part of the protocol,
+the discarded one included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+ROWS_PER_PAGE = 100
+PAGES_PER_BLOCK = 5  # what a miner fetches
+VALIDATOR_PAGES = 2  # the first two of the miner's five
+MAX_TOKENS_PER_ROW = 1024  # before the end-of-sequence token is appended
+
+
+def select_pages(
+    *,
+    uid: int,
+    local_rank: int,
+    block: int,
+    n_pages: int,
+    num_rows: Mapping[str, int],
+    split: str = "train",
+) -> list[tuple[str, int, str]]:
+    """``n_pages`` of ``(config, first row, split)`` for one rank of a miner.
+
+    ``num_rows`` maps each config of the dataset (without ``default``) to its row count; its order
+    does not matter. A page is ``ROWS_PER_PAGE`` rows from the first row on. Neighbours share data
+    by construction: uid u's rank 1 has the pages of uid u + 1's rank 0, and block b + 3 repeats the
+    last three of block b's five pages.
+
+    Raises ValueError for negative arguments, no configs, or a config of fewer than 102 rows.
+    """
+    if min(uid, local_rank, block, n_pages) < 0:
+        raise ValueError("uid, local_rank, block and n_pages must not be negative")
+    configs = sorted(num_rows)
+    if not configs:
+        raise ValueError("num_rows names no config, so there is nothing to select from")
+    generator = np.random.PCG64((uid + local_rank) & 0xFFFFFFFF)
+    generator.advance(block)
+    rng = np.random.Generator(generator)
+    pages = []
+    for _ in range(n_pages):
+        config = configs[rng.integers(0, len(configs))]
+        rng.integers(0, len(configs))  # drawn and thrown away by every peer
+        last = num_rows[config] - ROWS_PER_PAGE - 1
+        if last < 1:
+            raise ValueError(f"config {config} has {num_rows[config]} rows; a page needs 102")
+        pages.append((config, int(rng.integers(0, last)), split))
+    return pages

@@ -1,0 +1,230 @@
+"""``gradients.pt``: all parameters' codes and where they were taken (protocol page, section 4).
+
+A dictionary ``{name + "idxs": int16, name + "vals": float32, ..., "metadata": {...}}``, metadata
+being the integers ``block``, ``inner_step``, ``outer_step`` and the float ``loss``; written with
+``torch.save`` and read with ``weights_only``. What is read comes from strangers: size, types,
+shapes, indices and finiteness are checked before anything is decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeGuard
+
+import torch
+
+from .gradients import (
+    TARGET_CHUNK,
+    TOPK,
+    check_code,
+    decode,
+    encoded_shape,
+    layout,
+)
+
+Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
+
+_METADATA = "metadata"
+_BYTES_PER_ENTRY = 2 + 4
+_BYTES_PER_RECORD = 1024  # zip headers, alignment and pickle of one tensor, generously
+
+
+class PayloadError(ValueError):
+    """A ``gradients.pt`` that validators would reset, and why."""
+
+
+@dataclass(frozen=True)
+class GradientMetadata:
+    """``block``: the newest one trained; ``loss``: of the last inner step, in nats."""
+
+    block: int
+    inner_step: int
+    outer_step: int
+    loss: float
+
+    def plain(self) -> dict[str, int | float]:
+        """Plain Python numbers only: a numpy scalar makes the whole file unreadable to others.
+
+        Raises ValueError for a loss that is not finite.
+        """
+        loss = float(self.loss)
+        if not math.isfinite(loss):
+            raise ValueError(f"the loss is {loss}, so this pseudo-gradient is not for publication")
+        return {
+            "block": int(self.block),
+            "inner_step": int(self.inner_step),
+            "outer_step": int(self.outer_step),
+            "loss": loss,
+        }
+
+    @classmethod
+    def parse(cls, raw: Any) -> GradientMetadata:
+        """Raises PayloadError."""
+        if not isinstance(raw, dict):
+            raise PayloadError("gradients.pt has no metadata")
+        values = {}
+        for name in ("block", "inner_step", "outer_step"):
+            value = raw.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise PayloadError(
+                    f"metadata of gradients.pt: {name} is {value!r:.40}, not a count"
+                )
+            values[name] = value
+        loss = raw.get("loss")
+        if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            raise PayloadError(f"metadata of gradients.pt: loss is {loss!r:.40}, not a number")
+        return cls(loss=float(loss), **values)
+
+
+@dataclass(frozen=True)
+class GradientPayload:
+    """A checked payload. ``codes``: parameter name -> (idxs, vals); names may be missing."""
+
+    metadata: GradientMetadata
+    codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def decode(
+        self,
+        name: str,
+        shape: Sequence[int],
+        *,
+        target_chunk: int = TARGET_CHUNK,
+        use_dct: bool = False,
+    ) -> torch.Tensor | None:
+        """The parameter's float32 pseudo-gradient, None if it was not sent."""
+        code = self.codes.get(name)
+        if code is None:
+            return None
+        return decode(*code, shape, target_chunk=target_chunk, use_dct=use_dct)
+
+
+def build_payload(
+    codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]], metadata: GradientMetadata
+) -> dict[str, Any]:
+    """What ``torch.save`` writes. Tensors are moved to the CPU and made contiguous.
+
+    Raises ValueError for a wrong type, a name that clashes, or values that are not finite: others
+    would reset such an upload, so it is better not made.
+    """
+    payload: dict[str, Any] = {_METADATA: metadata.plain()}
+    for name, (idxs, vals) in codes.items():
+        if idxs.dtype != torch.int16 or vals.dtype != torch.float32:
+            raise ValueError(f"{name}: a code is int16 and float32, not {idxs.dtype}, {vals.dtype}")
+        if idxs.shape != vals.shape:
+            raise ValueError(f"{name}: idxs and vals differ in shape")
+        if not bool(torch.isfinite(vals).all()):
+            raise ValueError(f"{name}: the pseudo-gradient holds NaN or Inf")
+        for suffix, tensor in (("idxs", idxs), ("vals", vals)):
+            if name + suffix in payload:
+                raise ValueError(f"two entries of the payload are called {name + suffix}")
+            # clone: a view would drag its whole storage into the file
+            payload[name + suffix] = tensor.detach().cpu().contiguous().clone()
+    return payload
+
+
+def save_payload(payload: Mapping[str, Any], file: Path | IO[bytes]) -> None:
+    """Write it. The caller chooses a temporary name, syncs and renames."""
+    torch.save(dict(payload), file)
+
+
+def max_payload_bytes(
+    schema: Schema,
+    *,
+    topk: int = TOPK,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> int:
+    """More than any honest ``gradients.pt`` of that model takes; check it before downloading."""
+    total = 64 * 1024
+    for name, shape in schema:
+        code = encoded_shape(shape, topk=topk, target_chunk=target_chunk, use_dct=use_dct)
+        total += math.prod(code) * _BYTES_PER_ENTRY + 2 * (_BYTES_PER_RECORD + 8 * len(name))
+    return total
+
+
+def load_payload(
+    source: Path | bytes,
+    schema: Schema,
+    *,
+    topk: int = TOPK,
+    target_chunk: int = TARGET_CHUNK,
+    use_dct: bool = False,
+) -> GradientPayload:
+    """Read and check a ``gradients.pt`` for a model with the parameters of ``schema``.
+
+    Follows what the network's validators accept: parameters may be missing, rows and entries fewer
+    than the full code, indices of any integer width. Entries of no parameter are ignored. Raises
+    PayloadError for everything validators reset an upload for: too large, unreadable, no metadata,
+    wrong type or shape, an index out of range, NaN or Inf.
+    """
+    limit = max_payload_bytes(schema, topk=topk, target_chunk=target_chunk, use_dct=use_dct)
+    raw = _read(source, limit)
+    metadata = GradientMetadata.parse(raw.get(_METADATA))
+    codes = {}
+    for name, shape in schema:
+        idxs, vals = raw.get(name + "idxs"), raw.get(name + "vals")
+        if idxs is None and vals is None:
+            continue
+        if not _plain_tensor(idxs) or not _plain_tensor(vals):
+            raise PayloadError(f"{name}: idxs and vals are not both dense tensors on the CPU")
+        try:
+            check_code(idxs, vals, layout(shape, target_chunk=target_chunk, use_dct=use_dct))
+        except ValueError as error:
+            raise PayloadError(f"{name}: {error}") from None
+        if not bool(torch.isfinite(vals).all()):
+            raise PayloadError(f"{name}: vals hold NaN or Inf")
+        codes[name] = (idxs, vals)
+    return GradientPayload(metadata, codes)
+
+
+def _plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if size > limit:
+        raise PayloadError(f"gradients.pt has {size} bytes; this model's has at most {limit}")
+    file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        with zipfile.ZipFile(file) as archive:
+            # torch.save does not compress; a file that does unpacks to more than it looks like.
+            unpacked = sum(record.file_size for record in archive.infolist())
+        if unpacked > limit:
+            raise PayloadError(f"gradients.pt unpacks to {unpacked} bytes, more than {limit}")
+        if isinstance(source, bytes):
+            file.seek(0)
+        raw = torch.load(file, map_location="cpu", weights_only=True)
+    except PayloadError:
+        raise
+    except (
+        zipfile.BadZipFile,
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+    ) as error:  # what torch.load raises on files made by others
+        first = str(error).strip().splitlines()[:1]
+        raise PayloadError(
+            f"gradients.pt cannot be read: {first[0] if first else error!r}"
+        ) from None
+    if not isinstance(raw, dict):
+        raise PayloadError("gradients.pt is not a dictionary")
+    return raw

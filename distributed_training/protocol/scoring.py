@@ -1,0 +1,158 @@
+"""How validators score miners (protocol page, section 7).
+
+``random``: PlackettLuce over the relative improvements of a round's uids. ``assigned``: a moving
+average of "the assigned data improved more than the random data". Their product, floored at 0, is
+the train score; the total adds the all-reduce score, each normalised over all uids.
+
+A *reset* (upload missing, stale or unreadable) is an improvement of exactly 0. openskill 6.1.3
+replaces a score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below
+uids that did harm. That is what the network's validators do, so it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from openskill.models import PlackettLuce
+
+# (before, after) that writes relative = absolute = 0, as validators do for an invalid upload.
+RESET = (0.0, 0.0)
+EMA_ALPHA = 0.6  # of the published score
+MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force the score to 0
+
+
+def absolute_improvement(before: float, after: float) -> float:
+    return before - after
+
+
+def relative_improvement(before: float, after: float) -> float:
+    """(before - after) / before; 0 when before is 0, which only a reset has."""
+    return (before - after) / before if before else 0.0
+
+
+class ScoreBoard:
+    """Scores of a fixed set of uids, as one validator keeps them.
+
+    ``beta``, ``tau``: of the rating model, whose mu starts at 25 and sigma at 25/3.
+    ``assigned_alpha``: weight of the newest assigned comparison.
+    """
+
+    def __init__(
+        self,
+        uids: Iterable[int],
+        *,
+        beta: float = 7,
+        tau: float = 0.1,
+        assigned_alpha: float = 0.05,
+    ) -> None:
+        self._model = PlackettLuce(beta=beta, tau=tau)
+        self._assigned_alpha = assigned_alpha
+        self._ratings: dict[int, Any] = {}
+        self._assigned: dict[int, float] = {}
+        for uid in uids:
+            self.add(uid)
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        return tuple(self._ratings)
+
+    def add(self, uid: int) -> None:
+        """Start ``uid`` afresh: new on the board, or registered by another hotkey."""
+        self._ratings[uid] = self._model.rating(name=str(uid))
+        self._assigned[uid] = 0.0
+
+    def update_round(
+        self,
+        random: Mapping[int, tuple[float, float]],
+        assigned: Mapping[int, tuple[float, float]],
+    ) -> None:
+        """Take in one round's evaluations: uid -> (loss before, loss after), ``RESET`` for failed.
+
+        The order of ``random`` matters where an improvement is exactly 0 (module docstring). With
+        fewer than two uids there is nobody to compare with and ratings stay as they are. A uid
+        that is only in ``random`` counts as reset in ``assigned``; one only in ``assigned`` is an
+        error. Raises KeyError for a uid that is not on the board, ValueError for a loss that is
+        not finite.
+        """
+        for losses in (random, assigned):
+            for uid, pair in losses.items():
+                if uid not in self._ratings:
+                    raise KeyError(f"uid {uid} is not on the score board")
+                if not all(abs(x) < float("inf") for x in pair):  # also false for NaN
+                    raise ValueError(f"uid {uid}: losses {pair} are not finite")
+        if extra := assigned.keys() - random.keys():
+            raise KeyError(f"uids {sorted(extra)} have an assigned but no random evaluation")
+        if len(random) >= 2:
+            rated = self._model.rate(
+                [[self._ratings[uid]] for uid in random],
+                scores=[relative_improvement(*pair) for pair in random.values()],
+            )
+            for uid, (rating,) in zip(random, rated, strict=True):
+                self._ratings[uid] = rating
+        alpha = self._assigned_alpha
+        for uid, pair in random.items():
+            better = absolute_improvement(*assigned.get(uid, RESET)) > absolute_improvement(*pair)
+            self._assigned[uid] = (1 - alpha) * self._assigned[uid] + alpha * float(better)
+
+    def rating(self, uid: int) -> tuple[float, float]:
+        """(mu, sigma)."""
+        rating = self._ratings[uid]
+        return float(rating.mu), float(rating.sigma)
+
+    def random_score(self, uid: int) -> float:
+        """mu - 3 sigma."""
+        mu, sigma = self.rating(uid)
+        return mu - 3 * sigma
+
+    def assigned_score(self, uid: int) -> float:
+        """In 0..1."""
+        return self._assigned[uid]
+
+    def train_score(self, uid: int) -> float:
+        return max(0.0, self.random_score(uid) * self._assigned[uid])
+
+    def total_scores(
+        self,
+        *,
+        all_reduce: Mapping[int, float],
+        repo_valid: Mapping[int, float],
+        train_weight: float = 0.75,
+        all_reduce_weight: float = 0.25,
+    ) -> dict[int, float]:
+        """Total of each uid on the board; a uid missing from either mapping counts as 0 there.
+
+        The sums to normalise by run over all uids, invalid repositories included.
+        """
+        train = {uid: self.train_score(uid) for uid in self._ratings}
+        train_sum = sum(abs(s) for s in train.values())
+        reduce_sum = sum(abs(float(all_reduce.get(uid, 0))) for uid in self._ratings)
+        totals = {}
+        for uid, score in train.items():
+            total = train_weight * score / train_sum if train_sum else 0.0
+            if reduce_sum:
+                total += all_reduce_weight * float(all_reduce.get(uid, 0)) / reduce_sum
+            totals[uid] = total * float(repo_valid.get(uid, 0))
+        return totals
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able; what :meth:`restore` takes."""
+        return {
+            str(uid): {"mu": mu, "sigma": sigma, "assigned": self._assigned[uid]}
+            for uid in self._ratings
+            for mu, sigma in (self.rating(uid),)
+        }
+
+    def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Uids of ``state`` that are not on the board are added. Raises KeyError, ValueError."""
+        for text, entry in state.items():
+            uid = int(text)
+            self._ratings[uid] = self._model.rating(
+                mu=float(entry["mu"]), sigma=float(entry["sigma"]), name=text
+            )
+            self._assigned[uid] = float(entry["assigned"])
+
+
+def moving_average(previous: float, total: float, *, alpha: float = EMA_ALPHA) -> float:
+    """The published score after one more total."""
+    return alpha * total + (1 - alpha) * previous

@@ -1,0 +1,195 @@
+"""What travels in an ``IsAlive`` or ``AllReduce`` call (protocol page, section 1).
+
+Two ways of signing carry the same bodies: the network's older calls (bittensor <= 10, "legacy") and
+bittensor 11's signed HTTP. Identity never comes from a body: these functions read only the fields
+of the synapse itself. A legacy signature does not cover the body, so every number from it is
+clamped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from .types import RoundRequest
+
+IS_ALIVE = "IsAlive"
+ALL_REDUCE = "AllReduce"
+IS_ALIVE_ROUTE = f"/{IS_ALIVE}"
+ALL_REDUCE_ROUTE = f"/{ALL_REDUCE}"
+ROUTES = (IS_ALIVE_ROUTE, ALL_REDUCE_ROUTE)
+
+IS_ALIVE_TIMEOUT = timedelta(seconds=2.3)
+ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
+MAX_BODY_BYTES = 64 * 1024
+
+# Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
+# be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
+LEGACY_ALLOWANCE = timedelta(seconds=4)
+LEGACY_TIMEOUT_CAP = timedelta(seconds=840)
+LEGACY_FUTURE_ALLOWANCE = timedelta(seconds=4)
+# These synapses name no fields to hash: the "hash of the body" is that of nothing, in every call.
+LEGACY_BODY_HASH = hashlib.sha3_256(b"").hexdigest()
+
+
+class SynapseError(ValueError):
+    """A body that is not of the synapse. Answer 400."""
+
+
+@dataclass(frozen=True)
+class RoundBounds:
+    """Between what a caller may move a round's settings. Each pair is (least, most)."""
+
+    timeout: tuple[timedelta, timedelta] = (timedelta(seconds=5), timedelta(seconds=1800))
+    group_size: tuple[int, int] = (2, 256)
+    request_timeout: tuple[timedelta, timedelta] = (timedelta(seconds=1), timedelta(seconds=120))
+    allreduce_timeout: tuple[timedelta, timedelta] = (
+        timedelta(seconds=5),
+        timedelta(seconds=1800),
+    )
+    next_chunk_timeout: tuple[timedelta, timedelta] = (timedelta(seconds=1), timedelta(seconds=300))
+    min_matchmaking_time: tuple[timedelta, timedelta] = (
+        timedelta(seconds=0.5),
+        timedelta(seconds=300),
+    )
+
+
+DEFAULT_BOUNDS = RoundBounds()
+
+
+def legacy_signed_text(
+    *, nonce: int, sender: str, receiver: str, uuid: str, body_hash: str = LEGACY_BODY_HASH
+) -> str:
+    """What the sender's hotkey signs (sr25519; the signature is ``0x`` and hexadecimal digits).
+
+    ``sender`` and ``receiver`` are ss58 hotkeys of dendrite and axon.
+    """
+    return f"{nonce}.{sender}.{receiver}.{uuid}.{body_hash}"
+
+
+def legacy_oldest_nonce(*, now_ns: int, timeout: timedelta) -> int:
+    """The first nonce of a (hotkey, uuid) must be greater than this; ``timeout`` is capped."""
+    window = LEGACY_ALLOWANCE + min(max(timeout, timedelta()), LEGACY_TIMEOUT_CAP)
+    return now_ns - round(window.total_seconds() * 1e9)
+
+
+def legacy_replay_window() -> timedelta:
+    """How long a (hotkey, uuid, nonce) must be remembered."""
+    return LEGACY_ALLOWANCE + LEGACY_TIMEOUT_CAP + LEGACY_FUTURE_ALLOWANCE
+
+
+# --- IsAlive ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class IsAliveReply:
+    """``epoch``: the miner's own outer step, None if it did not say."""
+
+    alive: bool
+    epoch: int | None
+
+
+def build_is_alive() -> dict[str, Any]:
+    return {"answer": None, "completion": "", "epoch": None}
+
+
+def answer_is_alive(body: Mapping[str, Any], *, epoch: int) -> dict[str, Any]:
+    """The reply to ``body``: the same fields with completion "True" and the local outer step."""
+    return {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
+
+
+def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
+    """Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer."""
+    epoch = body.get("epoch")
+    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
+        raise SynapseError(f"IsAlive: epoch {epoch!r:.40} is not a non-negative integer")
+    return IsAliveReply(alive=body.get("completion") == "True", epoch=epoch)
+
+
+# --- AllReduce ----------------------------------------------------------------------------------
+
+_SECONDS = ("request_timeout", "allreduce_timeout", "next_chunk_timeout", "min_matchmaking_time")
+
+
+def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
+    """The body of a call; ``timeout`` is a field of every synapse and also goes into a header."""
+    body: dict[str, Any] = {"answer": None, "completion": False}
+    body["min_group_size"] = request.min_group_size
+    for name in _SECONDS:
+        value: timedelta | None = getattr(request, name)
+        body[name] = None if value is None else value.total_seconds()
+    body["timeout"] = (request.timeout or ALL_REDUCE_TIMEOUT).total_seconds()
+    return body
+
+
+def answer_all_reduce(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The reply: the fields as they came. ``completion`` must be a boolean or callers reject it."""
+    fields = ("answer", "completion", "min_group_size", *_SECONDS)
+    reply = {name: body.get(name) for name in fields}
+    reply["completion"] = bool(reply["completion"])
+    return reply
+
+
+def parse_all_reduce(
+    body: Mapping[str, Any],
+    *,
+    caller: str,
+    received_at: float,
+    timeout: float | None = None,
+    bounds: RoundBounds = DEFAULT_BOUNDS,
+) -> RoundRequest:
+    """The round a verified ``caller`` asks for, every value clamped to ``bounds``.
+
+    ``timeout``: seconds, from the call's header if there is one; else the body's field is used.
+    Absent or null fields become None (use the configured value). Raises SynapseError for a value
+    that is not a finite number.
+    """
+    header = None if timeout is None else _number("timeout", timeout)
+    from_body = _optional_number(body, "timeout")
+    size = _optional_number(body, "min_group_size")
+    if size is not None and size != int(size):
+        raise SynapseError(f"AllReduce: min_group_size {size!r} is not an integer")
+    durations = {
+        name: _clamp(_optional_number(body, name), getattr(bounds, name)) for name in _SECONDS
+    }
+    low, high = bounds.group_size
+    return RoundRequest(
+        caller=caller,
+        received_at=received_at,
+        timeout=_clamp(header if header is not None else from_body, bounds.timeout),
+        min_group_size=None if size is None else min(max(int(size), low), high),
+        **durations,
+    )
+
+
+def _clamp(seconds: float | None, between: tuple[timedelta, timedelta]) -> timedelta | None:
+    if seconds is None:
+        return None
+    low, high = (t.total_seconds() for t in between)
+    return timedelta(seconds=min(max(seconds, low), high))
+
+
+def _optional_number(body: Mapping[str, Any], name: str) -> float | None:
+    value = body.get(name)
+    return None if value is None else _number(name, value)
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise SynapseError(f"{name} {value!r:.40} is not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise SynapseError(f"{name} is not a number anybody means") from None
+    if not math.isfinite(number):
+        raise SynapseError(f"{name} {number} is not finite")
+    return number
+
+
+def _text(body: Mapping[str, Any], name: str) -> str | None:
+    value = body.get(name)
+    return value if isinstance(value, str) else None

@@ -1,0 +1,159 @@
+"""Names, keys, metadata and commitments: what is written and what is refused when read."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed_training.protocol import keys, names
+from distributed_training.protocol.commitment import (
+    BucketCredentials,
+    CommitmentError,
+    build_commitment,
+    parse_commitment,
+)
+from distributed_training.protocol.metadata import (
+    MAX_METADATA_BYTES,
+    ConfigExtras,
+    Metadata,
+    MetadataError,
+    parse_config,
+)
+from distributed_training.protocol.types import Revision
+
+pytestmark = pytest.mark.timeout(60)
+PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+
+
+def test_names() -> None:
+    assert names.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
+    assert names.averager_prefix() == "v1_2_7_r5_grad_averager"
+    assert names.matchmaking_key() == "v1_2_7_r5_grad_averager.0b"
+    assert names.all_averagers_key("x") == "x_grad_averager.all_averagers"
+    assert names.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
+
+
+@pytest.mark.parametrize("account", ["", "a" * 31, "a" * 33, "evil.example/" + "a" * 19])
+def test_an_account_id_cannot_name_another_host(account: str) -> None:
+    with pytest.raises(ValueError):
+        names.r2_endpoint(account)
+
+
+def test_keys() -> None:
+    assert keys.epoch_key(12, keys.GRADIENTS) == "epoch-12/gradients.pt"
+    assert keys.parse_epoch_key("epoch-12/gradients.pt") == (12, "gradients.pt")
+    assert keys.inner_optimizer(0, 4) == "inner_optimizer.rank0001-of-4.pt"
+    assert keys.parse_inner_optimizer("inner_optimizer.rank0004-of-4.pt") == (3, 4)
+    assert keys.data_files(2) == (
+        "config.json",
+        "model.safetensors",
+        "gradients.pt",
+        "inner_optimizer.rank0001-of-2.pt",
+        "inner_optimizer.rank0002-of-2.pt",
+    )
+
+
+@pytest.mark.parametrize("key", ["metadata.json", "epoch-x/a", "epoch-01/a", "epoch-1/", "epoch-1"])
+def test_other_keys_are_no_epoch_keys(key: str) -> None:
+    assert keys.parse_epoch_key(key) is None
+
+
+@pytest.mark.parametrize("name", ["inner_optimizer.rank0005-of-4.pt", "inner_optimizer.pt"])
+def test_other_files_are_no_shards(name: str) -> None:
+    assert keys.parse_inner_optimizer(name) is None
+
+
+@pytest.mark.parametrize("rank, world", [(-1, 2), (2, 2)])
+def test_no_shard_outside_the_world(rank: int, world: int) -> None:
+    with pytest.raises(ValueError):
+        keys.inner_optimizer(rank, world)
+
+
+def test_metadata_is_written_indented_and_sorted() -> None:
+    text = Metadata.of(Revision(5, 12, 45), PEER).to_json().decode()
+    assert text == (
+        '{\n    "inner_step": 45,\n    "outer_step": 12,\n'
+        f'    "peer_id": "{PEER}",\n    "run": 5\n}}'
+    )
+
+
+counts = st.integers(0, 2**53 - 1)
+
+
+@given(run=counts, outer=counts, inner=counts)
+def test_metadata_round_trip(run: int, outer: int, inner: int) -> None:
+    metadata = Metadata(run, outer, inner, PEER)
+    assert Metadata.parse(metadata.to_json()) == metadata
+    assert Revision.parse(metadata.revision.tag) == metadata.revision
+
+
+@given(st.one_of(st.binary(max_size=40), st.text(max_size=40)))
+def test_metadata_never_fails_otherwise(data: bytes | str) -> None:
+    with pytest.raises(MetadataError):
+        Metadata.parse(data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inner_step": -1},
+        {"inner_step": True},
+        {"inner_step": 1.0},
+        {"outer_step": None},
+        {"outer_step": 2**53},
+        {"run": "five"},
+        {"peer_id": "not/base58"},
+        {"peer_id": 5},
+    ],
+)
+def test_bad_metadata(change: dict) -> None:
+    good = {"inner_step": 1, "outer_step": 1, "peer_id": PEER, "run": 5}
+    assert Metadata.parse(json.dumps(good)).with_peer_id("").peer_id == ""
+    assert Metadata.parse(json.dumps({**good, "run": "5"})).run == 5
+    with pytest.raises(MetadataError):
+        Metadata.parse(json.dumps({**good, **change}))
+
+
+def test_oversized_metadata() -> None:
+    with pytest.raises(MetadataError, match="bytes"):
+        Metadata.parse(b" " * (MAX_METADATA_BYTES + 1))
+
+
+def test_config_extras() -> None:
+    data = ConfigExtras((9, 10), 50, 800).merge_into({"hidden_size": 8, "block_list": [1]})
+    config, extras = parse_config(data)
+    assert config["hidden_size"] == 8 and extras == ConfigExtras((9, 10), 50, 800)
+    assert parse_config(b"{}")[1] == ConfigExtras((), 0, None)
+    assert b"last_allreduce_block" not in ConfigExtras((), 0).merge_into({})
+
+
+@pytest.mark.parametrize("bad", ['{"block_list": 5}', '{"block_list": ["a"]}', "[]", "["])
+def test_bad_config(bad: str) -> None:
+    with pytest.raises(MetadataError):
+        parse_config(bad)
+
+
+CREDENTIALS = BucketCredentials("a" * 32, "b" * 32, "c" * 64)
+
+
+def test_commitment_round_trip() -> None:
+    text = build_commitment(CREDENTIALS)
+    assert len(text) == 128 and text.isascii()
+    assert parse_commitment(text) == CREDENTIALS
+    assert "ccc" not in repr(CREDENTIALS)
+
+
+@pytest.mark.parametrize("text", ["", "a" * 127, "a" * 129, "a" * 127 + "é", "a" * 127 + " "])
+def test_bad_commitments(text: str) -> None:
+    with pytest.raises(CommitmentError) as caught:
+        parse_commitment(text)
+    assert "aaa" not in str(caught.value)
+
+
+def test_a_credential_of_the_wrong_length_is_named_and_not_shown() -> None:
+    with pytest.raises(CommitmentError, match="read secret access key has 3") as caught:
+        build_commitment(BucketCredentials("a" * 32, "b" * 32, "xyz"))
+    assert "xyz" not in str(caught.value)

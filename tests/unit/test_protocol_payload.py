@@ -1,0 +1,146 @@
+"""gradients.pt: what we write others can read, and what strangers wrote is checked."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distributed_training.protocol import gradients as codec
+from distributed_training.protocol.payload import (
+    GradientMetadata,
+    PayloadError,
+    build_payload,
+    load_payload,
+    max_payload_bytes,
+    save_payload,
+)
+
+pytestmark = pytest.mark.timeout(60)
+SCHEMA = [("model.a.weight", (64, 96)), ("model.norm.weight", (128,))]
+META = GradientMetadata(block=7, inner_step=50, outer_step=3, loss=2.5)
+
+
+def _codes() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return {n: codec.encode(torch.randn(s, generator=generator)) for n, s in SCHEMA}
+
+
+def _bytes(payload: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(payload, buffer)
+    return buffer.getvalue()
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    codes = _codes()
+    save_payload(build_payload(codes, META), tmp_path / "gradients.pt")
+    loaded = load_payload(tmp_path / "gradients.pt", SCHEMA)
+    assert loaded.metadata == META
+    for name, shape in SCHEMA:
+        assert torch.equal(loaded.decode(name, shape), codec.decode(*codes[name], shape))
+    raw = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    assert raw["metadata"] == {"block": 7, "inner_step": 50, "outer_step": 3, "loss": 2.5}
+    assert set(raw) == {"metadata"} | {n + s for n, _ in SCHEMA for s in ("idxs", "vals")}
+    assert (tmp_path / "gradients.pt").stat().st_size <= max_payload_bytes(SCHEMA)
+
+
+def test_numpy_numbers_become_plain() -> None:
+    plain = GradientMetadata(np.int64(7), np.int32(5), 3, np.float32(2.5)).plain()  # type: ignore[arg-type]
+    assert [type(v) for v in plain.values()] == [int, int, int, float]
+
+
+def test_a_view_does_not_drag_its_storage_along() -> None:
+    big_i, big_v = torch.zeros(1000, 64, 32, dtype=torch.int16), torch.zeros(1000, 64, 32)
+    payload = build_payload({"w": (big_i[:1], big_v[:1])}, META)
+    assert len(_bytes(payload)) < 40_000
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda p: p.pop("metadata"), "no metadata"),
+        (lambda p: p.update(metadata={"block": 1}), "inner_step"),
+        (lambda p: p["metadata"].update(block=-1), "block"),
+        (lambda p: p["metadata"].update(loss="low"), "loss"),
+        (lambda p: p.pop("model.a.weightvals"), "not both"),
+        (lambda p: p["model.a.weightvals"].fill_(float("nan")), "NaN"),
+        (lambda p: p["model.a.weightvals"].view(-1)[5].fill_(float("inf")), "NaN or Inf"),
+        (lambda p: p["model.a.weightidxs"].fill_(96), "outside"),
+        (lambda p: p.update({"model.a.weightvals": torch.zeros(1, 64, 33)}), "shape"),
+        (lambda p: p.update({"model.a.weightvals": [1.0]}), "not both"),
+        (
+            lambda p: p.update({"model.a.weightvals": p["model.a.weightvals"].half()}),
+            "float32",
+        ),
+    ],
+)
+def test_bad_payloads_name_their_fault(change: Any, reason: str) -> None:
+    payload = build_payload(_codes(), META)
+    change(payload)
+    with pytest.raises(PayloadError, match=reason):
+        load_payload(_bytes(payload), SCHEMA)
+
+
+def test_missing_parameters_and_unknown_entries_are_tolerated() -> None:
+    payload = build_payload({SCHEMA[0][0]: _codes()[SCHEMA[0][0]]}, META)
+    payload["other"] = torch.zeros(3)
+    loaded = load_payload(_bytes(payload), SCHEMA)
+    assert loaded.decode("model.norm.weight", (128,)) is None
+    assert list(loaded.codes) == ["model.a.weight"]
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"PK\x03\x04 no archive",
+        pickle.dumps({"metadata": 1}),
+        _bytes({"metadata": META.plain()})[:-100],
+        _bytes([1, 2]),
+        _bytes({"metadata": _Evil()}),
+    ],
+    ids=["empty", "garbage", "pickle", "cut", "list", "code"],
+)
+def test_unreadable_files(data: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(PayloadError):
+        load_payload(data, SCHEMA)
+    assert "executed" not in capsys.readouterr().out
+
+
+def test_size_is_bounded_packed_and_unpacked(tmp_path: Path) -> None:
+    payload = build_payload(_codes(), META)
+    payload["filler"] = torch.zeros(max_payload_bytes(SCHEMA))
+    data = _bytes(payload)
+    with pytest.raises(PayloadError, match="bytes"):
+        load_payload(data, SCHEMA)
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(data)) as source,
+        zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for name in source.namelist():
+            target.writestr(name, source.read(name))
+    assert len(packed.getvalue()) < max_payload_bytes(SCHEMA)
+    with pytest.raises(PayloadError, match="unpacks"):
+        load_payload(packed.getvalue(), SCHEMA)
+
+
+def test_what_would_be_reset_is_not_built() -> None:
+    codes = _codes()
+    codes["model.a.weight"][1].view(-1)[0] = float("nan")
+    with pytest.raises(ValueError, match="NaN"):
+        build_payload(codes, META)
+    with pytest.raises(ValueError, match="loss"):
+        build_payload(_codes(), GradientMetadata(1, 1, 1, float("nan")))

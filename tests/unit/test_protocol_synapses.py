@@ -1,0 +1,162 @@
+"""Bodies of IsAlive and AllReduce, the legacy signature's text, and the schedule in blocks."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed_training.protocol import schedule, synapses
+from distributed_training.protocol.types import RoundRequest
+
+pytestmark = pytest.mark.timeout(60)
+RECORDED = json.loads(
+    (Path(__file__).parents[1] / "vectors" / "legacy_dendrite_requests.json").read_text()
+)["requests"]
+
+
+@pytest.mark.parametrize("request_", RECORDED, ids=lambda r: r["path"])
+def test_the_recorded_signatures_cover_our_text(request_: dict) -> None:
+    from bittensor import sp_core
+
+    headers = request_["headers"]
+    assert headers["computed_body_hash"] == synapses.LEGACY_BODY_HASH
+    text = synapses.legacy_signed_text(
+        nonce=int(headers["bt_header_dendrite_nonce"]),
+        sender=headers["bt_header_dendrite_hotkey"],
+        receiver=headers["bt_header_axon_hotkey"],
+        uuid=headers["bt_header_dendrite_uuid"],
+    )
+    signature = bytes.fromhex(headers["bt_header_dendrite_signature"].removeprefix("0x"))
+    assert sp_core.verify(text.encode(), signature, headers["bt_header_dendrite_hotkey"])
+
+
+def test_recorded_bodies_are_understood() -> None:
+    by_path = {r["path"]: json.loads(r["body"]) for r in RECORDED}
+    assert set(by_path) == set(synapses.ROUTES)
+    request = synapses.parse_all_reduce(
+        by_path[synapses.ALL_REDUCE_ROUTE], caller="5X", received_at=1.0
+    )
+    assert request.caller == "5X" and request.timeout == timedelta(seconds=840)
+    reply = synapses.answer_is_alive(by_path[synapses.IS_ALIVE_ROUTE], epoch=4)
+    assert synapses.parse_is_alive_reply(reply) == synapses.IsAliveReply(True, 4)
+
+
+def test_all_reduce_round_trip() -> None:
+    request = RoundRequest(
+        caller="5X",
+        received_at=2.0,
+        timeout=timedelta(seconds=60),
+        min_group_size=3,
+        request_timeout=timedelta(seconds=3),
+        allreduce_timeout=timedelta(seconds=50),
+        next_chunk_timeout=timedelta(seconds=10),
+        min_matchmaking_time=timedelta(seconds=2),
+    )
+    body = json.loads(json.dumps(synapses.build_all_reduce(request)))
+    assert body["completion"] is False
+    assert synapses.parse_all_reduce(body, caller="5X", received_at=2.0) == request
+    assert synapses.answer_all_reduce({})["completion"] is False
+
+
+def test_absent_values_mean_configured_ones() -> None:
+    request = synapses.parse_all_reduce({"min_group_size": None}, caller="5X", received_at=0.0)
+    assert request == RoundRequest("5X", 0.0)
+
+
+numbers = st.one_of(st.integers(-(10**9), 10**9), st.floats(-1e12, 1e12))
+
+
+@given(size=st.integers(-(10**9), 10**9), seconds=numbers, header=numbers)
+def test_every_value_is_clamped(size: int, seconds: float, header: float) -> None:
+    body = {"min_group_size": size, "allreduce_timeout": seconds, "min_matchmaking_time": seconds}
+    request = synapses.parse_all_reduce(body, caller="5X", received_at=0.0, timeout=header)
+    bounds = synapses.DEFAULT_BOUNDS
+    assert bounds.group_size[0] <= request.min_group_size <= bounds.group_size[1]
+    for name in ("timeout", "allreduce_timeout", "min_matchmaking_time"):
+        low, high = getattr(bounds, name)
+        assert low <= getattr(request, name) <= high
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"min_group_size": "3"},
+        {"min_group_size": 2.5},
+        {"min_group_size": True},
+        {"timeout": float("nan")},
+        {"request_timeout": float("inf")},
+        {"next_chunk_timeout": [1]},
+        {"timeout": 10**400},
+    ],
+)
+def test_bad_all_reduce(body: dict) -> None:
+    with pytest.raises(synapses.SynapseError):
+        synapses.parse_all_reduce(body, caller="5X", received_at=0.0)
+
+
+@pytest.mark.parametrize("epoch", [-1, True, "3", 2.0])
+def test_bad_epochs(epoch: object) -> None:
+    with pytest.raises(synapses.SynapseError):
+        synapses.parse_is_alive_reply({"completion": "True", "epoch": epoch})
+
+
+def test_a_miner_that_does_not_complete_is_not_alive() -> None:
+    assert not synapses.parse_is_alive_reply(synapses.build_is_alive()).alive
+
+
+def test_the_unsigned_timeout_cannot_widen_the_window_of_freshness() -> None:
+    now = 10**19
+    window = now - synapses.legacy_oldest_nonce(now_ns=now, timeout=timedelta(days=9999))
+    assert window == 844 * 10**9
+    narrow = now - synapses.legacy_oldest_nonce(now_ns=now, timeout=timedelta(seconds=-5))
+    assert narrow == 4 * 10**9
+    assert synapses.legacy_replay_window().total_seconds() * 1e9 >= window
+
+
+@pytest.mark.parametrize(
+    "outer_step, since, expected",
+    [(7, 0, 6), (7, 374, 6), (7, 375, 7), (0, 0, 0), (7, 900, 7)],
+)
+def test_which_epoch_is_scored(outer_step: int, since: int, expected: int) -> None:
+    assert (
+        schedule.scored_epoch(
+            outer_step=outer_step, block=1000 + since, last_allreduce_block=1000, bpa=750
+        )
+        == expected
+    )
+
+
+def test_rounds_are_due_after_bpa_blocks() -> None:
+    assert not schedule.round_due(block=399, last_allreduce_block=0, bpa=400)
+    assert schedule.round_due(block=400, last_allreduce_block=0, bpa=400)
+    assert schedule.blocks_until_round(block=390, last_allreduce_block=0, bpa=400) == 10
+    assert schedule.blocks_until_round(block=500, last_allreduce_block=0, bpa=400) == 0
+
+
+def test_block_lists() -> None:
+    assert not schedule.blocks_are_fresh([], block=10, bpa=400)
+    assert schedule.blocks_are_fresh([5, 100], block=300, bpa=400)
+    assert not schedule.blocks_are_fresh([5, 100], block=301, bpa=400)
+
+
+def test_age_limit_grows_with_failed_rounds() -> None:
+    assert schedule.upload_age_limit(failed_rounds=0) == timedelta(seconds=4800)
+    assert schedule.upload_age_limit(failed_rounds=2) == timedelta(seconds=14400)
+
+
+def test_random_block_lies_ahead() -> None:
+    assert schedule.random_block_range(1000) == (1020, 10000)
+    low, high = schedule.random_block_range(0)
+    assert high > low == 20
+
+
+def test_the_last_upload_must_end_shortly_before_the_round() -> None:
+    plan = schedule.plan_last_upload(block=600, last_allreduce_block=0, bpa=750)
+    assert plan.seconds_to_round == 1800
+    # judged until 4500 s after the round with a limit of 4800 s: not before the last 300 s
+    assert plan.finish_no_earlier_than == 1500
