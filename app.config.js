@@ -1,0 +1,75 @@
+// The miner under pm2:
+//
+//   pm2 start app.config.js                    the public network
+//   DT_PRESET=local pm2 start app.config.js    a subnet on this machine (see `make run`)
+//   pm2 logs distributed_training_miner
+//   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
+//
+// Keys and other secrets belong into .env, never in here. `python neurons/miner.py --help` lists
+// every flag; an unknown one is an error that names the nearest known one.
+
+const flags = [
+  ["--netuid", "38"],
+  ["--wallet.name", "default"],
+  ["--wallet.hotkey", "default"],
+  ["--axon.port", "8091"], // validators call here: reachable from outside
+  ["--dht.port", "8009"], // peers average here: reachable from outside
+  ["--neuron.local_batch_size_train", "2"],
+  ["--neuron.local_batch_size_train_effective", "512"],
+  ["--neuron.upload_steps", "60"], // steps x step time + upload time: well below 4800 s
+  ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
+  // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
+  // ["--axon.external_ip", "203.0.113.7"],       behind NAT
+  // ["--dht.ip", "203.0.113.7"],
+];
+
+// Flags of a miner on a local subnet. Addresses and wallet come in DT_FLAGS, keys in the environment.
+const localFlags = [
+  ["--preset", "local"],
+  ["--neuron.stop_timeout", "12"],
+];
+
+// ------------------------------------------------------------------------------------------------
+
+const fs = require("fs");
+const path = require("path");
+
+// Yours, so that `git pull` never meets your settings: app.config.override.js exports more rows,
+// module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags win.
+const override = path.join(__dirname, "app.config.override.js");
+const local = process.env.DT_PRESET === "local";
+const args = [
+  ...(local ? localFlags : flags),
+  ...(!local && fs.existsSync(override) ? require(override) : []),
+].flat();
+args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
+
+const stopAt = args.lastIndexOf("--neuron.stop_timeout");
+const stopSeconds = parseFloat(args[stopAt + 1]);
+
+module.exports = {
+  apps: [
+    {
+      name: "distributed_training_miner",
+      script: path.join(__dirname, "neurons", "miner.py"),
+      interpreter: path.join(__dirname, ".venv", "bin", "python"),
+      interpreter_args: "-u",
+      args,
+      cwd: __dirname,
+      // Only the launcher gets pm2's SIGINT; it stops the ranks in order. Signalling the whole tree
+      // would end data workers and uploads in the middle.
+      treekill: false,
+      // After the stop timeout the launcher ends the ranks by force, which takes up to 15 s more.
+      kill_timeout: 1000 * (stopSeconds + 25),
+      autorestart: true,
+      // Bad configuration, deregistered: starting again would not help (pm2 may go on to show
+      // "waiting restart", but does not restart). 0 must not be among them: pm2 reports a launcher
+      // killed by a signal, e.g. for want of memory, as 0, and it would stay down.
+      stop_exit_codes: [2, 3],
+      exp_backoff_restart_delay: 1000, // grows to 15 s; reset once it has run for 30 s
+      max_restarts: 1000000, // a chain or bucket that is away for a day must not end the miner
+      merge_logs: true,
+      time: false, // the lines carry their time
+    },
+  ],
+};

@@ -1,0 +1,187 @@
+"""app.config.js under a real pm2: settings that hold, a stop that is clean, no restart after one.
+
+``make pm2`` installs pm2 into build/node; without it the tests that need it are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.config import load_config
+from distributed_training.config.schema import schema
+from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
+from distributed_training.miner.process import marked
+
+ROOT = Path(__file__).parents[2]
+PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
+FAKE = ROOT / "tests" / "multiprocess" / "launcher_fake_rank.py"
+NAME = "distributed_training_miner"
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
+}
+
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
+
+
+def app(**environ: str) -> dict[str, Any]:
+    """The one app of app.config.js, as node sees it."""
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    done = subprocess.run(
+        ["node", "-e", code, str(ROOT / "app.config.js")],
+        env={"PATH": os.environ["PATH"], **environ},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@needs_node
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("preset", ["public", "local"])
+def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: str) -> None:
+    settings = app(DT_PRESET=preset, DT_FLAGS="--neuron.name  from-environment")
+    config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
+    assert config.preset == preset and config.miner.name == "from-environment"
+    longest = config.miner.stop_timeout + 2 * TERMINATE_GRACE + SETTLE
+    assert settings["kill_timeout"] >= 1000 * (longest.total_seconds() + TERMINATE_GRACE.seconds)
+    assert settings["stop_exit_codes"] == [2, 3] and settings["treekill"] is False
+    assert Path(settings["script"]).is_file()
+    assert "SECRET" not in json.dumps(settings)
+
+
+class Pm2:
+    """A pm2 daemon of its own. ``status`` as pm2 names it; ``starts``: restarts + 1."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.environ = {
+            **os.environ,
+            **KEYS,
+            "PM2_HOME": str(home / "pm2"),
+            "DT_PRESET": "local",
+            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 --axon.port 0"
+            + (" --dht.port 0" if schema("miner").get("dht.port") else ""),
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def __call__(self, *words: str, **environ: str) -> str:
+        done = subprocess.run(
+            [str(PM2), *words],
+            env={**self.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def write_app(self) -> Path:
+        """app.config.js with the neuron replaced by the launcher over a fake rank."""
+        script = self.home / "miner.py"
+        script.write_text(
+            "import pathlib, sys\n"
+            f"sys.path.insert(0, {str(ROOT)!r})\n"
+            "from distributed_training.miner.launcher import launch\n"
+            f"sys.exit(launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
+        )
+        path = self.home / "test.config.js"
+        path.write_text(
+            f"const config = require({str(ROOT / 'app.config.js')!r});\n"
+            f"config.apps[0].script = {str(script)!r};\n"
+            "module.exports = config;\n"
+        )
+        return path
+
+    @property
+    def state(self) -> tuple[str, int]:
+        lines = self("jlist").splitlines()
+        (one,) = json.loads(next(line for line in lines if line.startswith("[")))
+        return one["pm2_env"]["status"], one["pm2_env"]["restart_time"]
+
+    @property
+    def log(self) -> str:
+        return "".join(p.read_text() for p in sorted((self.home / "pm2" / "logs").glob("*.log")))
+
+    @property
+    def instance(self) -> str:
+        content = json.loads((self.home / "run" / "instance.json").read_text())
+        return str(content["instance"])
+
+
+@pytest.fixture
+def pm2(tmp_path: Path) -> Iterator[Pm2]:
+    one = Pm2(tmp_path)
+    yield one
+    one("kill")
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
+        time.sleep(0.2)
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_start_and_stop(pm2: Pm2) -> None:
+    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
+    wait_for((pm2.home / "run" / "ready-0").exists, "the rank")
+    assert pm2.state == ("online", 0)
+    pm2("stop", NAME)
+    assert pm2.state == ("stopped", 0)
+    assert (pm2.home / "run" / "saved").exists()
+    assert not marked(pm2.instance)
+    assert "SIGINT received: stopping" in pm2.log and "Traceback" not in pm2.log
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_what_pm2_starts_again_and_what_not(pm2: Pm2) -> None:
+    path = pm2.write_app()
+    pm2("start", str(path), FAKE_MODE="status-3")
+    wait_for(lambda: pm2.state[0] != "online", "the end after deregistration")
+    backoff = app()["exp_backoff_restart_delay"] / 1000
+    time.sleep(backoff + 1.5)  # a restart, if there were one, would have come by now
+    status, restarts = pm2.state
+    assert status != "online" and restarts == 0
+    pm2("delete", NAME)
+    pm2("start", str(path), FAKE_MODE="status-1")
+    wait_for(lambda: pm2.state[1] >= 1, "the restart after a fault")
+    pm2("stop", NAME)
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: Pm2) -> None:
+    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
+    ready = pm2.home / "run" / "ready-0"
+    wait_for(ready.exists, "the rank")
+    first = pm2.instance
+    launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
+    ready.unlink()
+    os.kill(launcher, 9)
+    wait_for(lambda: pm2.instance != first and not marked(first), "the clean restart")
+    pm2("stop", NAME)
+    assert not marked(pm2.instance)
