@@ -11,9 +11,11 @@ import platform
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 from distributed_training.config.flags import ConfigError
-from distributed_training.diagnostics.checks import Check
+from distributed_training.config.loader import Config
+from distributed_training.diagnostics.checks import Check, check_disk, check_port
 from distributed_training.diagnostics.memory import MemoryBudget
 from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
 from distributed_training.diagnostics.report import accumulation_steps
@@ -34,6 +36,21 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
         return Check(name, "ok", probe())
     except (ProbeError, ConfigError, OSError) as error:
         return Check(name, "fail", str(error) or type(error).__name__, remedy)
+
+
+def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:
+    """What a look at the machine tells before anything is started: no torch, no network, < 1 s.
+
+    The miner's launcher refuses to start on a failure unless ``--diagnostics.start_check false``.
+    """
+    needed = round(config.diagnostics.minimum_disk_gb * 1e9)
+    ports = [
+        check_port(name, config.get(name))
+        for name in ("axon.port", "dht.port")
+        if isinstance(config.get(name), int)
+    ]
+    gpus = check_gpus(wanted=ranks, device=config.miner.device)
+    return [*gpus, check_disk(folder, needed_bytes=needed), *ports]
 
 
 def check_python() -> Check:

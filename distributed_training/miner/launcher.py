@@ -32,7 +32,7 @@ from types import FrameType
 from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
-from distributed_training.diagnostics.checks import check_disk, check_port
+from distributed_training.diagnostics.doctor import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
 from distributed_training.miner.process import (
     MARK,
@@ -88,8 +88,8 @@ def _launch_locked(
 ) -> int:
     become_subreaper()
     _end_earlier_instance(folder)
-    _check_machine(config, folder)
     ranks = config.miner.nproc_per_node or default_ranks(config)
+    _check_machine(config, folder, ranks=ranks)
     stop_timeout = config.miner.stop_timeout
     instance = secrets.token_hex(16)
     write_durably(
@@ -118,7 +118,7 @@ def _launch_locked(
 
 def default_ranks(config: Config) -> int:
     """One rank per visible GPU; one without GPU or with ``--neuron.device cpu``."""
-    if str(config.get("neuron.device") or "").startswith("cpu"):
+    if config.miner.device == "cpu":
         return 1
     return max(1, visible_gpu_count())
 
@@ -201,14 +201,9 @@ def _rank_processes(folder: Path, instance: str) -> list[ProcessId]:
     return [process for process in found if process is not None]
 
 
-def _check_machine(config: Config, folder: Path) -> None:
+def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
     """What a look at the machine can refuse before anything is started. Raises ConfigError."""
-    checks = [check_disk(folder, needed_bytes=round(config.diagnostics.minimum_disk_gb * 1e9))]
-    for name in ("axon.port", "dht.port"):
-        port = config.get(name)
-        if isinstance(port, int):
-            checks.append(check_port(name, port))
-    for check in checks:
+    for check in start_checks(config, folder=folder, ranks=ranks):
         if check.status == "fail" and config.diagnostics.start_check:
             raise ConfigError(check.line)
         if check.status != "ok":
