@@ -1,0 +1,301 @@
+"""One all-reduce round as the validator leads it (protocol page, section 6).
+
+Sweep with IsAlive until enough miners stand at our outer step; order them by published inner step;
+load the best one's checkpoint as our own contribution; start our averager, then call the miners.
+What comes back is an average; whether it becomes an outer step is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from distributed_training.chain.base import Neuron
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.synapses import IsAliveReply
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    Revision,
+    RoundRequest,
+)
+from distributed_training.validator.buckets import BucketError, ReadBucket
+from distributed_training.validator.model import load_weights
+from distributed_training.validator.publisher import GlobalState, model_bytes
+
+log = logging.getLogger(__name__)
+
+MAX_CALLED = 64
+# Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
+# the miners', but hivemind wants a positive weight.
+WEIGHT_OF_NOTHING = 1e-6
+
+
+class Client(Protocol):
+    """Signed calls to many miners at once; ``chain.SignedClient``."""
+
+    def sweep_is_alive(
+        self, neurons: Sequence[Neuron], timeout: timedelta
+    ) -> Mapping[int, IsAliveReply | None]: ...
+
+    def sweep_all_reduce(
+        self, neurons: Sequence[Neuron], request: RoundRequest
+    ) -> Mapping[int, Any]:
+        """None for a uid that did not acknowledge."""
+        ...
+
+
+class Swarm(Protocol):
+    """``swarm.Swarm``, as far as a round needs it."""
+
+    @property
+    def buffers(self) -> Sequence[Tensor]: ...
+    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult: ...
+    def cancel(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Attendance:
+    """Who answered the last sweep with our outer step."""
+
+    asked: tuple[int, ...]
+    alive: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """``averaged``: copies of the buffers after a good round, None after a failed one."""
+
+    attendance: Attendance
+    called: tuple[int, ...] = ()
+    participants: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+    top_uid: int | None = None
+    result: AllReduceResult | None = None
+    averaged: list[Tensor] | None = None
+    fault: AllReduceFault | None = None
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """From ``ValidatorSettings`` and the swarm's: see there for each."""
+
+    alive_wanted: int
+    alive_least: int
+    alive_timeout: timedelta
+    sweep_interval: timedelta
+    minimum_peers: int
+    top_candidates: int
+    round_timeout: timedelta
+    min_group_size: int
+
+
+@dataclass
+class _Candidate:
+    neuron: Neuron
+    bucket: ReadBucket
+    metadata: Metadata
+
+
+class RoundCaller:
+    """Leads rounds. ``bucket_of`` opens a miner's bucket (BucketError); ``scratch`` is a folder for
+    one downloaded checkpoint; ``stop`` ends a round early, as a failure CANCELLED."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        swarm: Swarm,
+        bucket_of: Callable[[Neuron], ReadBucket],
+        rules: RoundRules,
+        caller: str,
+        run: int,
+        scratch: Path,
+        stop: threading.Event,
+    ) -> None:
+        self._client = client
+        self._swarm = swarm
+        self._bucket_of = bucket_of
+        self._rules = rules
+        self._caller = caller
+        self._run = run
+        self._scratch = scratch
+        self._stop = stop
+
+    def sweep(self, neurons: Sequence[Neuron], outer_step: int) -> Attendance:
+        """One IsAlive sweep: alive is who answered with our outer step."""
+        replies = self._client.sweep_is_alive(neurons, self._rules.alive_timeout)
+        alive = tuple(
+            uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
+        )
+        return Attendance(tuple(n.uid for n in neurons), alive)
+
+    def run(
+        self,
+        state: GlobalState,
+        neurons: Sequence[Neuron],
+        on_sweep: Callable[[Attendance], None] = lambda attendance: None,
+    ) -> RoundOutcome:
+        """One round with the miners among ``neurons``. Never raises for what a peer does."""
+        attendance = self._gather(neurons, state.outer_step, on_sweep)
+        if self._stop.is_set():
+            return RoundOutcome(
+                attendance, fault=AllReduceFault.CANCELLED, detail="the validator stops"
+            )
+        if len(attendance.alive) < max(1, min(self._rules.alive_least, len(neurons))):
+            detail = f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
+            detail += str(state.outer_step)
+            return RoundOutcome(attendance, fault=AllReduceFault.NO_GROUP, detail=detail)
+        candidates = self._rank([n for n in neurons if n.uid in attendance.alive])
+        ranked = {c.neuron.uid for c in candidates}
+        unranked = [n for n in neurons if n.uid in attendance.alive and n.uid not in ranked]
+        called = ([c.neuron for c in candidates] + unranked)[:MAX_CALLED]
+        top = self._contribute(state, candidates)
+        uids_of = {c.metadata.peer_id: c.neuron.uid for c in candidates if c.metadata.peer_id}
+        base = RoundOutcome(attendance, called=tuple(n.uid for n in called), top_uid=top)
+        return self._average(base, called, uids_of)
+
+    # --- steps of a round -----------------------------------------------------------------------
+
+    def _gather(
+        self,
+        neurons: Sequence[Neuron],
+        outer_step: int,
+        on_sweep: Callable[[Attendance], None],
+    ) -> Attendance:
+        wanted = min(self._rules.alive_wanted, len(neurons))
+        least = max(1, min(self._rules.alive_least, len(neurons)))
+        while True:
+            attendance = self.sweep(neurons, outer_step)
+            on_sweep(attendance)
+            if len(attendance.alive) >= wanted or wanted <= least:
+                return attendance
+            wanted = max(least, wanted - 1)
+            if self._stop.wait(self._rules.sweep_interval.total_seconds()):
+                return attendance
+
+    def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
+        """By descending inner step of the root metadata; who has none is left out."""
+        candidates = []
+        for neuron in neurons:
+            try:
+                bucket = self._bucket_of(neuron)
+                data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+                if data is not None:
+                    candidates.append(_Candidate(neuron, bucket, Metadata.parse(data)))
+            except (BucketError, MetadataError) as error:
+                log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
+        return sorted(candidates, key=lambda c: -c.metadata.inner_step)
+
+    def _contribute(self, state: GlobalState, candidates: Sequence[_Candidate]) -> int | None:
+        """Fill the buffers with epoch start minus the best loadable checkpoint.
+
+        Returns the uid it came from; None (zeros) if no candidate's could be used.
+        """
+        buffers = self._swarm.buffers
+        for candidate in candidates[: self._rules.top_candidates]:
+            uid = candidate.neuron.uid
+            if self._stop.is_set():
+                break
+            try:
+                weights = self._checkpoint(state, candidate)
+            except (BucketError, MetadataError, ValueError, OSError) as error:
+                log.info("uid %d cannot be the top uid: %s", uid, error)
+                continue
+            for buffer, start, reached in zip(buffers, state.weights, weights, strict=True):
+                torch.sub(start, reached, out=buffer)
+            return uid
+        for buffer in buffers:
+            buffer.zero_()
+        return None
+
+    def _checkpoint(self, state: GlobalState, candidate: _Candidate) -> list[Tensor]:
+        inner_step = candidate.metadata.inner_step
+        expected = Revision(self._run, state.outer_step, inner_step)
+        if inner_step == 0:
+            raise ValueError("it has not published an inner step")
+        key = keys.epoch_key(state.outer_step, keys.METADATA)
+        data = candidate.bucket.get(key, limit=MAX_METADATA_BYTES)
+        if data is None or Metadata.parse(data).revision != expected:
+            raise ValueError(f"{key} is not {expected.tag}")
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        path = self._scratch / keys.MODEL
+        try:
+            candidate.bucket.download(
+                keys.epoch_key(state.outer_step, keys.MODEL),
+                path,
+                limit=model_bytes(state.schema),
+            )
+            return load_weights(path, state.schema)
+        finally:
+            path.unlink(missing_ok=True)
+
+    def _average(
+        self, base: RoundOutcome, called: Sequence[Neuron], uids_of: Mapping[str, int]
+    ) -> RoundOutcome:
+        began = time.monotonic()
+        request = RoundRequest(
+            caller=self._caller,
+            received_at=time.time(),
+            timeout=self._rules.round_timeout,
+            min_group_size=self._rules.min_group_size,
+        )
+        weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
+        with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
+            future = pool.submit(self._swarm.average, request, weight=weight)
+            replies = self._client.sweep_all_reduce(called, request)
+            acknowledged = [uid for uid, reply in replies.items() if reply is not None]
+            log.info(
+                "AllReduce called at %d miners, %d acknowledged", len(called), len(acknowledged)
+            )
+            if not acknowledged:
+                self._swarm.cancel()
+            try:
+                result = self._wait(future)
+            except AllReduceError as error:
+                detail = error.detail
+                if not acknowledged:
+                    detail = "no miner acknowledged the call"
+                seconds = time.monotonic() - began
+                return replace(base, fault=error.fault, detail=detail, seconds=seconds)
+        participants = tuple(sorted(uids_of[p] for p in result.peers if p in uids_of))
+        failed = tuple(sorted(uids_of[p] for p in result.failed_peers if p in uids_of))
+        outcome = replace(
+            base,
+            participants=participants,
+            failed=failed,
+            result=result,
+            seconds=time.monotonic() - began,
+        )
+        good = result.group_size - len(set(result.failed_peers) & set(result.peers))
+        if good < self._rules.minimum_peers:
+            detail = f"{good} good peers, {self._rules.minimum_peers} are needed"
+            return replace(outcome, fault=AllReduceFault.PEER_FAILED, detail=detail)
+        return replace(outcome, averaged=[buffer.clone() for buffer in self._swarm.buffers])
+
+    def _wait(self, future: Future[AllReduceResult]) -> AllReduceResult:
+        """The result, or the error; a stop cancels the round and waits for its end."""
+        cancelled = False
+        while True:
+            try:
+                return future.result(timeout=0.2)
+            except TimeoutError:
+                if future.done():
+                    raise
+                if self._stop.is_set() and not cancelled:
+                    cancelled = True
+                    self._swarm.cancel()
