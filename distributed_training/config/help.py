@@ -69,7 +69,7 @@ def describe(config: Config) -> list[str]:
                 if source:
                     entries.append(f"    --{name}: no effect: {setting.no_effect}")
                 continue
-            value = config.values[name]
+            value = config.run_folder if name == "neuron.run_folder" else config.values[name]
             if setting.spec.secret:
                 value = value if isinstance(value, SecretStr) or value is None else SecretStr("?")
                 label = setting.spec.env or name

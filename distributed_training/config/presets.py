@@ -16,10 +16,15 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "local": {
         "netuid": str(PUBLIC_NETUID),
         "neuron.device": "cpu",
+        "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
         "neuron.local_batch_size_train_effective": "16",
-        "neuron.upload_steps": "2",
-        "neuron.minimum_valid_inner_step": "2",
+        # A public warm-up of 1000 steps would be longer than the whole local run.
+        "neuron.learning_rate": "0.001",
+        "neuron.warmup_steps": "20",
+        "neuron.total_steps": "2000",
+        "neuron.upload_steps": "5",
+        "neuron.minimum_valid_inner_step": "5",
         "neuron.min_group_size": "2",
         "neuron.blocks_per_allreduce": "60",
         "neuron.epoch_length": "10",
@@ -31,5 +36,10 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "axon.ip": "127.0.0.1",
         "axon.external_ip": "127.0.0.1",
         "diagnostics.minimum_disk_gb": "0.5",
+        "validator.blocks_per_allreduce_later": "0",
+        "validator.sweep_interval": "1",
+        "validator.minimum_peers": "2",
+        "validator.score_blocks": "15",
+        "validator.evaluation_sequences": "8",
     },
 }

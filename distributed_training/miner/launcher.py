@@ -87,7 +87,7 @@ def _launch_locked(
     config: Config, argv: Sequence[str], *, script: Path, folder: Path, signals: _Signals
 ) -> int:
     become_subreaper()
-    _end_earlier_instance(folder)
+    _end_earlier_instance(folder, patience=config.miner.stop_timeout)
     ranks = config.miner.nproc_per_node or default_ranks(config)
     _check_machine(config, folder, ranks=ranks)
     stop_timeout = config.miner.stop_timeout
@@ -101,7 +101,7 @@ def _launch_locked(
     log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
     agent = subprocess.Popen(
         command,
-        env=_environment(instance, ranks=ranks, stop_timeout=stop_timeout),
+        env=torchrun_environment(instance, ranks=ranks, stop_timeout=stop_timeout),
         stdin=subprocess.DEVNULL,
         start_new_session=True,
     )
@@ -130,7 +130,8 @@ def torchrun_command(script: Path, argv: Sequence[str], *, ranks: int) -> list[s
     return [sys.executable, "-u", "-m", module, *options, str(script), *argv]
 
 
-def _environment(instance: str, *, ranks: int, stop_timeout: timedelta) -> dict[str, str]:
+def torchrun_environment(instance: str, *, ranks: int, stop_timeout: timedelta) -> dict[str, str]:
+    """This process's environment with what torchrun and the ranks need besides."""
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     env[MARK] = instance
     env["PYTHONUNBUFFERED"] = "1"
@@ -179,9 +180,9 @@ def _lock(folder: Path) -> Iterator[None]:
         yield
 
 
-def _end_earlier_instance(folder: Path) -> None:
+def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     """What a SIGKILLed launcher of this folder left. We hold the lock, so that launcher is gone;
-    what bears its mark is provably ours. Ranks that are saving their state may finish."""
+    what bears its mark is provably ours. Ranks that are saving their state get ``patience``."""
     instance = str(read_json(folder / "instance.json").get("instance") or "")
     if not instance:
         return
@@ -189,9 +190,12 @@ def _end_earlier_instance(folder: Path) -> None:
     if not strays:
         return
     log.warning("Ending %d processes an earlier miner of this run folder left behind", len(strays))
-    for rank_process in _rank_processes(folder, instance):
-        rank_process.send(signal.SIGTERM)
-    _wait_until_gone(instance, TERMINATE_GRACE)
+    ranks = _rank_processes(folder, instance)
+    for process in ranks:
+        process.send(signal.SIGTERM)
+    deadline = time.monotonic() + patience.total_seconds()
+    while any(process.alive for process in ranks) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
     _end_marked(instance)
 
 
