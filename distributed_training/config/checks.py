@@ -6,6 +6,7 @@ These need neither network nor GPU; ``diagnostics`` looks at the machine.
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -48,6 +49,7 @@ _COMMITMENT_PARTS = (
     ("R2_READ_ACCESS_KEY_ID", 32),
     ("R2_READ_SECRET_ACCESS_KEY", 64),
 )
+_SS58 = re.compile(r"[1-9A-HJ-NP-Za-km-z]{47,48}")  # base58 of 35 bytes
 _REQUIRED_KEYS = (
     "R2_ACCOUNT_ID",
     "R2_READ_ACCESS_KEY_ID",
@@ -174,6 +176,16 @@ def check_addresses(config: Config) -> Iterator[str]:
             )
 
 
+def check_hotkeys(config: Config) -> Iterator[str]:
+    name = "neuron.master_ss58_address"
+    value = str(config.get(name) or "")
+    if not _SS58.fullmatch(value):
+        yield (
+            f"--{name} {value!r} is not a hotkey, so no round would ever be accepted: give an ss58 "
+            "address of 47 or 48 characters, or remove the flag"
+        )
+
+
 def check_keys(config: Config) -> Iterator[str]:
     from .schema import schema
 
@@ -210,5 +222,6 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_timeouts,
     check_ports,
     check_addresses,
+    check_hotkeys,
     check_keys,
 )

@@ -46,6 +46,7 @@ def test_the_defaults_have_no_problem() -> None:
         (("--dht.ip", "my.host"), "--dht.ip my.host is not an IP address"),
         (("--axon.external_ip", "1.2.3"), "--axon.external_ip 1.2.3 is not an IP address"),
         (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
+        (("--neuron.master_ss58_address", "5EnC86"), "'5EnC86' is not a hotkey"),
         (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout is not positive"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
     ],
