@@ -183,12 +183,17 @@ class Validator:
     # --- the round --------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Lead one round and, if it was good, publish the next outer step; whether it was."""
+        """Lead one round and, if it was good, publish the next outer step; whether it was.
+
+        Raises ChainError, Stopped.
+        """
         began = time.monotonic()
         state = self.state
         miners = self._miners()
         log.info("Round due: outer step %d, %d miners registered", state.outer_step, len(miners))
         outcome = self._rounds.run(state, miners, self._on_sweep)
+        if outcome.averaged is None and self._stop.is_set():
+            raise Stopped
         fault, detail = outcome.fault.name if outcome.fault else "", outcome.detail
         following: GlobalState | None = None
         if outcome.averaged is not None:
@@ -205,7 +210,7 @@ class Validator:
         if following is not None and self._published(following):
             self._succeeded(following, after, outcome, began)
             return True
-        self._failed(outcome, fault or "publication", detail)
+        self._failed(fault or "publication", detail)
         return False
 
     def _outer_step(self, averaged: Sequence[Tensor]) -> GlobalState | None:
@@ -247,10 +252,8 @@ class Validator:
             loss,
         )
 
-    def _failed(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
+    def _failed(self, fault: str, detail: str) -> None:
         """The epoch is kept and the whole period starts again."""
-        if outcome.fault is AllReduceFault.CANCELLED and self._stop.is_set():
-            return
         self._ledger.failed_rounds += 1
         self._ledger.last_round_block = self._chain.block()
         self._ledger.save(self._ledger_path)

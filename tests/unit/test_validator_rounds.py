@@ -1,0 +1,416 @@
+"""The validator's rounds and what it publishes, with a real small Llama and twins in memory."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from validator_world import MODEL_CONFIG, RUN, World, settings
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata, parse_config
+from distributed_training.protocol.types import AllReduceFault, Revision
+from distributed_training.validator.buckets import BucketError
+from distributed_training.validator.model import Stopped
+from distributed_training.validator.publisher import GlobalStateError
+from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path, settings())
+    world.start()
+    return world
+
+
+def _root(world: World) -> Metadata:
+    return Metadata.parse(world.bucket.objects[keys.ROOT_METADATA][0])
+
+
+# --- start ---
+
+
+def test_an_empty_bucket_gets_the_initial_model_with_the_metadata_last(world: World) -> None:
+    assert world.bucket.writes == [
+        "epoch-0/config.json",
+        "epoch-0/model.safetensors",
+        "epoch-0/outer_optimizer.pt",
+        "epoch-0/metadata.json",
+        "metadata.json",
+    ]
+    assert _root(world) == Metadata(RUN, 0, 0, world.swarm.peer_id)
+    assert world.kinds() == ["publication", "start", "held_out"]
+    start = world.events.of("start")[0]
+    assert start["resumed"] is False and start["uid"] == 200
+
+
+def test_the_published_folder_loads_in_transformers(world: World, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path / "download"
+    folder.mkdir()
+    for name in keys.GLOBAL_DATA_FILES:
+        (folder / name).write_bytes(world.bucket.objects[f"epoch-0/{name}"][0])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    loaded = dict(model.named_parameters())
+    for (name, _), weight in zip(
+        world.validator.state.schema, world.validator.state.weights, strict=True
+    ):
+        assert torch.equal(loaded[name], weight)
+    optimizer = torch.load(folder / keys.OUTER_OPTIMIZER, weights_only=True)
+    assert optimizer["learning_rate"] == 0.8 and optimizer["epoch"] == 0
+    assert optimizer["optimizer_state_dict"]["param_groups"][0]["nesterov"] is True
+
+
+def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    state = world.validator.state
+    objects = dict(world.bucket.objects)
+    world.restart()
+    world.swarm.peer_id = world.publisher._peer_id = "12D3KooWNew"
+    world.validator.start(lambda: pytest.fail("the bucket is not empty"))
+    again = world.validator.state
+    assert again.outer_step == 1 and again.last_allreduce_block == state.last_allreduce_block
+    assert all(map(torch.equal, again.weights, state.weights))
+    assert all(map(torch.equal, again.momentum or [], state.momentum or []))
+    assert _root(world) == Metadata(RUN, 1, 0, "12D3KooWNew")
+    changed = {k for k in objects if world.bucket.objects[k] != objects[k]}
+    assert changed == {keys.ROOT_METADATA}
+    assert world.events.of("start")[0]["resumed"] is True
+    assert world.validator.ledger.successful_rounds == 1  # read from its ledger
+
+
+@pytest.mark.parametrize(
+    "key, data, words",
+    [
+        (keys.ROOT_METADATA, b"{", "damaged"),
+        (keys.ROOT_METADATA, Metadata(4, 0, 0, "").to_json(), "run 4"),
+        ("epoch-0/config.json", b"[]", "config.json"),
+        ("epoch-0/model.safetensors", b"short", "model.safetensors"),
+        ("epoch-0/outer_optimizer.pt", b"short", "outer_optimizer.pt"),
+    ],
+)
+def test_a_damaged_bucket_is_never_overwritten(
+    world: World, key: str, data: bytes, words: str
+) -> None:
+    world.bucket.objects[key] = (data, 0.0)
+    writes = list(world.bucket.writes)
+    world.restart()
+    with pytest.raises(GlobalStateError, match=words):
+        world.validator.start(world.initial)
+    assert world.bucket.writes == writes
+
+
+def test_a_bucket_that_does_not_answer_is_not_an_empty_one(world: World) -> None:
+    world.bucket.down = True
+    world.restart()
+    with pytest.raises(BucketError):
+        world.validator.start(world.initial)
+
+
+# --- a good round ---
+
+
+def test_a_round_ends_with_the_same_weights_everywhere_and_a_lower_loss(world: World) -> None:
+    world.train_and_publish()
+    before = world.validator.state
+    assert world.validator.round()
+    state = world.validator.state
+    assert state.outer_step == 1
+    for miner in world.miners.values():
+        assert miner.outer_step == 1
+        assert all(map(torch.equal, miner.start, state.weights))
+    assert not torch.equal(before.weights[0], state.weights[0])  # and the old are still the old
+    told = world.events.of("held_out")[-1]
+    assert told["outer_step"] == 1 and told["after"] < told["before"] - 0.1
+    round_event, outer = world.events.of("round")[0], world.events.of("outer_step")[0]
+    assert round_event["ok"] and round_event["participants"] == [3, 17]
+    assert round_event["outer_step"] == 0 and outer["outer_step"] == 1
+    assert world.swarm.peer_id in round_event["peers"]
+    order = world.kinds()[world.kinds().index("sweep") :]
+    assert order == ["sweep", "held_out", "round", "publication", "outer_step"]
+    assert _root(world).revision == Revision(RUN, 1, 0)
+    config, extras = parse_config(world.bucket.objects["epoch-1/config.json"][0])
+    assert extras.last_allreduce_block == world.chain.block()
+    assert config["model_type"] == "llama"
+    entries = world.validator.ledger.entries
+    assert entries[3].all_reduce == entries[17].all_reduce == 1
+
+
+def test_two_rounds_carry_the_momentum(world: World) -> None:
+    for _ in range(2):
+        world.train_and_publish()
+        assert world.validator.round()
+    assert world.validator.state.outer_step == 2
+    for miner in world.miners.values():
+        assert all(map(torch.equal, miner.start, world.validator.state.weights))
+        assert all(map(torch.equal, miner.momentum, world.validator.state.momentum))
+    losses = world.events.of("held_out")
+    assert losses[-1]["after"] < losses[0]["after"]
+
+
+def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: World) -> None:
+    world.train_and_publish()
+    ahead = world.miners[17]
+    ahead.train(world.chain.block(), steps=5)
+    ahead.publish()
+    expected = ahead.pseudo_gradient()
+    assert world.validator.round()
+    assert world.client.called == [[17, 3]]
+    assert world.events.of("round")[0]["top_uid"] == 17
+    assert all(map(torch.equal, world.swarm.contributions[0], expected))
+    assert world.swarm.requests[0][1] == 1.0
+    assert world.swarm.requests[0][0].min_group_size == 2
+
+
+def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: World) -> None:
+    world.train_and_publish()
+    top = world.miners[3]
+    top.train(world.chain.block(), steps=1)
+    top.publish()
+    stale = Metadata(RUN, 0, 1, top.peer_id).to_json()
+    top.bucket.put("epoch-0/metadata.json", stale)
+    assert world.validator.round()
+    assert world.events.of("round")[0]["top_uid"] == 17
+
+
+@pytest.mark.parametrize("damage", ["nan", "shape", "missing", "garbage"])
+def test_a_bad_checkpoint_is_never_contributed(world: World, damage: str) -> None:
+    from safetensors.torch import load, save
+
+    world.train_and_publish()
+    for miner in world.miners.values():
+        tensors = load(miner.bucket.objects["epoch-0/model.safetensors"][0])
+        name = next(iter(tensors))
+        if damage == "nan":
+            tensors[name].view(-1)[0] = float("nan")
+        elif damage == "shape":
+            tensors[name] = torch.zeros(2, 2)
+        else:
+            del tensors[name]
+        data = b"garbage" if damage == "garbage" else save(tensors)
+        miner.bucket.put("epoch-0/model.safetensors", data)
+    assert world.validator.round()  # the miners' own gradients are good
+    event = world.events.of("round")[0]
+    assert event["top_uid"] is None and event["ok"]
+    assert all(float(b.abs().max()) == 0 for b in world.swarm.contributions[0])
+    assert world.swarm.requests[0][1] == WEIGHT_OF_NOTHING
+
+
+def test_who_does_not_take_part_is_not_punished_and_who_fails_is(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(), uids=(3, 17, 42, 99))
+    world.start()
+    world.train_and_publish()
+    world.swarm.absent = {17}
+    world.swarm.failing = {42}
+    world.miners[99].answers = False
+    assert world.validator.round()
+    entries = world.validator.ledger.entries
+    assert {uid: e.all_reduce for uid, e in entries.items()} == {3: 1, 17: 1, 42: 0, 99: 0}
+    event = world.events.of("round")[0]
+    assert event["participants"] == [3, 42] and set(event["called"]) == {3, 17, 42}
+    assert entries[99].missed_sweeps > 0 and entries[3].missed_sweeps == 0
+
+
+def test_miners_of_another_outer_step_are_not_called(world: World) -> None:
+    world.train_and_publish()
+    world.miners[17].outer_step = 4
+    assert world.validator.round()
+    assert world.client.called == [[3]]
+
+
+def test_validators_and_neurons_without_an_endpoint_are_not_asked(world: World) -> None:
+    world.chain_ledger.register("other-validator", uid=7, stake=1e6, validator_permit=True)
+    world.chain_ledger.register("silent", uid=8)
+    assert {n.uid for n in world.validator._miners()} == {3, 17}
+
+
+def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, settings(blocks_per_allreduce_later=100, score_blocks=10**6))
+    world.start()
+    world.train_and_publish()
+    world.chain_ledger.advance(59)
+    world.validator.tick()
+    assert world.validator.state.outer_step == 0
+    world.chain_ledger.advance(1)
+    world.validator.tick()
+    assert world.validator.state.outer_step == 1
+    assert world.validator.blocks_per_allreduce == 100
+    world.train_and_publish()
+    world.chain_ledger.advance(99)
+    world.validator.tick()
+    assert world.validator.state.outer_step == 1
+    world.chain_ledger.advance(1)
+    world.validator.tick()
+    assert world.validator.state.outer_step == 2
+
+
+# --- rounds that fail ---
+
+
+def _assert_kept(world: World, objects: dict, fault: str) -> None:
+    assert world.validator.state.outer_step == 0
+    event = world.events.of("round")[-1]
+    assert event["ok"] is False and event["fault"] == fault
+    assert not world.events.of("outer_step")
+    assert world.bucket.objects == objects
+    assert world.validator.ledger.failed_rounds == 1
+    assert world.validator.last_allreduce_block == world.chain.block()  # the period starts again
+
+
+@pytest.mark.parametrize(
+    "fault", [AllReduceFault.TIMEOUT, AllReduceFault.NO_GROUP, AllReduceFault.SWARM_DOWN]
+)
+def test_a_failed_round_keeps_the_epoch(world: World, fault: AllReduceFault) -> None:
+    world.train_and_publish()
+    objects = dict(world.bucket.objects)
+    world.chain_ledger.advance(70)
+    world.swarm.fault = fault
+    assert not world.validator.round()
+    _assert_kept(world, objects, fault.name)
+    assert world.validator.round()  # and the next one works
+    assert world.validator.ledger.failed_rounds == 0
+
+
+def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
+    world.train_and_publish()
+    objects = dict(world.bucket.objects)
+    world.swarm.distort = lambda t: -30 * t
+    assert not world.validator.round()
+    _assert_kept(world, objects, "WORSE")
+    told = world.events.of("held_out")[-1]
+    assert told["outer_step"] == 1 and told["after"] > told["before"] * 1.25
+    world.swarm.distort = lambda t: t
+    for miner in world.miners.values():  # they load the global state again
+        miner.outer_step, miner.start, miner.momentum = 0, world.validator.state.weights, None
+        miner._model.load(miner.start)
+    world.train_and_publish()
+    assert world.validator.round()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_an_average_that_is_not_finite_is_refused(world: World, poison: float) -> None:
+    world.train_and_publish()
+    objects = dict(world.bucket.objects)
+    world.swarm.distort = lambda t: t + poison
+    assert not world.validator.round()
+    _assert_kept(world, objects, "NOT_FINITE")
+
+
+def test_too_few_good_peers(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(minimum_peers=3))
+    world.start()
+    world.train_and_publish()
+    objects = dict(world.bucket.objects)
+    world.swarm.failing = {3}
+    assert not world.validator.round()
+    _assert_kept(world, objects, "PEER_FAILED")
+
+
+def test_nobody_alive(world: World) -> None:
+    objects = dict(world.bucket.objects)
+    for miner in world.miners.values():
+        miner.answers = False
+    assert not world.validator.round()
+    _assert_kept(world, objects, "NO_GROUP")
+    assert not world.swarm.requests
+
+
+def test_nobody_acknowledges_and_the_averager_is_not_left_waiting(world: World) -> None:
+    world.train_and_publish()
+    world.client.deaf = {3, 17}
+    objects = dict(world.bucket.objects)
+    assert not world.validator.round()
+    _assert_kept(world, objects, "CANCELLED")
+    assert "acknowledged" in world.events.of("round")[0]["detail"]
+
+
+def test_a_stop_ends_a_round_soon_and_counts_it_for_nothing(world: World) -> None:
+    world.train_and_publish()
+    world.swarm.hang = True
+    world.chain_ledger.advance(60)
+    runner = threading.Thread(target=world.validator.run)
+    runner.start()
+    deadline = time.monotonic() + 20
+    while not world.swarm.requests and time.monotonic() < deadline:
+        time.sleep(0.01)
+    began = time.monotonic()
+    world.stop.set()
+    runner.join(10)
+    assert not runner.is_alive() and time.monotonic() - began < 3
+    assert world.kinds()[-1] == "stop" and not world.events.of("round")
+    assert world.validator.ledger.failed_rounds == 0
+    with pytest.raises(Stopped):
+        world.model.loss(torch.zeros(2, 4, dtype=torch.long))
+
+
+# --- publication ---
+
+
+@pytest.mark.parametrize(
+    "key", ["epoch-1/model.safetensors", "epoch-1/metadata.json", "metadata.json"]
+)
+def test_a_publication_that_fails_shows_readers_the_old_state(world: World, key: str) -> None:
+    world.train_and_publish()
+    world.bucket.fail = [key]
+    assert not world.validator.round()
+    assert _root(world).revision == Revision(RUN, 0, 0)
+    assert world.validator.state.outer_step == 0
+    assert world.events.of("publication")[-1]["ok"] is False
+    assert not world.events.of("outer_step")
+
+
+def test_a_publication_is_tried_again_before_the_step_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from datetime import timedelta
+
+    from distributed_training.validator import validator as module
+
+    monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
+    world = World(tmp_path, settings(publication_budget=timedelta(seconds=30)))
+    world.start()
+    world.train_and_publish()
+    world.bucket.fail = ["epoch-1/model.safetensors", "metadata.json"]
+    assert world.validator.round()
+    assert [e["ok"] for e in world.events.of("publication")] == [True, False, False, True]
+    assert _root(world).revision == Revision(RUN, 1, 0)
+
+
+def test_local_copies_of_old_epochs_are_removed(world: World) -> None:
+    for _ in range(3):
+        world.train_and_publish()
+        assert world.validator.round()
+    folders = sorted(p.name for p in (world.folder / "global").iterdir())
+    assert folders == ["epoch-2", "epoch-3"]
+
+
+def test_the_initial_model_is_the_same_for_one_seed_and_the_config_is_plain() -> None:
+    from distributed_training.training.model import parameter_schema
+    from distributed_training.validator.initial import initial_weights, small_llama
+
+    first, again = (initial_weights(MODEL_CONFIG, seed=7) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(first[0], initial_weights(MODEL_CONFIG, seed=8)[0])
+    config = small_llama(vocabulary=2048, sequence_length=256, pad_token=0)
+    count = sum(torch.Size(shape).numel() for _, shape in parameter_schema(config))
+    assert 1_000_000 <= count <= 2_000_000
+    assert json.loads(json.dumps(config)) == config

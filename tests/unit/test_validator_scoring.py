@@ -1,0 +1,391 @@
+"""How the validator judges uploads: repository, resets, arithmetic, scores and weights."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from validator_world import LENGTH, MODEL_CONFIG, TwinMiner, World, pages, sequences, settings
+
+from distributed_training.chain.base import Neuron
+from distributed_training.protocol import gradients as codec
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.payload import load_payload
+from distributed_training.validator.evaluator import DataUnavailable, inspect
+from distributed_training.validator.ledger import Ledger
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path, settings(), uids=(3, 17, 42))
+    world.start()
+    return world
+
+
+def _scored(world: World) -> dict[int, dict[str, Any]]:
+    return {e["uid"]: e for e in world.events.of("upload_scored")}
+
+
+# --- judging ---
+
+
+def test_honest_uploads_lower_the_loss_and_harmful_ones_raise_it(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()  # around random weights even a wrong direction helps
+    world.train_and_publish()
+    world.chain_ledger.advance(30)
+    world.miners[42].publish(factor=-1.0)
+    judgements = {j.uid: j for j in world.validator.score()}
+    for uid in (3, 17):
+        assert judgements[uid].ok
+        for before, after in (judgements[uid].random, judgements[uid].assigned):
+            assert after < before - 0.01
+    before, after = judgements[42].random
+    assert after > before
+    mu = {uid: world.validator.ledger.board.rating(uid)[0] for uid in (3, 17, 42)}
+    assert mu[42] < min(mu[3], mu[17])
+    blocks = {e["random_block"] for e in _scored(world).values()}
+    assert len(blocks) == 1 and blocks.pop() >= world.chain.block() + 20
+
+
+def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
+    """Written from the page: weights - outer_lr * 0.5 * decoded, loss over all predicted words."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.llama import LlamaConfig
+
+    world.train_and_publish()
+    miner = world.miners[3]
+    judgement = next(j for j in world.validator.score() if j.uid == 3)
+    raw = torch.load(io.BytesIO(miner.bucket.objects["epoch-0/gradients.pt"][0]), weights_only=True)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**MODEL_CONFIG), dtype=torch.float32)
+
+    def loss(batch: torch.Tensor) -> float:
+        with torch.no_grad():
+            return float(model(input_ids=batch, labels=batch).loss)
+
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for (name, _), weight in zip(
+            world.validator.state.schema, world.validator.state.weights, strict=True
+        ):
+            parameters[name].copy_(weight)
+    on_random, on_assigned = pages(3, judgement.random_block), pages(3, judgement.assigned_block)
+    before = loss(on_random), loss(on_assigned)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            decoded = codec.decode(raw[name + "idxs"], raw[name + "vals"], parameter.shape)
+            parameter -= 0.8 * 0.5 * decoded
+    assert judgement.assigned_block in miner.blocks
+    assert judgement.random == pytest.approx((before[0], loss(on_random)), abs=1e-5)
+    assert judgement.assigned == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
+
+
+def test_evaluation_leaves_no_trace_in_what_follows(world: World) -> None:
+    world.train_and_publish()
+    weights = world.validator.state.weights
+    expected = world.validator._held_out_loss(weights)
+    world.validator.score()
+    assert world.validator._held_out_loss(weights) == expected
+    assert all(map(torch.equal, weights, world.publisher.weights(0, world.model.schema)))
+
+
+def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], None]:
+    def spoil(miner: TwinMiner) -> None:
+        raw = torch.load(
+            io.BytesIO(miner.bucket.objects["epoch-0/gradients.pt"][0]), weights_only=True
+        )
+        change(raw)
+        buffer = io.BytesIO()
+        torch.save(raw, buffer)
+        miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
+
+    return spoil
+
+
+def _config(blocks: tuple[int, ...]) -> Callable[[TwinMiner], None]:
+    data = ConfigExtras(blocks, 5).merge_into(MODEL_CONFIG)
+    return lambda miner: miner.bucket.put("epoch-0/config.json", data)
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+RESETS = {
+    "empty block list": (_config(()), "block_list is empty"),
+    "old blocks": (_config((900,)), "too old"),
+    "no metadata": (_payload_with(lambda p: p.pop("metadata")), "no metadata"),
+    "half precision": (
+        _payload_with(lambda p: p.update({NAME + "vals": p[NAME + "vals"].half()})),
+        "float32",
+    ),
+    "index": (_payload_with(lambda p: p[NAME + "idxs"].fill_(32)), "outside"),
+    "nan": (_payload_with(lambda p: p[NAME + "vals"].fill_(float("nan"))), "NaN"),
+    "garbage": (lambda m: m.bucket.put("epoch-0/gradients.pt", b"garbage"), "read"),
+    "huge": (lambda m: m.bucket.put("epoch-0/gradients.pt", bytes(10**7)), "more than"),
+    "no config": (lambda m: m.bucket.objects.pop("epoch-0/config.json"), "block_list"),
+    "config": (lambda m: m.bucket.put("epoch-0/config.json", b"{"), "JSON"),
+}
+
+
+@pytest.mark.parametrize("name", RESETS)
+def test_what_is_reset_ranks_last(world: World, name: str) -> None:
+    spoil, reason = RESETS[name]
+    world.train_and_publish()
+    world.miners[17].publish(factor=-0.01)  # does a little harm
+    spoil(world.miners[3])
+    judgements = {j.uid: j for j in world.validator.score()}
+    assert not judgements[3].ok and reason in judgements[3].reason
+    assert judgements[17].ok and judgements[42].ok
+    assert _scored(world)[3]["ok"] is False and "random_before" not in _scored(world)[3]
+    entries, board = world.validator.ledger.entries, world.validator.ledger.board
+    assert entries[3].repo_valid == 1 and board.assigned_score(3) == 0.0
+    assert board.rating(3)[0] < board.rating(42)[0]
+
+
+def test_an_overflowing_gradient_is_reset_and_not_rewarded(world: World) -> None:
+    world.train_and_publish()
+    _payload_with(lambda p: p["lm_head.weightvals"].fill_(3e38))(world.miners[3])
+    judgement = next(j for j in world.validator.score() if j.uid == 3)
+    assert not judgement.ok and "finite" in judgement.reason
+
+
+def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
+    world.train_and_publish()
+    world.miners[3].publish(inner_step=0)
+    world.miners[17].bucket.objects.clear()
+    assert [j.uid for j in world.validator.score()] == [42]
+
+
+def test_missing_data_is_not_held_against_a_miner(world: World) -> None:
+    world.train_and_publish()
+
+    def flaky(uid: int, block: int) -> torch.Tensor:
+        if uid == 3:
+            raise DataUnavailable("no rows")
+        return pages(uid, block)
+
+    world.evaluator._pages = flaky
+    world.validator._miners()
+    rating = world.validator.ledger.board.rating(3)
+    assert {j.uid for j in world.validator.score()} == {17, 42}
+    assert world.validator.ledger.board.rating(3) == rating
+    assert world.validator.ledger.board.rating(17) != rating
+
+
+# --- repositories ---
+
+
+def test_repositories(world: World) -> None:
+    world.train_and_publish()
+    modified = world.miners[3].bucket.objects["epoch-0/gradients.pt"][1]
+    text = world.chain.commitment("miner-3")
+
+    def look(commitment: str | None = text, **changes: Any) -> Any:
+        options = {
+            "open_bucket": world.open_bucket,
+            "outer_step": 0,
+            "age_limit": timedelta(seconds=4800),
+            "now": modified + 10,
+        }
+        return inspect(3, commitment, **{**options, **changes})
+
+    good = look()
+    assert good.valid and good.age == timedelta(seconds=10)
+    assert good.metadata.inner_step == world.miners[3].inner_step
+    for bad, reason in (
+        (look(None), "128"),
+        (look("x" * 127), "128"),
+        (look(now=modified + 4800), "limit 4800 s"),
+        (look(outer_step=1), "no epoch-1/gradients.pt"),
+    ):
+        assert not bad.valid and reason in bad.reason
+    assert look(now=modified + 4799).valid
+    world.miners[3].bucket.down = True
+    assert "does not answer" in look().reason
+
+
+def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.train_and_publish()
+    del world.chain_ledger.commitments["miner-3"]
+    world.chain_ledger.advance(40)
+    world.validator.score()
+    scores = world.events.of("scores")[-1]["scores"]
+    assert scores["3"]["repo_valid"] == 0 and scores["3"]["total"] == 0.0
+    assert scores["3"]["all_reduce"] == 1 and scores["17"]["total"] > 0
+
+
+def test_failed_rounds_prolong_the_age_limit(world: World) -> None:
+    world.train_and_publish()
+    for key, (data, modified) in list(world.miners[3].bucket.objects.items()):
+        world.miners[3].bucket.objects[key] = (data, modified - 5000)
+    world.validator.score()
+    assert world.validator.ledger.entries[3].repo_valid == 0
+    world.validator.ledger.failed_rounds = 1
+    world.validator.score()
+    assert world.validator.ledger.entries[3].repo_valid == 1
+
+
+def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.chain_ledger.advance(29)
+    judgements = world.validator.score()
+    assert {(j.uid, j.outer_step, j.ok) for j in judgements} == {
+        (3, 0, True),
+        (17, 0, True),
+        (42, 0, True),
+    }
+    world.chain_ledger.advance(1)  # half of 60: now the new epoch's folders are looked at
+    assert all(j.outer_step == 1 and not j.ok for j in world.validator.score())
+    assert world.validator.ledger.entries[3].repo_valid == 0
+
+
+def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: World) -> None:
+    import shutil
+
+    world.train_and_publish()
+    assert world.validator.round()
+    shutil.rmtree(world.folder / "global" / "epoch-0")
+    assert all(j.ok for j in world.validator.score())
+
+
+# --- scores and weights ---
+
+
+def test_scores_are_told_and_weights_are_set(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.validator.score()
+    scores = world.events.of("scores")[-1]["scores"]
+    assert set(scores) == {"3", "17", "42"}
+    assert sum(s["total"] for s in scores.values()) <= 1.0 + 1e-9
+    for uid, figures in scores.items():
+        assert figures["published"] == pytest.approx(0.6 * figures["total"])
+        assert figures["all_reduce"] == 1 and world.validator.ledger.entries[int(uid)]
+    world.validator.tick()
+    assert world.chain_ledger.weights[200] == pytest.approx(world.validator.ledger.weights())
+    assert world.events.of("weights")
+
+
+def test_a_chain_that_refuses_weights_does_not_stop_the_validator(world: World) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.validator.score()
+    world.chain_ledger.up = False
+    world.validator.tick()
+    assert not world.events.of("weights")
+
+
+def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
+    ledger = Ledger()
+    ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
+    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    for _ in range(10):
+        ledger.swept([2], [1, 2])
+    assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] > 0
+    ledger.swept([2], [1, 2])
+    assert ledger.judged([], {1: True, 2: True}, block=6)[1]["published"] == 0.0
+    assert set(ledger.weights()) == {2}
+    ledger.swept([1], [1, 2])
+    assert ledger.entries[1].missed_sweeps == 0
+
+
+def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
+    ledger = Ledger()
+    ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
+    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    ledger.sync([Neuron(1, "a"), Neuron(2, "new")])
+    assert (ledger.entries[1].all_reduce, ledger.entries[2].all_reduce) == (1, 0)
+    ledger.sync([Neuron(1, "a")])
+    assert set(ledger.entries) == {1}
+    assert set(ledger.judged([], {1: True}, block=1)) == {1}
+
+
+def test_the_ledger_survives_a_restart(world: World, tmp_path: Path) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.validator.score()
+    path = tmp_path / "copy.json"
+    world.validator.ledger.save(path)
+    again = Ledger.load(path)
+    assert again.entries == world.validator.ledger.entries
+    assert again.board.state() == world.validator.ledger.board.state()
+    assert again.weights() == world.validator.ledger.weights()
+    assert Ledger.load(tmp_path / "none.json").entries == {}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": {"1": {"x": 1}}}'])
+def test_a_damaged_ledger_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ledger.json"
+    path.write_text(text)
+    with pytest.raises(ValueError):
+        Ledger.load(path)
+
+
+def test_those_not_judged_for_longest_come_first(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(score_uids=2), uids=(3, 17, 42))
+    world.start()
+    world.train_and_publish()
+    assert [j.uid for j in world.validator.score()] == [3, 17]
+    world.chain_ledger.advance(1)
+    assert [j.uid for j in world.validator.score()] == [42, 3]
+
+
+def test_a_round_that_falls_due_ends_a_pass_early(world: World) -> None:
+    world.train_and_publish()
+    world.chain_ledger.advance(40)
+    for miner in world.miners.values():
+        miner.blocks = [world.chain.block()]
+        miner.publish()
+    original = world.evaluator._pages
+
+    def slow(uid: int, block: int) -> torch.Tensor:
+        world.chain_ledger.advance(10)  # two evaluations take the clock to the round
+        return original(uid, block)
+
+    world.evaluator._pages = slow
+    assert [j.uid for j in world.validator.score()] == [3]
+    assert len(world.events.of("scores")) == 1
+
+
+def test_an_upload_is_told_once_for_each_revision(world: World) -> None:
+    world.train_and_publish()
+    world.validator.score()
+    world.validator.score()
+    assert len(world.events.of("upload_seen")) == 3
+    world.miners[3].train(world.chain.block(), steps=1)
+    world.miners[3].publish()
+    world.validator.score()
+    assert len(world.events.of("upload_seen")) == 4
+
+
+def test_loss_is_the_mean_over_predicted_words(world: World) -> None:
+    batch = sequences(5, 7)
+    whole = world.model.loss(batch)
+    one_by_one = sum(world.model.loss(row[None]) for row in batch) / 7
+    assert whole == pytest.approx(one_by_one, abs=1e-6) and batch.shape[1] == LENGTH
+    with pytest.raises(ValueError):
+        world.model.loss(batch[:0])
+
+
+def test_payloads_of_the_twins_are_what_the_protocol_wants(world: World) -> None:
+    world.train_and_publish()
+    data = world.miners[3].bucket.objects["epoch-0/gradients.pt"][0]
+    assert load_payload(data, world.model.schema).metadata.inner_step == 30
+    assert Metadata.parse(world.miners[3].bucket.objects[keys.ROOT_METADATA][0]).outer_step == 0
