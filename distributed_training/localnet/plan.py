@@ -25,6 +25,9 @@ class SubnetOptions:
     outer_steps: int = 2
     seconds_per_block: float = 1.0
     blocks_per_allreduce: int | None = None  # None: as the preset says
+    # Miners without which no round is called, and peers of a group less one. None: all of them, so
+    # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
+    least_miners: int | None = None
     resume: bool = False
     miner_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()

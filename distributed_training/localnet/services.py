@@ -169,6 +169,8 @@ class Services:
             "axon.port": str(plan.axon_port),
             "dht.port": str(plan.dht_port),
         }
+        least = options.least_miners or len(options.ranks)
+        flags["neuron.min_group_size"] = str(least + 1)  # the validator is one of the group
         if options.blocks_per_allreduce is not None:
             flags["neuron.blocks_per_allreduce"] = str(options.blocks_per_allreduce)
         if plan.kind == "miner":
@@ -176,6 +178,9 @@ class Services:
             script = options.miner_script or REPOSITORY / "neurons" / "miner.py"
             more = options.miner_flags
         else:
+            flags["validator.alive_wanted"] = str(len(options.ranks))
+            flags["validator.alive_least"] = str(least)
+            flags["validator.minimum_peers"] = str(least + 1)
             script = options.validator_script or REPOSITORY / "neurons" / "validator.py"
             more = options.validator_flags
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]

@@ -1,0 +1,191 @@
+"""A whole subnet, from outside: real programs, then what they left in buckets and folders.
+
+One subnet runs for all tests of this file (minutes); each test looks at one property of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+from botocore.config import Config as BotoConfig
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from distributed_training.config import load_config
+from distributed_training.data import held_out_batches
+from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
+from distributed_training.localnet.processes import marked
+from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.localnet.summary import Summary
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+OUTER_STEPS = 2
+
+
+@dataclass
+class Run:
+    subnet: LocalSubnet
+    folder: Path
+    buckets: Path  # <bucket>/<key>, as downloaded with the read keys while the subnet ran
+    command_lines: list[str]
+    secrets: set[str]
+    summary: Summary
+
+
+def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
+    """Everything in a neuron's bucket, with its read keys."""
+    assert subnet.services is not None
+    keys = subnet.services.environment(plan)
+    client = boto3.client(
+        "s3",
+        endpoint_url=subnet.services.store_endpoint,
+        aws_access_key_id=keys["R2_READ_ACCESS_KEY_ID"],
+        aws_secret_access_key=keys["R2_READ_SECRET_ACCESS_KEY"],
+        region_name="auto",
+        config=BotoConfig(
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
+    bucket = subnet.services.bucket(plan)
+    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
+        path = destination / bucket / entry["Key"]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        client.download_file(bucket, entry["Key"], str(path))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("subnet")
+    buckets = tmp_path_factory.mktemp("buckets")
+    subnet = LocalSubnet(options=SubnetOptions(folder=folder, outer_steps=OUTER_STEPS))
+    with subnet:
+        subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
+        subnet.wait_for_figures(timedelta(seconds=30))
+        lines = [" ".join(p.cmdline()) for p in marked(subnet.subnet_id)]
+        assert subnet.services is not None
+        secrets = set()
+        for neuron in subnet.neurons:
+            download(subnet, neuron.plan, buckets)
+            keys = subnet.services.environment(neuron.plan)
+            secrets |= {keys["R2_WRITE_SECRET_ACCESS_KEY"], keys["R2_READ_SECRET_ACCESS_KEY"]}
+    yield Run(subnet, folder, buckets, lines, secrets, subnet.summary())
+
+
+def test_both_miners_took_every_outer_step_and_the_held_out_loss_fell(run: Run) -> None:
+    assert run.summary.ok, run.summary.text()
+    assert len(run.summary.outer_steps) >= OUTER_STEPS
+    for step in run.summary.outer_steps:
+        assert step.participants == ("validator", "miner-000", "miner-011")
+        assert step.loss_before is not None and step.loss_after is not None
+        assert step.loss_after < step.loss_before
+    assert [m.world_size for m in run.summary.miners] == [2, 1]
+
+
+def test_everything_ended_by_itself(run: Run) -> None:
+    assert run.subnet.problems == []
+    assert run.subnet.strays == []
+    assert not marked(run.subnet.subnet_id)
+    assert [n.child.exit_status for n in run.subnet.neurons] == [0, 0, 0]
+
+
+def test_no_secret_on_a_command_line_or_in_a_log(run: Run) -> None:
+    assert len(run.command_lines) > 5
+    assert not [line for line in run.command_lines for secret in run.secrets if secret in line]
+    # The chain's commitment publishes read keys on purpose; write keys are nowhere but in the
+    # store's own configuration.
+    for path in run.folder.rglob("*"):
+        if path.is_file() and path.suffix in (".txt", ".jsonl", ".log"):
+            text = path.read_text(errors="replace")
+            assert not [secret for secret in run.secrets if secret in text], path
+
+
+def miner_buckets(run: Run) -> list[Path]:
+    return sorted(path for path in run.buckets.iterdir() if path.name[-4:-3] == "-")
+
+
+def published(bucket: Path) -> tuple[dict[str, Any], Path]:
+    """Root metadata and the folder it names."""
+    metadata = json.loads((bucket / "metadata.json").read_text())
+    return metadata, bucket / f"epoch-{metadata['outer_step']}"
+
+
+def test_the_uploaded_folder_of_each_miner_is_one_revision_and_loads(run: Run) -> None:
+    assert len(miner_buckets(run)) == 2
+    for bucket, world_size in zip(miner_buckets(run), (2, 1), strict=True):
+        metadata, folder = published(bucket)
+        assert json.loads((folder / "metadata.json").read_text()) == metadata
+        assert metadata["inner_step"] > 0
+        config = json.loads((folder / "config.json").read_text())
+        assert config["inner_step"] == metadata["inner_step"] and config["block_list"]
+        shards = sorted(p.name for p in folder.glob("inner_optimizer.*"))
+        assert shards == [
+            f"inner_optimizer.rank{r + 1:04d}-of-{world_size}.pt" for r in range(world_size)
+        ]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert 1e6 < sum(p.numel() for p in model.parameters()) < 4e6
+        written = load_file(folder / "model.safetensors")
+        for name, tensor in model.state_dict().items():
+            if name in written:
+                assert torch.equal(tensor, written[name]), name
+
+
+def decode(idxs: torch.Tensor, vals: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """The pseudo-gradient of one parameter, from the protocol page alone.
+
+    Rows of a matrix (or chunks of at most 64 of a vector) hold their 32 largest entries.
+    """
+    if len(shape) == 2:
+        rows, columns = shape
+    else:
+        columns = max(d for d in range(1, 65) if shape[0] % d == 0)
+        rows = shape[0] // columns
+    dense = torch.zeros(rows, columns)
+    idxs, vals = idxs.reshape(rows, -1).long(), vals.reshape(rows, -1)
+    for row in range(rows):
+        dense[row, idxs[row]] = vals[row]
+    return dense.reshape(shape)
+
+
+def held_out_loss(model: torch.nn.Module, batches: torch.Tensor) -> float:
+    with torch.no_grad():
+        losses = [model(input_ids=b[None], labels=b[None]).loss.item() for b in batches]
+    return sum(losses) / len(losses)
+
+
+def test_a_pseudo_gradient_decoded_by_the_page_lowers_the_loss_of_the_global_model(
+    run: Run,
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
+    config = load_config(
+        "miner", ["--preset", "local"], environ=environment, dotenv=None, check=False
+    )
+    (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
+    batches = held_out_batches(
+        config.data, sequences=16, sequence_length=config.training.sequence_length
+    )
+    for bucket in miner_buckets(run):
+        _, folder = published(bucket)
+        model = AutoModelForCausalLM.from_pretrained(global_bucket / folder.name)
+        before = held_out_loss(model, batches)
+        payload = torch.load(folder / "gradients.pt", weights_only=True)
+        assert set(payload["metadata"]) == {"block", "inner_step", "outer_step", "loss"}
+        changed = 0
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                idxs, vals = payload[name + "idxs"], payload[name + "vals"]
+                assert idxs.dtype == torch.int16 and vals.dtype == torch.float32
+                parameter -= 0.8 * 0.5 * decode(idxs, vals, parameter.shape)
+                changed += 1
+        assert changed > 10
+        after = held_out_loss(model, batches)
+        assert after < before, f"{bucket.name}: {before:.4f} -> {after:.4f}"
