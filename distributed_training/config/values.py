@@ -60,6 +60,8 @@ def _convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str]) -> Any:
     kind, optional = unwrap(hint)
     if is_list(hint):
         words = [raw] if isinstance(raw, str) else list(raw)
+        if [w.strip().lower() for w in words] == ["none"]:
+            return ()
         return tuple(w for word in words for w in word.replace(",", " ").split())
     text = raw if isinstance(raw, str) else " ".join(raw)
     if optional and text.strip().lower() in ("", "none"):

@@ -156,6 +156,11 @@ def test_lists_take_several_words_commas_and_repetition() -> None:
         assert load(*argv).get("neuron.initial_peers") == (one, two, three)
 
 
+def test_a_list_can_be_emptied() -> None:
+    for words in (("none",), ("",)):
+        assert load("--neuron.initial_peers", *words).get("neuron.initial_peers") == ()
+
+
 def test_what_wins(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
     toml.write_text('preset = "local"\n[neuron]\nupload-steps = 7\nname = "file"\n')
