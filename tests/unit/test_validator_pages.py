@@ -1,0 +1,87 @@
+"""Which text an upload is judged on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distributed_training.protocol.pages import select_pages
+from distributed_training.validator.evaluator import DataUnavailable
+from distributed_training.validator.pages import PageReader, to_sequences
+
+pytestmark = pytest.mark.timeout(60)
+NUM_ROWS = {"a": 500, "b": 900}
+
+
+class ByteTokenizer:
+    eos_token_id = 256
+
+    def encode(self, text: str, *, truncation: bool, max_length: int) -> list[int]:
+        assert truncation
+        return list(text.encode())[:max_length]
+
+
+class Source:
+    def __init__(self, length: int = 5) -> None:
+        self.asked: list[tuple[str, int, str, int]] = []
+        self.length = length
+
+    def num_rows(self) -> dict[str, int]:
+        return NUM_ROWS
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        self.asked.append((config, row, split, limit))
+        return [f"{config}{row + i}"[: self.length] for i in range(limit)]
+
+
+def _reader(source: object, **changes: object) -> PageReader:
+    options: dict = {
+        "source": source,
+        "tokenizer": ByteTokenizer(),
+        "sequence_length": 16,
+        "ranks": 2,
+        "pages": 2,
+        **changes,
+    }
+    return PageReader(**options)
+
+
+def test_rows_are_cut_ended_and_joined() -> None:
+    found = to_sequences(["ab", "c" * 2000], ByteTokenizer(), 64)
+    # 2 + 1 + 1024 + 1 tokens: 16 sequences of 64, the tail dropped
+    assert found.shape == (16, 64) and found.dtype == torch.int64
+    assert found[0, :4].tolist() == [97, 98, 256, 99]
+    assert to_sequences(["x" * 62], ByteTokenizer(), 32).shape == (0, 32)  # one token too few
+    assert to_sequences(["x" * 63], ByteTokenizer(), 32).shape == (2, 32)
+
+
+def test_the_first_pages_of_each_rank_are_read() -> None:
+    source = Source()
+    found = _reader(source)(7, 1234)
+    expected = [
+        (config, row, split, 100)
+        for rank in range(2)
+        for config, row, split in select_pages(
+            uid=7, local_rank=rank, block=1234, n_pages=5, num_rows=NUM_ROWS
+        )[:2]
+    ]
+    assert source.asked == expected
+    assert found.shape[1] == 16 and found.shape[0] % 2 == 0
+
+
+def test_a_limit_takes_the_same_number_of_each_rank() -> None:
+    whole, some = _reader(Source())(7, 1234), _reader(Source(), limit=8)(7, 1234)
+    assert some.shape == (8, 16)
+    assert torch.equal(some[:4], whole[:4])
+    assert torch.equal(some[4:], whole[whole.shape[0] // 2 :][:4])
+
+
+def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
+    class Down(Source):
+        def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+            raise TimeoutError("no answer")
+
+    with pytest.raises(DataUnavailable, match="no answer"):
+        _reader(Down())(7, 1234)
+    with pytest.raises(DataUnavailable, match="less than two"):
+        _reader(Source(length=0), sequence_length=4096)(7, 1234)
