@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,13 @@ def model_bytes(schema: Schema) -> int:
 class GlobalPublisher:
     """Writes the global bucket, and reads it back at a start.
 
-    ``folder``: local copies, ``epoch-N/`` each. ``peer_id`` goes into the metadata.
+    ``folder``: local copies, ``epoch-N/`` each. ``peer_id``: of our averager, asked at each write,
+    since a restarted averager has a new one.
     """
 
-    def __init__(self, *, bucket: Bucket, folder: Path, run: int, peer_id: str) -> None:
+    def __init__(
+        self, *, bucket: Bucket, folder: Path, run: int, peer_id: Callable[[], str]
+    ) -> None:
         self._bucket = bucket
         self._folder = folder
         self._run = run
@@ -95,28 +98,23 @@ class GlobalPublisher:
         Raises GlobalStateError for a state that is damaged or of another run, BucketError when the
         bucket does not answer.
         """
-        data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-        if data is None:
+        root = self._root()
+        if root is None:
             return None
         try:
-            root = Metadata.parse(data)
-        except MetadataError as error:
-            raise GlobalStateError(
-                f"the global bucket's metadata.json is damaged ({error}), so it is not known where "
-                "training stands: restore it, or empty the bucket to start anew"
-            ) from None
-        if root.run != self._run:
-            raise GlobalStateError(
-                f"the global bucket is of run {root.run} and this validator of run {self._run}, so "
-                "it must not be written: name another bucket with --neuron.global_model_name"
-            )
-        try:
             return self._read(root.outer_step)
-        except (ValueError, MetadataError) as error:
-            raise GlobalStateError(
-                f"outer step {root.outer_step} in the global bucket cannot be used ({error}): "
-                "restore its files, or empty the bucket to start anew"
-            ) from None
+        except ValueError as error:
+            raise _unusable(root.outer_step, error) from None
+
+    def model_config(self) -> dict[str, Any] | None:
+        """The model of the state the bucket holds, None if it is empty. Raises as :meth:`load`."""
+        root = self._root()
+        if root is None:
+            return None
+        try:
+            return self._config(root.outer_step)[0]
+        except ValueError as error:
+            raise _unusable(root.outer_step, error) from None
 
     def publish(self, state: GlobalState) -> PublicationReport:
         """Local files, data, ``epoch-N/metadata.json``, root. Readers see the old state or the new.
@@ -127,7 +125,7 @@ class GlobalPublisher:
         began = time.monotonic()
         revision = Revision(self._run, state.outer_step, 0)
         folder = self._write(state)
-        metadata = Metadata.of(revision, self._peer_id).to_json()
+        metadata = Metadata.of(revision, self._peer_id()).to_json()
         sent, reason = 0, ""
         try:
             for name in keys.GLOBAL_DATA_FILES:
@@ -151,7 +149,7 @@ class GlobalPublisher:
     def announce(self, outer_step: int) -> None:
         """Write this process's peer id into the root metadata; nothing else changes."""
         revision = Revision(self._run, outer_step, 0)
-        self._bucket.put(keys.ROOT_METADATA, Metadata.of(revision, self._peer_id).to_json())
+        self._bucket.put(keys.ROOT_METADATA, Metadata.of(revision, self._peer_id()).to_json())
 
     def weights(self, outer_step: int, schema: Schema) -> list[Tensor]:
         """Global weights of an outer step, from the local copy or the bucket.
@@ -165,12 +163,34 @@ class GlobalPublisher:
             self._bucket.download(key, path, limit=model_bytes(schema))
         return load_weights(path, schema)
 
-    def _read(self, outer_step: int) -> GlobalState:
+    def _root(self) -> Metadata | None:
+        data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+        if data is None:
+            return None
+        try:
+            root = Metadata.parse(data)
+        except MetadataError as error:
+            raise GlobalStateError(
+                f"the global bucket's metadata.json is damaged ({error}), so it is not known where "
+                "training stands: restore it, or empty the bucket to start anew"
+            ) from None
+        if root.run != self._run:
+            raise GlobalStateError(
+                f"the global bucket is of run {root.run} and this validator of run {self._run}, so "
+                "it must not be written: name another bucket with --neuron.global_model_name"
+            )
+        return root
+
+    def _config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
+        """Raises ValueError (MetadataError is one)."""
         data = self._bucket.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
         if data is None:
             raise ValueError(f"{keys.epoch_key(outer_step, keys.CONFIG)} is missing")
         config, extras = parse_config(data)
-        model_config = {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
+        return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}, extras
+
+    def _read(self, outer_step: int) -> GlobalState:
+        model_config, extras = self._config(outer_step)
         schema = parameter_schema(model_config)
         folder = self._folder / keys.epoch_folder(outer_step)
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,3 +235,10 @@ class GlobalPublisher:
             number = path.name.removeprefix("epoch-")
             if number.isdigit() and int(number) <= outer_step - KEPT_EPOCHS:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _unusable(outer_step: int, error: Exception) -> GlobalStateError:
+    return GlobalStateError(
+        f"outer step {outer_step} in the global bucket cannot be used ({error}): restore its "
+        "files, or empty the bucket to start anew"
+    )

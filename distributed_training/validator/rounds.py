@@ -64,6 +64,8 @@ class Swarm(Protocol):
     def buffers(self) -> Sequence[Tensor]: ...
     def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult: ...
     def cancel(self) -> None: ...
+    def alive(self) -> bool: ...
+    def restart(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,9 @@ class RoundCaller:
     ) -> RoundOutcome:
         """One round with the miners among ``neurons``. Never raises for what a peer does."""
         attendance = self._gather(neurons, state.outer_step, on_sweep)
+        problem = self._revive()
+        if problem:
+            return RoundOutcome(attendance, fault=AllReduceFault.SWARM_DOWN, detail=problem)
         if self._stop.is_set():
             return RoundOutcome(
                 attendance, fault=AllReduceFault.CANCELLED, detail="the validator stops"
@@ -168,6 +173,17 @@ class RoundCaller:
         uids_of = {c.metadata.peer_id: c.neuron.uid for c in candidates if c.metadata.peer_id}
         base = RoundOutcome(attendance, called=tuple(n.uid for n in called), top_uid=top)
         return self._average(base, called, uids_of)
+
+    def _revive(self) -> str:
+        """A dead swarm is started again before it is needed; why that failed, or empty."""
+        if self._swarm.alive():
+            return ""
+        log.warning("The swarm's process is not running. Starting it again.")
+        try:
+            self._swarm.restart()
+        except RuntimeError as error:  # its text is for the operator; the round fails with it
+            return str(error)
+        return ""
 
     # --- steps of a round -----------------------------------------------------------------------
 

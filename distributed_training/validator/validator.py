@@ -51,7 +51,7 @@ class Chain(Protocol):
 @dataclass(frozen=True)
 class Identity:
     hotkey: str
-    peer_id: str
+    peer_id: Callable[[], str]  # of the averager; a new one after each restart of the swarm
     run: int
 
 
@@ -143,7 +143,7 @@ class Validator:
             "start",
             uid=self._own_uid(),
             hotkey=self._identity.hotkey,
-            peer_id=self._identity.peer_id,
+            peer_id=self._identity.peer_id(),
             outer_step=state.outer_step,
             resumed=found is not None,
         )

@@ -83,7 +83,7 @@ def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: W
     state = world.validator.state
     objects = dict(world.bucket.objects)
     world.restart()
-    world.swarm.peer_id = world.publisher._peer_id = "12D3KooWNew"
+    world.swarm.peer_id = "12D3KooWNew"
     world.validator.start(lambda: pytest.fail("the bucket is not empty"))
     again = world.validator.state
     assert again.outer_step == 1 and again.last_allreduce_block == state.last_allreduce_block
@@ -341,6 +341,18 @@ def test_nobody_acknowledges_and_the_averager_is_not_left_waiting(world: World) 
     assert not world.validator.round()
     _assert_kept(world, objects, "CANCELLED")
     assert "acknowledged" in world.events.of("round")[0]["detail"]
+
+
+def test_a_dead_swarm_is_started_again_before_the_round(world: World) -> None:
+    world.train_and_publish()
+    objects = dict(world.bucket.objects)
+    world.swarm.dead = world.swarm.broken = True
+    assert not world.validator.round()
+    _assert_kept(world, objects, "SWARM_DOWN")
+    assert "p2pd" in world.events.of("round")[0]["detail"]
+    world.swarm.broken = False
+    assert world.validator.round()
+    assert _root(world).peer_id == world.swarm.peer_id != world.events.of("start")[0]["peer_id"]
 
 
 def test_a_stop_ends_a_round_soon_and_counts_it_for_nothing(world: World) -> None:

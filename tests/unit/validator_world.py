@@ -209,6 +209,7 @@ class TwinSwarm:
         self.absent: set[int] = set()
         self.failing: set[int] = set()
         self.hang = False
+        self.dead = self.broken = False
         self.arrived = threading.Event()  # the miners were called
         self.cancelled = threading.Event()
 
@@ -247,6 +248,15 @@ class TwinSwarm:
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def alive(self) -> bool:
+        return not self.dead
+
+    def restart(self) -> None:
+        if self.broken:
+            raise RuntimeError("p2pd does not start")
+        self.dead = False
+        self.peer_id = f"{PEER}WW"
 
 
 class TwinClient:
@@ -310,7 +320,7 @@ class World:
             bucket=self.bucket,
             folder=self.folder / "global",
             run=RUN,
-            peer_id=self.swarm.peer_id,
+            peer_id=lambda: self.swarm.peer_id,
         )
         settings = self.settings
         self.rounds = RoundCaller(
@@ -335,7 +345,7 @@ class World:
         self.evaluator = Evaluator(model=self.model, pages=pages, rng=random.Random(1))
         self.validator = Validator(
             settings=settings,
-            identity=Identity("validator", self.swarm.peer_id, RUN),
+            identity=Identity("validator", lambda: self.swarm.peer_id, RUN),
             epoch_length=10,
             chain=self.chain,
             rounds=self.rounds,
