@@ -48,6 +48,12 @@ class ValidatorSettings:
         timedelta(seconds=5),
         "time between two IsAlive sweeps while too few miners are alive",
     )
+    sweep_patience: timedelta = flag(
+        "validator.sweep_patience",
+        timedelta(seconds=120),
+        "how long sweeps go on while not even --validator.alive_least miners are alive; then the "
+        "round has failed and a whole period passes",
+    )
     minimum_peers: int = flag(
         "validator.minimum_peers",
         3,

@@ -4,14 +4,15 @@ Every line carries ``kind`` and ``time`` (seconds since the epoch, written by th
 of each kind, in the order in which they happen; readers ignore kinds and fields they do not know:
 
 ``start``
-    uid, hotkey, peer_id (the averager's), outer_step, resumed (False: the initial model was new).
+    uid, hotkey, peer_id (the averager's), maddrs (where its DHT is reached: others' initial peers),
+    outer_step, resumed (False: the initial model was new).
 ``publication``
     revision (tag ``run.outer_step.0``), ok, seconds, bytes_sent, reason (empty when ok).
 ``held_out``
     outer_step, before, after: mean loss in nats per token on held-out text. Once at start with
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
-    has the event too, and no ``outer_step`` event follows.
+    has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
 ``upload_seen``
     uid, revision (tag in the miner's root metadata), outer_step (folder looked at), age_seconds.
     Once for each new revision.

@@ -100,6 +100,7 @@ class RoundRules:
     alive_least: int
     alive_timeout: timedelta
     sweep_interval: timedelta
+    sweep_patience: timedelta
     minimum_peers: int
     top_candidates: int
     round_timeout: timedelta
@@ -195,10 +196,13 @@ class RoundCaller:
     ) -> Attendance:
         wanted = min(self._rules.alive_wanted, len(neurons))
         least = max(1, min(self._rules.alive_least, len(neurons)))
+        deadline = time.monotonic() + self._rules.sweep_patience.total_seconds()
         while True:
             attendance = self.sweep(neurons, outer_step)
             on_sweep(attendance)
-            if len(attendance.alive) >= wanted or wanted <= least:
+            if len(attendance.alive) >= wanted:
+                return attendance
+            if wanted <= least and time.monotonic() >= deadline:
                 return attendance
             wanted = max(least, wanted - 1)
             if self._stop.wait(self._rules.sweep_interval.total_seconds()):
@@ -278,10 +282,8 @@ class RoundCaller:
             log.info(
                 "AllReduce called at %d miners, %d acknowledged", len(called), len(acknowledged)
             )
-            if not acknowledged:
-                self._swarm.cancel()
             try:
-                result = self._wait(future)
+                result = self._wait(future, give_up=not acknowledged)
             except AllReduceError as error:
                 detail = error.detail
                 if not acknowledged:
@@ -303,15 +305,14 @@ class RoundCaller:
             return replace(outcome, fault=AllReduceFault.PEER_FAILED, detail=detail)
         return replace(outcome, averaged=[buffer.clone() for buffer in self._swarm.buffers])
 
-    def _wait(self, future: Future[AllReduceResult]) -> AllReduceResult:
-        """The result, or the error; a stop cancels the round and waits for its end."""
-        cancelled = False
+    def _wait(self, future: Future[AllReduceResult], *, give_up: bool) -> AllReduceResult:
+        """The result, or the error; a stop, or ``give_up``, cancels the round and waits for its
+        end. Cancelled again and again: the first may come before the round has begun."""
         while True:
             try:
                 return future.result(timeout=0.2)
             except TimeoutError:
                 if future.done():
                     raise
-                if self._stop.is_set() and not cancelled:
-                    cancelled = True
+                if give_up or self._stop.is_set():
                     self._swarm.cancel()

@@ -53,6 +53,7 @@ class Identity:
     hotkey: str
     peer_id: Callable[[], str]  # of the averager; a new one after each restart of the swarm
     run: int
+    maddrs: tuple[str, ...] = ()
 
 
 class Validator:
@@ -144,6 +145,7 @@ class Validator:
             uid=self._own_uid(),
             hotkey=self._identity.hotkey,
             peer_id=self._identity.peer_id(),
+            maddrs=list(self._identity.maddrs),
             outer_step=state.outer_step,
             resumed=found is not None,
         )

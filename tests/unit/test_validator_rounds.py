@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +335,23 @@ def test_nobody_alive(world: World) -> None:
     assert not world.swarm.requests
 
 
+def test_sweeps_go_on_until_enough_are_alive(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(alive_least=2, sweep_patience=timedelta(seconds=20)))
+    world.start()
+    world.train_and_publish()
+    world.miners[17].answers = False
+    sweep = world.client.sweep_is_alive
+
+    def counted(*arguments: Any) -> Any:
+        world.miners[17].answers = len(world.events.of("sweep")) >= 4
+        return sweep(*arguments)
+
+    world.client.sweep_is_alive = counted  # type: ignore[method-assign]
+    assert world.validator.round()
+    assert world.events.of("round")[0]["participants"] == [3, 17]
+    assert len(world.events.of("sweep")) == 5
+
+
 def test_nobody_acknowledges_and_the_averager_is_not_left_waiting(world: World) -> None:
     world.train_and_publish()
     world.client.deaf = {3, 17}
@@ -393,8 +411,6 @@ def test_a_publication_that_fails_shows_readers_the_old_state(world: World, key:
 def test_a_publication_is_tried_again_before_the_step_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from datetime import timedelta
-
     from distributed_training.validator import validator as module
 
     monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
