@@ -1,0 +1,37 @@
+"""The averager, wire-compatible with the public network. Imported in the swarm host only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hivemind.averaging import DecentralizedAverager
+from hivemind.averaging.group_info import GroupInfo
+
+
+class RoundBroken(RuntimeError):
+    """The group was found and the transfer then failed. Not retried: parts of the tensors have
+    already been replaced by averages, and averaging them again would count some peers twice."""
+
+
+# The name is part of the RPC names on the wire (protocol page, section 1).
+class DTGradAverager(DecentralizedAverager):
+    """A full peer (NODE) that tells who took part and who failed.
+
+    A step's result is ``{"peers": [peer id, ...], "failed": [peer id, ...], "kept_local": fraction}``
+    where ``kept_local`` is the part of all values for which no average came back.
+    """
+
+    async def _aggregate_with_group(
+        self, group_info: GroupInfo, min_vector_size: int, **kwargs: Any
+    ) -> Any:
+        try:
+            await super()._aggregate_with_group(group_info, min_vector_size, **kwargs)
+        except Exception as error:  # hivemind wraps whatever happened; its message is kept
+            raise RoundBroken(str(error) or type(error).__name__) from error
+        runner = self._running_groups[group_info.group_id].result()
+        container = runner.tensor_part_container
+        return {
+            "peers": [str(peer) for peer in group_info.peer_ids],
+            "failed": sorted(str(peer) for peer in runner.banned_senders),
+            "kept_local": container.failed_size / max(1, container.total_size),
+        }

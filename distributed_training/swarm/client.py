@@ -1,0 +1,292 @@
+"""Rank 0's side of the swarm: starts the host, hands it rounds, keeps the deadline."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.config.swarm import SwarmSettings
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
+
+from .room import SwarmUnavailable, judge, norm_of
+
+log = logging.getLogger(__name__)
+
+#: The host keeps the round's deadline itself; this much later it is taken for hung and killed.
+_HANG_MARGIN = timedelta(seconds=10)
+_START_ATTEMPTS = 3
+
+
+class HivemindSwarm:
+    """A full peer of the swarm. Every public method may be called from any thread.
+
+    ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
+    restart keeps the peer id), the tensors' file and hivemind's log. Raises SwarmUnavailable when
+    the DHT does not start in ``settings.start_timeout``, tried three times.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: SwarmSettings,
+        schema: Sequence[tuple[str, tuple[int, ...]]],
+        run_folder: Path,
+    ) -> None:
+        self.peer_id = ""
+        self.visible_maddrs: list[str] = []
+        self._settings = settings
+        self._shapes = [tuple(shape) for _, shape in schema]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self._folder = run_folder / "swarm"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()  # one round at a time
+        self._cancelled = threading.Event()
+        self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._closed = False
+        self._port = settings.dht_port  # 0: any, kept from the first start on
+        self.buffers: Sequence[torch.Tensor] = self._map_tensors()
+        self._start()
+
+    # --- life ----------------------------------------------------------------------------------
+
+    def _map_tensors(self) -> list[torch.Tensor]:
+        path = self._folder / "tensors.f32"
+        size = sum(self._sizes)
+        with path.open("ab") as file:
+            os.fchmod(file.fileno(), 0o600)
+            file.truncate(4 * size)
+        flat = torch.from_file(str(path), shared=True, size=size, dtype=torch.float32)
+        return [p.view(s) for p, s in zip(flat.split(self._sizes), self._shapes, strict=True)]
+
+    def _start(self) -> None:
+        problem = ""
+        for attempt in range(_START_ATTEMPTS):
+            if attempt:
+                time.sleep(2.0**attempt)
+            problem = self._start_once()
+            if not problem:
+                return
+            log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
+        raise SwarmUnavailable(
+            f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
+            f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
+        )
+
+    def _start_once(self) -> str:
+        """Empty when the host is ready, else why not."""
+        settings = self._settings
+        read_end, write_end = os.pipe()
+        hivemind_log = (self._folder / "hivemind.log").open("ab")
+        self._answers = queue.SimpleQueue()
+        with hivemind_log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "distributed_training.swarm.host"],
+                stdin=subprocess.PIPE,
+                stdout=hivemind_log,
+                stderr=hivemind_log,
+                pass_fds=(write_end,),
+                start_new_session=True,
+                text=True,
+                cwd=Path(__file__).resolve().parents[2],
+                env=os.environ | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
+            )
+        os.close(write_end)
+        self._process = process
+        threading.Thread(
+            target=_read_answers, args=(read_end, self._answers), name="swarm-answers", daemon=True
+        ).start()
+        identity = self._folder / "identity.key"
+        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
+        self._send(
+            {
+                "parent": os.getpid(),
+                "answers": write_end,
+                "tensors": str(self._folder / "tensors.f32"),
+                "shapes": self._shapes,
+                "sizes": self._sizes,
+                "initial_peers": list(settings.initial_peers),
+                "listen": [f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
+                "announce": announce if self._port else [],
+                "identity": str(identity),
+                "start_timeout": settings.start_timeout.total_seconds(),
+                "prefix": f"{settings.run_id}_grad_averager",
+                "part_size": settings.part_size,
+            }
+        )
+        try:
+            answer = self._answers.get(timeout=settings.start_timeout.total_seconds() + 15)
+        except queue.Empty:
+            answer = {"kind": "broken", "detail": "no answer in time"}
+        if answer is None or answer["kind"] != "ready":
+            self._kill()
+            detail = answer["detail"] if answer else "the host ended"
+            return f"{detail}; see {self._folder / 'hivemind.log'}"
+        with contextlib.suppress(OSError):
+            identity.chmod(0o600)
+        self.peer_id = answer["peer_id"]
+        self.visible_maddrs = answer["maddrs"]
+        # Others know us by this address: a restarted host must come back to it.
+        self._port = self._port or int(self.visible_maddrs[0].split("/")[4])
+        return ""
+
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def restart(self) -> None:
+        """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
+        self._kill()
+        self._start()
+
+    def close(self) -> None:
+        """Ends the host and everything it started, within a few seconds. Idempotent."""
+        self._closed = True
+        self.cancel()
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(OSError, ValueError):
+                self._send({"kind": "close"})
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(6)
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is None:
+            return
+        # The host leads its session: DHT, averager and p2pd are in this group, and nobody else.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        self._process = None
+
+    def _send(self, order: dict[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+        with contextlib.suppress(OSError, ValueError, AssertionError):
+            self._send({"kind": "cancel"})
+
+    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+        """See :class:`~.room.Swarm`. A host that hangs past the deadline is killed and restarted."""
+        if not self._lock.acquire(blocking=False):
+            raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
+        try:
+            return self._average(request, weight)
+        finally:
+            self._lock.release()
+
+    def _average(self, request: RoundRequest, weight: float) -> AllReduceResult:
+        settings = self._settings
+        self._cancelled.clear()
+        if self._closed:
+            raise AllReduceError(AllReduceFault.CANCELLED)
+        if not self.alive():
+            self._revive()
+        timeout = request.timeout or settings.round_timeout
+        # A call may carry a timeout longer than the round's; the round's deadline stands.
+        allreduce = min(request.allreduce_timeout or settings.allreduce_timeout, timeout)
+        local_norm = norm_of(self.buffers)
+        started = time.monotonic()
+        try:
+            self._send(
+                {
+                    "kind": "average",
+                    "timeout": timeout.total_seconds(),
+                    "weight": weight,
+                    "min_group_size": request.min_group_size or settings.min_group_size,
+                    "min_matchmaking_time": _seconds(
+                        request.min_matchmaking_time, settings.min_matchmaking_time
+                    ),
+                    "request_timeout": _seconds(request.request_timeout, settings.request_timeout),
+                    "allreduce_timeout": allreduce.total_seconds(),
+                    "next_chunk_timeout": _seconds(
+                        request.next_chunk_timeout, settings.next_chunk_timeout
+                    ),
+                    "bandwidth": self._bandwidth,
+                }
+            )
+            answer = self._answers.get(timeout=(timeout + _HANG_MARGIN).total_seconds())
+        except (OSError, ValueError):
+            answer = None
+        except queue.Empty:
+            self._revive()
+            raise AllReduceError(AllReduceFault.TIMEOUT, "the swarm host hung; restarted") from None
+        if answer is None:
+            if self._cancelled.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            self._revive()
+            raise AllReduceError(AllReduceFault.SWARM_DOWN, "the swarm host ended; restarted")
+        if answer["kind"] == "failed":
+            raise AllReduceError(AllReduceFault[answer["fault"]], answer["detail"])
+        return self._judged(answer, local_norm, time.monotonic() - started)
+
+    def _revive(self) -> None:
+        try:
+            self.restart()
+        except SwarmUnavailable as error:
+            raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from error
+
+    def _judged(self, answer: dict[str, Any], local_norm: float, total: float) -> AllReduceResult:
+        settings = self._settings
+        average_norm = norm_of(self.buffers)
+        judge(local_norm=local_norm, average_norm=average_norm, max_ratio=settings.max_norm_ratio)
+        failed = tuple(answer["failed"])
+        if (failed or answer["kept_local"] > 0) and not settings.allow_failed_peers:
+            raise AllReduceError(
+                AllReduceFault.PEER_FAILED,
+                f"{len(failed)} peers failed, {answer['kept_local']:.1%} of the values have no "
+                "average (--neuron.allow_failed_peers no)",
+            )
+        transfer = answer["transfer"]
+        if transfer > 0.5 and not failed:
+            # What passed through this peer in both directions, as load balancing counts it.
+            self._bandwidth = 8e-6 * 4 * sum(self._sizes) / transfer
+        return AllReduceResult(
+            peers=tuple(answer["peers"]),
+            failed_peers=failed,
+            matchmaking_seconds=answer["matchmaking"],
+            transfer_seconds=transfer,
+            total_seconds=total,
+            average_norm=average_norm,
+            local_norm=local_norm,
+        )
+
+
+def _seconds(asked: timedelta | None, configured: timedelta) -> float:
+    return (asked or configured).total_seconds()
+
+
+def _read_answers(descriptor: int, answers: queue.SimpleQueue[dict[str, Any] | None]) -> None:
+    with os.fdopen(descriptor, encoding="utf-8") as pipe:
+        for line in pipe:
+            answers.put(json.loads(line))
+    answers.put(None)

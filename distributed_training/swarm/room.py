@@ -1,0 +1,74 @@
+"""What a swarm is to the rest of the miner, and how an average is judged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
+
+
+class SwarmUnavailable(RuntimeError):
+    """The swarm host could not be started; the message says why and what mends it."""
+
+
+class Swarm(Protocol):
+    """One peer of the swarm."""
+
+    @property
+    def peer_id(self) -> str: ...
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        """float32 CPU tensors in state-dict order, averaged in place.
+
+        After a failed round their content is unspecified: weights never live here.
+        """
+        ...
+
+    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+        """Average ``buffers`` with the peers; blocks, at most until the round's deadline.
+
+        Raises AllReduceError. Call it from a thread of its own.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """End a running :meth:`average` soon, with AllReduceError(CANCELLED). From any thread."""
+        ...
+
+    def alive(self) -> bool: ...
+    def restart(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Euclidean norm over all tensors, summed in float64; NaN or Inf if any value is."""
+    return math.sqrt(
+        sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
+    )
+
+
+def judge(*, local_norm: float, average_norm: float, max_ratio: float) -> None:
+    """Raises AllReduceError when an average must not be used.
+
+    One peer that sends NaN makes every peer's average NaN while hivemind's step succeeds. An
+    average of vectors is at most as long as the longest of them, so a norm far above our own
+    pseudo-gradient's comes from a peer whose step is out of proportion.
+    """
+    if not math.isfinite(average_norm):
+        raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
+    if max_ratio > 0 and local_norm > 0 and average_norm > max_ratio * local_norm:
+        raise AllReduceError(
+            AllReduceFault.OUT_OF_BOUNDS,
+            f"norm {average_norm:.4g} against {local_norm:.4g} of ours, more than "
+            f"--neuron.max_average_norm_ratio {max_ratio:g}",
+        )
