@@ -114,6 +114,7 @@ class NeuronState:
     uid: int
     phase: str = "starting"
     peer_id: str = ""
+    maddrs: tuple[str, ...] = ()  # addresses others join the swarm at
     outer_step: int = 0
     inner_step: int = 0
     loss: float | None = None
@@ -141,6 +142,7 @@ class NeuronState:
         self.starts += 1
         self.phase = "starting"
         self.peer_id = str(event.get("peer_id") or self.peer_id)
+        self.maddrs = tuple(map(str, event.get("maddrs") or ()))
         if event.get("outer_step") is not None:
             self.outer_step = int(event["outer_step"])
         if self.first_outer_step is None:

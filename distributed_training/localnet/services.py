@@ -152,8 +152,8 @@ class Services:
 
     # --- what a neuron is started with ------------------------------------------------------------
 
-    def arguments(self, plan: NeuronPlan) -> list[str]:
-        """Script and flags. No secret is among them."""
+    def arguments(self, plan: NeuronPlan, *, initial_peers: Sequence[str] = ()) -> list[str]:
+        """Script and flags. No secret is among them. ``initial_peers``: of the swarm, if any."""
         options = self.options
         validator = next(p for p in self.plans if p.kind == "validator")
         flags = {
@@ -169,6 +169,8 @@ class Services:
             "axon.port": str(plan.axon_port),
             "dht.port": str(plan.dht_port),
         }
+        if initial_peers:
+            flags["neuron.initial_peers"] = ",".join(initial_peers)
         least = options.least_miners or len(options.ranks)
         flags["neuron.min_group_size"] = str(least + 1)  # the validator is one of the group
         if options.blocks_per_allreduce is not None:

@@ -68,6 +68,7 @@ class LocalSubnet:
     object while waiting, to redraw a view. ``stop_grace`` covers the stop of the miners, half of
     it then that of the validator; what does not end in it is killed and reported. ``settle``: how
     long a miner may be behind the validator's published outer step before nobody waits for it.
+    ``start_timeout`` covers the validator's start, the publication of the first model included.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class LocalSubnet:
         refresh: Callable[[LocalSubnet], None] = lambda subnet: None,
         stop_grace: timedelta = timedelta(seconds=20),
         settle: timedelta = timedelta(seconds=15),
+        start_timeout: timedelta = timedelta(seconds=120),
     ) -> None:
         self.options = options
         self.folder = options.folder.absolute()
@@ -86,6 +88,7 @@ class LocalSubnet:
         self.strays: list[Stray] = []
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
+        self._start_timeout = start_timeout
         self.started_at = time.time()
         self.neurons: list[Neuron] = []
         self.services: Services | None = None
@@ -99,9 +102,10 @@ class LocalSubnet:
     # --- life ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bring everything up; neurons are started, not waited for.
+        """Bring everything up; the validator is waited for, the miners are not.
 
-        Raises ConfigError if the folder cannot be used, SubnetFailure if a service does not come.
+        Raises ConfigError if the folder cannot be used, SubnetFailure if a service or the validator
+        does not come.
         """
         self._take_folder()
         self._previous_mark = os.environ.get(MARK)
@@ -117,12 +121,13 @@ class LocalSubnet:
                 raise SubnetFailure(str(failure)) from failure
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
-            for plan in plans:
-                neuron = self._prepare(plan)
-                self.neurons.append(neuron)
-                neuron.child.start()
-                self._tell(f"{plan.name} started (pid {neuron.child.pid}), log {neuron.child.log}")
-            self._write_state()
+            self.neurons = [self._prepare(plan) for plan in plans]
+            # The miners join the swarm at the validator's address and load the model it publishes.
+            self._start_neuron(self.validator)
+            state = self.validator.state
+            self.wait_until(lambda: state.starts > 0, self._start_timeout, "the validator's start")
+            for miner in self.miners:
+                self._start_neuron(miner)
         except BaseException:
             self.stop(timedelta(seconds=5))
             raise
@@ -202,7 +207,7 @@ class LocalSubnet:
 
     def restart_miner(self, index: int) -> None:
         """Start a miner again that was killed or stopped, with the folder it had."""
-        self.miners[index].child.start()
+        self._start_neuron(self.miners[index])
 
     def poll(self) -> None:
         """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
@@ -292,12 +297,22 @@ class LocalSubnet:
             if line:
                 self._tell(f"{neuron.plan.name}: {line}")
 
+    def _start_neuron(self, neuron: Neuron) -> None:
+        assert self.services is not None
+        plan, child = neuron.plan, neuron.child
+        peers = () if plan.kind == "validator" else self.validator.state.maddrs
+        words = self.services.arguments(plan, initial_peers=peers)
+        child.command = [sys.executable, *words]
+        child.start()
+        self._tell(f"{plan.name} started (pid {child.pid}), log {child.log}")
+        self._write_state()
+
     def _prepare(self, plan: NeuronPlan) -> Neuron:
         assert self.services is not None
         plan.folder.mkdir(parents=True, exist_ok=True)
         child = Child(
             name=plan.name,
-            command=[sys.executable, *self.services.arguments(plan)],
+            command=(),
             environment=self.services.environment(plan),
             folder=plan.folder,
             log=plan.folder / "log.txt",

@@ -120,8 +120,8 @@ def summarize(
         took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
         missed = [m.name for m in miners if m.name not in took_part]
         own_round = _round_to(validator, reached)
-        losses = next((e for e in validator.evaluations if e.outer_step == reached), None)
-        losses = losses or Evaluation(reached, None, None)
+        told = [e for e in validator.evaluations if e.outer_step == reached]
+        losses = told[-1] if told else Evaluation(reached, None, None)  # refused ones come before
         steps.append(
             OuterStepResult(
                 outer_step=reached,
