@@ -1,0 +1,85 @@
+"""The local subnet's text: this machine's own Python standard library, which is always there.
+
+Files fall into configs by a hash of their path, so the split is the same in every process. Held-out
+files are never part of a page.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+
+from .source import PageUnavailable
+
+_CONFIGS = 8
+_ROW_CHARACTERS = 1000
+_HELD_OUT_OF_100 = 4
+_LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "ensurepip"}
+
+
+class StdlibSource:
+    """A :class:`~.source.PageSource` over ``*.py`` of the standard library."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(sysconfig.get_paths()["stdlib"])
+
+    def num_rows(self) -> Mapping[str, int]:
+        return {config: len(rows) for config, rows in self._tables.items()}
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        if config not in self._tables:
+            raise PageUnavailable(f"{config} is not a config of the standard library corpus")
+        return self._tables[config][row : row + limit]
+
+    def held_out(self) -> list[str]:
+        """Rows of the held-out files, in a fixed order."""
+        return [row for path, text in self._files() if _held_out(path) for row in _rows(text)]
+
+    @cached_property
+    def _tables(self) -> dict[str, list[str]]:
+        tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
+        held_out = set(self.held_out())  # codec tables and licences repeat word for word
+        for path, text in self._files():
+            if not _held_out(path):
+                table = tables[f"stdlib-{_digest(path) % _CONFIGS}"]
+                table.extend(row for row in _rows(text) if row not in held_out)
+        return tables
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        found = False
+        for path in sorted(self._folder.rglob("*.py")):
+            relative = path.relative_to(self._folder)
+            if _LEFT_OUT.intersection(relative.parts):
+                continue
+            try:
+                yield relative.as_posix(), path.read_text(encoding="utf-8")
+                found = True
+            except (OSError, UnicodeDecodeError):
+                continue
+        if not found:
+            raise PageUnavailable(f"{self._folder} holds no Python sources: pass another folder")
+
+
+def _digest(path: str) -> int:
+    return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
+
+
+def _held_out(path: str) -> bool:
+    return _digest("held out/" + path) % 100 < _HELD_OUT_OF_100
+
+
+def _rows(text: str) -> Iterator[str]:
+    """Pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
+    piece: list[str] = []
+    length = 0
+    for line in text.splitlines(keepends=True):
+        piece.append(line)
+        length += len(line)
+        if length >= _ROW_CHARACTERS:
+            yield "".join(piece)
+            piece, length = [], 0
+    if length:
+        yield "".join(piece)

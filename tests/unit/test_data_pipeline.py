@@ -1,0 +1,145 @@
+"""The local corpus, the byte tokenizer and the pipeline with its real worker process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training.config.data import DataSettings
+from distributed_training.data import (
+    DataPipeline,
+    StdlibSource,
+    TextTokenizer,
+    build_tokenizer,
+    held_out_batches,
+)
+from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.protocol.pages import select_pages
+
+pytestmark = pytest.mark.timeout(60)
+
+SETTINGS = DataSettings(source="stdlib", pages_per_block=2, rows_per_page=20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
+
+
+def pipeline(tokenizer: tuple[Path, int], **changes: int) -> DataPipeline:
+    values = {"uid": 3, "local_rank": 0, "sequence_length": 64, "micro_batch_size": 2} | changes
+    return DataPipeline(
+        settings=SETTINGS, tokenizer_path=tokenizer[0], eos_id=tokenizer[1], **values
+    )
+
+
+@pytest.fixture()
+def running(tokenizer: tuple[Path, int]) -> Iterator[DataPipeline]:
+    made = pipeline(tokenizer)
+    yield made
+    made.close()
+
+
+def wait_ready(made: DataPipeline, block: int) -> int:
+    deadline = time.monotonic() + 30
+    while (count := made.ready(block)) is None:
+        assert time.monotonic() < deadline, "the block never became ready"
+        time.sleep(0.01)
+    return count
+
+
+def test_every_config_is_large_enough_for_the_page_selection() -> None:
+    assert min(StdlibSource().num_rows().values()) > 101
+
+
+def test_held_out_rows_are_in_no_page() -> None:
+    source = StdlibSource()
+    pages = {row for config in source.num_rows() for row in source._tables[config]}
+    held_out = [row for row in source.held_out() if len(row) > 200]
+    assert len(held_out) > 50
+    assert not pages.intersection(held_out)
+
+
+def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
+    text = "def f(x):\n\treturn 'ß → 日本'  # ok\n"
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    ids = made.encode_rows([text], max_length=1000)
+    assert len(ids) == len(text.encode()) + 1
+    assert ids[-1] == tokenizer[1] < BYTE_VOCABULARY
+    assert made._tokenizer.decode(ids[:-1].tolist()) == text
+
+
+def test_rows_are_cut_and_ended(tokenizer: tuple[Path, int]) -> None:
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    ids = made.encode_rows(["abcdef", "", "gh"], max_length=3).tolist()
+    assert [i for i, token in enumerate(ids) if token == tokenizer[1]] == [3, 4, 7]
+
+
+def test_batches_are_the_assigned_pages_in_order(
+    running: DataPipeline, tokenizer: tuple[Path, int]
+) -> None:
+    running.request(1234)
+    count = wait_ready(running, 1234)
+    running.begin(1234, count)
+    batches = []
+    while (batch := running.next()) is not None:
+        assert batch.shape == (2, 64) and batch.dtype == torch.int64
+        batches.append(batch)
+    source = StdlibSource()
+    pages = select_pages(uid=3, local_rank=0, block=1234, n_pages=2, num_rows=source.num_rows())
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    rows = [t for c, r, s in pages for t in source.rows(c, r, split=s, limit=20)]
+    tokens = torch.from_numpy(made.encode_rows(rows, max_length=1024)).long()
+    served = torch.cat(batches).flatten()
+    assert torch.equal(served, tokens[: len(served)])
+    assert len(tokens) - len(served) < 2 * 64
+
+
+def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
+    running.request(5)
+    wait_ready(running, 5)
+    running.begin(5, 5)
+    assert running.next() is not None
+    assert running.next() is not None
+    assert running.next() is None  # the fifth is no whole micro-batch
+    assert running.cursor() == {"block": 5, "sequences": 5, "offset": 4}
+    with pytest.raises(ValueError, match="were ordered"):
+        running.begin(5, 10**6)
+
+
+def test_ranks_read_other_pages(tokenizer: tuple[Path, int]) -> None:
+    made = [pipeline(tokenizer), pipeline(tokenizer, local_rank=1)]
+    try:
+        first = []
+        for one in made:
+            one.request(7)
+            one.begin(7, wait_ready(one, 7))
+            first.append(one.next())
+        assert not torch.equal(first[0], first[1])
+    finally:
+        for one in made:
+            one.close()
+
+
+def test_a_dead_worker_is_replaced(running: DataPipeline) -> None:
+    running.request(1)
+    wait_ready(running, 1)
+    for process in list(running._pool._processes.values()):
+        process.kill()
+        process.join(10)
+    running.request(2)
+    if wait_ready(running, 2) == 0:  # the pool noticed only with this block
+        running.request(3)
+        assert wait_ready(running, 3) > 0
+
+
+def test_held_out_batches(tokenizer: tuple[Path, int]) -> None:
+    batches = held_out_batches(
+        tokenizer_path=tokenizer[0], eos_id=tokenizer[1], sequences=8, sequence_length=128
+    )
+    assert batches.shape == (8, 128) and batches.dtype == torch.int64
+    assert int(batches.max()) < BYTE_VOCABULARY
