@@ -52,8 +52,8 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
     if name == "bytes":
-        tokenizer = byte_tokenizer()
-        eos_id = tokenizer.token_to_id(EOS)
+        tokenizer: Tokenizer | None = byte_tokenizer()
+        eos_id = byte_tokenizer().token_to_id(EOS)
     else:
         from transformers import AutoTokenizer
 
@@ -67,6 +67,7 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
             )
         tokenizer.no_truncation()
         tokenizer.no_padding()
+    assert tokenizer is not None and eos_id is not None
     temporary = path.with_suffix(".tmp")
     tokenizer.save(str(temporary))
     temporary.replace(path)

@@ -17,7 +17,7 @@ class RoundBroken(RuntimeError):
 class DTGradAverager(DecentralizedAverager):
     """A full peer (NODE) that tells who took part and who failed.
 
-    A step's result is ``{"peers": [peer id, ...], "failed": [peer id, ...], "kept_local": fraction}``
+    A step's result is ``{"peers": [peer id, ...], "failed": [peer id, ...], "kept_local": f}``
     where ``kept_local`` is the part of all values for which no average came back.
     """
 

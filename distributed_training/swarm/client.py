@@ -196,7 +196,7 @@ class HivemindSwarm:
             self._send({"kind": "cancel"})
 
     def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
-        """See :class:`~.room.Swarm`. A host that hangs past the deadline is killed and restarted."""
+        """See :class:`~.room.Swarm`. A host that hangs past the deadline is started again."""
         if not self._lock.acquire(blocking=False):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:

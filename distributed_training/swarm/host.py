@@ -133,7 +133,7 @@ class Host:
         now = time.monotonic()
         try:
             result = step.result(timeout=0)
-        except Exception as error:  # hivemind raises what its process raised: any type
+        except Exception as error:  # noqa: BLE001 - hivemind raises what its process raised
             detail = f"{type(error).__name__}: {error}"
             if "could not find a group" in detail:
                 fault = "NO_GROUP"
@@ -204,7 +204,7 @@ def main() -> int:
     while (order := rounds.get()) is not None:
         try:
             host.average(order)
-        except Exception as error:  # the client waits for an answer, whatever went wrong
+        except Exception as error:  # noqa: BLE001 - the client waits for an answer
             host.tell(
                 {
                     "kind": "failed",
