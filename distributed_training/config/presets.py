@@ -16,6 +16,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "local": {
         "netuid": str(PUBLIC_NETUID),
         "neuron.device": "cpu",
+        "neuron.global_tokenizer_name": "bytes",
+        "data.source": "stdlib",
         "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
         "neuron.local_batch_size_train_effective": "16",

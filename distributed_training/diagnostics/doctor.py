@@ -35,7 +35,10 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
     try:
         return Check(name, "ok", probe())
     except (ProbeError, ConfigError, OSError) as error:
-        return Check(name, "fail", str(error) or type(error).__name__, remedy)
+        finding = (
+            " ".join(str(error).split()) or type(error).__name__
+        )  # libraries' texts have lines
+        return Check(name, "fail", finding, remedy)
 
 
 def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:
