@@ -14,7 +14,7 @@ from distributed_training.config.flags import ConfigError
 from distributed_training.training.model import CONFIG_EXTRAS, hf_config, schema_of
 
 
-def small_llama(*, vocabulary: int, sequence_length: int, pad_token: int | None) -> dict[str, Any]:
+def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
     """``config.json`` of a Llama of 1 to 2 million parameters for up to 4096 words."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -29,8 +29,8 @@ def small_llama(*, vocabulary: int, sequence_length: int, pad_token: int | None)
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
         "bos_token_id": None,
-        "eos_token_id": pad_token,
-        "pad_token_id": pad_token,
+        "eos_token_id": eos_token,
+        "pad_token_id": eos_token,
     }
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,17 +24,19 @@ class PageSource(Protocol):
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]: ...
 
 
-def to_sequences(rows: Sequence[str], tokenizer: Any, sequence_length: int) -> Tensor:
-    """int64 ``(n, sequence_length)``: each row cut to 1024 tokens, an end-of-sequence token after
-    each, all in one line, cut to consecutive sequences; n is even."""
-    tokens: list[int] = []
-    for text in rows:
-        tokens += tokenizer.encode(text, truncation=True, max_length=MAX_TOKENS_PER_ROW)
-        tokens.append(tokenizer.eos_token_id)
+class Tokenizer(Protocol):
+    """``data.TextTokenizer``."""
+
+    def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
+        """Each row cut to ``max_length`` tokens, then an end-of-sequence token; one line."""
+        ...
+
+
+def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
+    """One line of tokens as int64 ``(n, sequence_length)``; n is even, the rest is dropped."""
     count = len(tokens) // (BATCH * sequence_length) * BATCH
-    return torch.tensor(tokens[: count * sequence_length], dtype=torch.int64).view(
-        count, sequence_length
-    )
+    cut = tokens[: count * sequence_length].astype(np.int64)
+    return torch.from_numpy(cut).view(count, sequence_length)
 
 
 class PageReader:
@@ -48,7 +51,7 @@ class PageReader:
         self,
         *,
         source: PageSource,
-        tokenizer: Any,
+        tokenizer: Tokenizer,
         sequence_length: int,
         ranks: int,
         pages: int,
@@ -78,8 +81,8 @@ class PageReader:
                     num_rows=self._source.num_rows(),
                 ):
                     rows += self._source.rows(config, row, split=split, limit=ROWS_PER_PAGE)
-                sequences = to_sequences(rows, self._tokenizer, self._sequence_length)
-                parts.append(sequences[:per_rank])
+                tokens = self._tokenizer.encode_rows(rows, max_length=MAX_TOKENS_PER_ROW)
+                parts.append(to_sequences(tokens, self._sequence_length)[:per_rank])
         except self._unavailable as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
         found = torch.cat(parts)

@@ -38,7 +38,7 @@ from distributed_training.validator.initial import (
     small_llama,
 )
 from distributed_training.validator.model import EvaluationModel, Stopped
-from distributed_training.validator.pages import PageReader, PageSource
+from distributed_training.validator.pages import PageReader, PageSource, Tokenizer
 from distributed_training.validator.publisher import GlobalPublisher, GlobalState, GlobalStateError
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.validator import Chain, Identity, Validator
@@ -64,7 +64,9 @@ class Outside:
     client: rounds.Client
     bucket: Bucket
     open_bucket: OpenBucket
-    tokenizer: Any
+    tokenizer: Tokenizer
+    vocabulary: int  # of the tokenizer; words a new model needs
+    eos_id: int
     source: PageSource
     unavailable: tuple[type[Exception], ...]
     held_out: Tensor
@@ -146,7 +148,7 @@ def build(
     )
     model_config = publisher.model_config()
     if model_config is None:
-        model_config = _new_model(config, outside.tokenizer)
+        model_config = _new_model(config, outside)
     schema = parameter_schema(model_config)
     swarm = outside.swarm(schema)
     stack.callback(swarm.close)
@@ -245,14 +247,14 @@ def bucket_by_commitment(outside: Outside, uid: int, hotkey: str) -> ReadBucket:
         raise BucketError(f"uid {uid}: {error}") from None
 
 
-def _new_model(config: Config, tokenizer: Any) -> dict[str, Any]:
+def _new_model(config: Config, outside: Outside) -> dict[str, Any]:
     path = config.validator.model_config
     if path is not None:
-        return read_model_config(path, len(tokenizer))
+        return read_model_config(path, outside.vocabulary)
     return small_llama(
-        vocabulary=len(tokenizer),
+        vocabulary=outside.vocabulary,
         sequence_length=config.training.sequence_length,
-        pad_token=tokenizer.eos_token_id,
+        eos_token=outside.eos_id,
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -14,11 +17,9 @@ NUM_ROWS = {"a": 500, "b": 900}
 
 
 class ByteTokenizer:
-    eos_token_id = 256
-
-    def encode(self, text: str, *, truncation: bool, max_length: int) -> list[int]:
-        assert truncation
-        return list(text.encode())[:max_length]
+    def encode_rows(self, rows: list[str], *, max_length: int) -> np.ndarray:
+        tokens = [t for row in rows for t in [*row.encode()[:max_length], 256]]
+        return np.array(tokens, dtype=np.int32)
 
 
 class Source:
@@ -46,13 +47,21 @@ def _reader(source: object, **changes: object) -> PageReader:
     return PageReader(**options)
 
 
-def test_rows_are_cut_ended_and_joined() -> None:
-    found = to_sequences(["ab", "c" * 2000], ByteTokenizer(), 64)
-    # 2 + 1 + 1024 + 1 tokens: 16 sequences of 64, the tail dropped
-    assert found.shape == (16, 64) and found.dtype == torch.int64
-    assert found[0, :4].tolist() == [97, 98, 256, 99]
-    assert to_sequences(["x" * 62], ByteTokenizer(), 32).shape == (0, 32)  # one token too few
-    assert to_sequences(["x" * 63], ByteTokenizer(), 32).shape == (2, 32)
+@pytest.mark.parametrize("tokens, count", [(63, 0), (64, 2), (127, 2), (128, 4)])
+def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
+    found = to_sequences(np.arange(tokens, dtype=np.int32), 32)
+    assert found.shape == (count, 32) and found.dtype == torch.int64
+    assert found.flatten().tolist() == list(range(count * 32))
+
+
+def test_the_data_rooms_tokenizer_fits(tmp_path: Path) -> None:
+    from distributed_training.data import StdlibSource, TextTokenizer, build_tokenizer
+
+    path, eos = build_tokenizer("bytes", tmp_path)
+    source = StdlibSource()
+    reader = _reader(source, tokenizer=TextTokenizer(path, eos_id=eos), sequence_length=256)
+    found = reader(7, 1234)
+    assert found.shape[0] >= 8 and int(found.max()) == eos
 
 
 def test_the_first_pages_of_each_rank_are_read() -> None:

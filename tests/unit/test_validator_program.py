@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from validator_world import (
@@ -51,13 +52,8 @@ def root_logger() -> Any:
 class Words:
     """A tokenizer and a page source: each row is a line of the learnable text."""
 
-    eos_token_id = 0
-
-    def __len__(self) -> int:
-        return VOCABULARY
-
-    def encode(self, text: str, *, truncation: bool, max_length: int) -> list[int]:
-        return [int(word) for word in text.split()]
+    def encode_rows(self, rows: list[str], *, max_length: int) -> np.ndarray:
+        return np.array([int(word) for row in rows for word in row.split()], dtype=np.int32)
 
     def num_rows(self) -> dict[str, int]:
         return {"text": 100_000}
@@ -99,6 +95,8 @@ class Outside:
             bucket=self.bucket,
             open_bucket=open_bucket,
             tokenizer=Words(),
+            vocabulary=VOCABULARY,
+            eos_id=0,
             source=Words(),
             unavailable=(OSError,),
             held_out=sequences(5, 8),
@@ -228,9 +226,11 @@ def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
     plain = dataclasses.replace(
         config, validator=dataclasses.replace(config.validator, model_config=None)
     )
-    model = program._new_model(plain, Words())
+    with ExitStack() as stack:
+        parts = Outside(tmp_path).connect(config, tmp_path, stack)
+    model = program._new_model(plain, parts)
     assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] == LENGTH
-    assert model["eos_token_id"] == Words.eos_token_id
+    assert model["eos_token_id"] == 0
 
 
 def test_cuda_without_a_gpu_is_said_plainly() -> None:

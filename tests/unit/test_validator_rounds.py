@@ -438,7 +438,7 @@ def test_the_initial_model_is_the_same_for_one_seed_and_the_config_is_plain() ->
     first, again = (initial_weights(MODEL_CONFIG, seed=7) for _ in range(2))
     assert all(map(torch.equal, first, again))
     assert not torch.equal(first[0], initial_weights(MODEL_CONFIG, seed=8)[0])
-    config = small_llama(vocabulary=2048, sequence_length=256, pad_token=0)
+    config = small_llama(vocabulary=2048, sequence_length=256, eos_token=0)
     count = sum(torch.Size(shape).numel() for _, shape in parameter_schema(config))
     assert 1_000_000 <= count <= 2_000_000
     assert json.loads(json.dumps(config)) == config
