@@ -7,10 +7,10 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.config.miner import MinerSettings
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, free_ports
@@ -101,7 +101,17 @@ class Services:
     def _start_store(self) -> None:
         from distributed_training.localnet.object_store import ObjectStoreServer
 
-        raise NotImplementedError(ObjectStoreServer)
+        self._store = ObjectStoreServer(folder=self._store_folder)
+        try:
+            self._store.start()
+        except RuntimeError as error:
+            raise ServiceFailure(str(error)) from error
+        self.store_endpoint = self._store.endpoint
+        client = s3_client(self.store_endpoint, self._keys(), write=True)
+        there = {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}  # when resuming
+        for plan in self.plans:
+            if self.bucket(plan) not in there:
+                client.create_bucket(Bucket=self.bucket(plan))
 
     def _start_chain(self) -> None:
         (port,) = free_ports(1)
@@ -189,11 +199,20 @@ class Services:
         return [str(script), *words, *more]
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
-        """The neuron's environment, with the keys of its bucket."""
-        return self._clean_environment() | self._keys(plan)
+        """The neuron's environment, with the keys of the object store."""
+        return self._clean_environment() | self._keys()
 
-    def _keys(self, plan: NeuronPlan) -> dict[str, str]:
-        raise NotImplementedError
+    def _keys(self) -> dict[str, str]:
+        """One account: the same two keys for all, one of which may only read."""
+        assert self._store is not None
+        credentials = self._store.credentials
+        return {
+            "R2_ACCOUNT_ID": credentials.account_id,
+            "R2_READ_ACCESS_KEY_ID": credentials.read_key,
+            "R2_READ_SECRET_ACCESS_KEY": credentials.read_secret,
+            "R2_WRITE_ACCESS_KEY_ID": credentials.write_key,
+            "R2_WRITE_SECRET_ACCESS_KEY": credentials.write_secret,
+        }
 
     def _clean_environment(self) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
@@ -207,6 +226,25 @@ class Services:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
+
+
+def s3_client(endpoint: str, keys: Mapping[str, str], *, write: bool = False) -> Any:
+    """A boto3 client for a store of ``keys`` (the ``R2_`` variables), by default to read only."""
+    import boto3
+    from botocore.config import Config
+
+    kind = "WRITE" if write else "READ"
+    return boto3.client(
+        "s3",
+        endpoint_url=endpoint,
+        aws_access_key_id=keys[f"R2_{kind}_ACCESS_KEY_ID"],
+        aws_secret_access_key=keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
+        region_name="auto",
+        config=Config(
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+        ),
+    )
 
 
 def _answers(url: str) -> bool:

@@ -13,10 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import torch
-from botocore.config import Config as BotoConfig
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +22,7 @@ from distributed_training.config import load_config
 from distributed_training.data import held_out_batches
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import marked
+from distributed_training.localnet.services import s3_client
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 
@@ -44,18 +43,7 @@ class Run:
 def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
     """Everything in a neuron's bucket, with its read keys."""
     assert subnet.services is not None
-    keys = subnet.services.environment(plan)
-    client = boto3.client(
-        "s3",
-        endpoint_url=subnet.services.store_endpoint,
-        aws_access_key_id=keys["R2_READ_ACCESS_KEY_ID"],
-        aws_secret_access_key=keys["R2_READ_SECRET_ACCESS_KEY"],
-        region_name="auto",
-        config=BotoConfig(
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-        ),
-    )
+    client = s3_client(subnet.services.store_endpoint, subnet.services.environment(plan))
     bucket = subnet.services.bucket(plan)
     for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
         path = destination / bucket / entry["Key"]

@@ -93,7 +93,7 @@ class TestSubnet:
 
     @staticmethod
     def check_secrets(folder: Path, command_lines: list[list[str]]) -> None:
-        """Each neuron has its own keys, from the environment only."""
+        """Neurons have the store's keys, from the environment only, and not the operator's."""
         seen = {
             name: json.loads((folder / name / "environment.json").read_text())
             for name in ("validator", "miner-000", "miner-011")
@@ -102,7 +102,6 @@ class TestSubnet:
         read_keys = {e["R2_READ_SECRET_ACCESS_KEY"] for e in seen.values()}
         assert "the-operators-own" not in write_keys
         assert not write_keys & read_keys
-        assert len(write_keys) == 3
         words = " ".join(word for line in command_lines for word in line)
         for secret in write_keys | read_keys:
             assert secret not in words
