@@ -153,7 +153,7 @@ def check_memory(
                 "host memory",
                 budget.host,
                 host_bytes,
-                "give --neuron.offload_optimizer off, or use a machine with more memory",
+                "use a machine with more memory, or --neuron.offload_optimizer off if it is on",
             )
         )
     return checks

@@ -1,0 +1,77 @@
+"""One rank of diagnose.py's measurement: trains random tokens on random weights, prints the speed.
+
+Started by ``scripts/diagnose.py`` through torchrun; DT_MEASURE holds model and seconds as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from distributed_training.config import load_config
+from distributed_training.miner.process import die_with_parent, rank_environment
+
+WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
+
+
+def main(argv: list[str]) -> int:
+    die_with_parent(signal.SIGKILL)
+    order = json.loads(os.environ["DT_MEASURE"])
+    config = load_config("miner", argv, check=False)
+    me = rank_environment()
+
+    import torch
+    import torch.distributed as dist
+
+    from distributed_training.training import Trainer
+
+    cuda = config.miner.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
+    trainer = Trainer(
+        settings=config.training,
+        model_config=order["model"],
+        device=device,
+        world_size=me.world_size,
+        rank=me.rank,
+        group=None,
+    )
+    trainer.load_weights(None)
+    trainer.begin_epoch(0)
+    wanted = config.training.local_batch_size_train
+    micro_batch = wanted if isinstance(wanted, int) else trainer.micro_batch_size
+    shape = (micro_batch, config.training.sequence_length)
+    batch = torch.randint(0, int(order["model"]["vocab_size"]), shape, dtype=torch.int64)
+
+    def run() -> None:
+        trainer.add_micro_batch(batch, data_wait_seconds=0.0)
+        if cuda:
+            torch.cuda.synchronize()
+
+    for _ in range(WARM_UP_STEPS):
+        run()
+    done, start, ours = 0, time.perf_counter(), torch.zeros(1)
+    while not ours.item():
+        run()
+        done += 1
+        ours[0] = float(time.perf_counter() - start > order["seconds"])
+        dist.broadcast(ours, 0, group=dist.group.WORLD)  # all ranks stop at the same micro-batch
+    seconds = (time.perf_counter() - start) / done
+    if me.rank == 0:
+        found = {"micro_batch_seconds": seconds, "micro_batches": trainer.micro_batches_per_step}
+        print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

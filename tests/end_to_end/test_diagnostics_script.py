@@ -1,0 +1,96 @@
+"""scripts/diagnose.py as an operator runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.timeout(200)
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
+}
+LOCAL = ["--preset", "local", "--offline", "--dht.port", "0", "--nproc_per_node", "1"]
+
+
+def diagnose(
+    *words: str, folder: Path, environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
+    where = ("--neuron.run_folder", str(folder / "run"))
+    return subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "diagnose.py"), *LOCAL, *words, *where],
+        env={**clean, "OMP_NUM_THREADS": "1", **(KEYS if environ is None else environ)},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def test_a_machine_in_order(tmp_path: Path) -> None:
+    done = diagnose("--diagnostics.measure", "0", "--axon.port", "0", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("configuration", "python", "torch", "batch", "model", "disk", "port axon.port"):
+        assert name in done.stdout
+    assert "0 failed" in done.stdout.splitlines()[-1]
+    assert not (tmp_path / "run").exists()  # looking changes nothing
+
+
+def test_failures_name_their_remedy(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        words = ("--json", "--diagnostics.measure", "0", "--axon.port", port)
+        done = diagnose(*words, "--diagnostics.minimum_disk_gb", "1e9", folder=tmp_path, environ={})
+    assert done.returncode == 1, done.stderr
+    failed = {c["name"]: c for c in json.loads(done.stdout) if c["status"] == "fail"}
+    assert set(failed) >= {"configuration", "port axon.port", "disk"}
+    assert "R2_ACCOUNT_ID" in failed["configuration"]["finding"]
+    assert ".env" in failed["configuration"]["remedy"]
+    assert port in failed["port axon.port"]["finding"]
+    assert all(check["remedy"] for check in failed.values())
+
+
+def test_a_wrong_flag_is_one_line(tmp_path: Path) -> None:
+    done = diagnose("--neuron.upload_stepz", "3", folder=tmp_path)
+    assert done.returncode == 2 and not done.stdout
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: --neuron.upload_stepz is not a known flag")
+    done = diagnose("--model", "7b", folder=tmp_path)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
+
+
+def test_a_model_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    huge = {
+        "hidden_size": 16384,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "intermediate_size": 53248,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "huge.json").write_text(json.dumps(huge))
+    words = ("--json", "--diagnostics.measure", "0", "--axon.port", "0", "--model", "huge.json")
+    done = diagnose(*words, folder=tmp_path)
+    assert done.returncode == 1, done.stderr
+    failed = {c["name"]: c for c in json.loads(done.stdout) if c["status"] == "fail"}
+    assert set(failed) == {"host memory", "disk for it"}
+
+
+def test_the_step_time_is_measured(tmp_path: Path) -> None:
+    words = ("--json", "--diagnostics.measure", "1", "--axon.port", "0", "--model", "tiny")
+    done = diagnose(*words, folder=tmp_path)
+    checks = {c["name"]: c for c in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 x " in checks["step time"]["finding"]  # 16 sequences in micro-batches of 2, one rank
+    assert checks["first upload"]["finding"].startswith("step 5, ")
