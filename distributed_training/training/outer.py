@@ -1,0 +1,119 @@
+"""The outer step's arithmetic and its file, without FSDP or process groups.
+
+Miners and the validator import this one implementation, so that all of them compute the same
+float32 bits from the same average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+OUTER_LEARNING_RATE = 0.8
+OUTER_MOMENTUM = 0.9
+
+
+@torch.no_grad()
+def nesterov_sgd(
+    param: Tensor,
+    grad: Tensor,
+    momentum: Tensor | None,
+    *,
+    lr: float = OUTER_LEARNING_RATE,
+    mu: float = OUTER_MOMENTUM,
+) -> tuple[Tensor, Tensor]:
+    """One SGD step with Nesterov momentum: new tensors ``(param, momentum)``; inputs untouched.
+
+    float32 CPU tensors of one shape. ``momentum=None`` means that there was no step yet. The bits
+    are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise, so a shard
+    gives the same bits as the whole tensor.
+    """
+    new_momentum = grad.clone() if momentum is None else momentum.mul(mu).add_(grad)
+    update = grad.add(new_momentum, alpha=mu)
+    return param.add(update, alpha=-lr), new_momentum
+
+
+@dataclass(frozen=True)
+class OuterOptimizerState:
+    """What ``outer_optimizer.pt`` holds. ``momentum`` is None before the first outer step."""
+
+    momentum: list[Tensor] | None
+    learning_rate: float
+    mu: float
+    outer_step: int
+
+
+def save_outer_optimizer(path: Path, state: OuterOptimizerState) -> None:
+    """Write ``outer_optimizer.pt`` in the public network's form (protocol page, section 3).
+
+    ``state.momentum`` are whole float32 tensors in state-dict order. Written to a temporary name,
+    synced, renamed.
+    """
+    from .files import atomic_file  # outer.py stays importable without the rest of the room
+
+    count = len(state.momentum) if state.momentum is not None else 0
+    content = {
+        "optimizer_state_dict": {
+            "state": {i: {"momentum_buffer": t} for i, t in enumerate(state.momentum or ())},
+            "param_groups": [
+                {
+                    "lr": state.learning_rate,
+                    "momentum": state.mu,
+                    "dampening": 0,
+                    "weight_decay": 0,
+                    "nesterov": True,
+                    "maximize": False,
+                    "foreach": None,
+                    "differentiable": False,
+                    "fused": None,
+                    "params": list(range(count)),
+                }
+            ],
+        },
+        "learning_rate": state.learning_rate,
+        "epoch": state.outer_step,
+    }
+    with atomic_file(path) as handle:
+        torch.save(content, handle)
+
+
+def load_outer_optimizer(
+    path: Path, schema: Sequence[tuple[str, tuple[int, ...]]]
+) -> OuterOptimizerState:
+    """Read ``outer_optimizer.pt``; tensors are memory-mapped, in the order of ``schema``.
+
+    Raises ValueError, in one line, when the file is not a SGD state for this model.
+    """
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        groups = content["optimizer_state_dict"]["param_groups"]
+        entries = content["optimizer_state_dict"]["state"]
+        learning_rate = float(groups[0]["lr"])
+        mu = float(groups[0].get("momentum", OUTER_MOMENTUM))
+        outer_step = int(content.get("epoch", 0))
+        buffers = [entries[key].get("momentum_buffer") for key in sorted(entries)]
+    except (OSError, RuntimeError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is not an outer optimizer's state ({type(error).__name__}: {error}), so it "
+            "was not loaded: fetch it again"
+        ) from error
+    if not buffers or all(b is None for b in buffers):
+        return OuterOptimizerState(None, learning_rate, mu, outer_step)
+    if len(buffers) != len(schema):
+        raise ValueError(
+            f"{path} holds {len(buffers)} momentum tensors, the model has {len(schema)}, so it was "
+            "not loaded: it belongs to another model"
+        )
+    for (name, shape), buffer in zip(schema, buffers, strict=True):
+        if not isinstance(buffer, Tensor) or tuple(buffer.shape) != shape:
+            found = tuple(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__
+            raise ValueError(
+                f"{path}: momentum of {name} is {found}, the model has {shape}, so it was not "
+                "loaded: it belongs to another model"
+            )
+    return OuterOptimizerState([b.float() for b in buffers], learning_rate, mu, outer_step)

@@ -1,0 +1,203 @@
+"""The outer step over FSDP shards, as a transaction.
+
+Every rank keeps, in host memory, its rows of the epoch-start weights, the outer momentum and the
+error feedback. A round streams the pseudo-gradient (epoch start - current) to rank 0, comes back
+with an average, computes what would follow beside what is, and then swaps everything at once or
+nothing at all. Nothing here ever mutates a kept tensor: new ones replace old ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault
+
+from .feedback import ErrorFeedback
+from .outer import load_outer_optimizer, nesterov_sgd
+from .shards import ParameterShard, RowStream
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    weights: list[Tensor]
+    momentum: list[Tensor]
+    feedback: list[Tensor] | None
+    epoch_id: str
+
+
+class OuterStep:
+    """Owns epoch-start weights, outer momentum and error feedback of one rank (host row blocks)."""
+
+    def __init__(
+        self,
+        *,
+        shards: Sequence[ParameterShard],
+        stream: RowStream,
+        learning_rate: float,
+        momentum: float,
+        feedback: ErrorFeedback,
+    ) -> None:
+        self.learning_rate = learning_rate
+        self.mu = momentum
+        self.feedback = feedback
+        self.epoch_start: list[Tensor] | None = None
+        self.momentum: list[Tensor] | None = None
+        self.epoch_id = ""  # names the epoch-start weights and momentum in checkpoints
+        self._shards = shards
+        self._stream = stream
+        self._prepared: _Prepared | None = None
+
+    def current(self) -> list[Tensor]:
+        """A copy of the present weights' rows in host memory."""
+        return [s.local.to("cpu", copy=True) for s in self._shards]
+
+    def begin_epoch(self) -> None:
+        """Epoch start := the present weights. All ranks."""
+        self.epoch_start = self.current()
+        self._prepared = None
+        self.epoch_id = self._new_epoch_id()
+
+    def load(self, path: Path | None, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        """Momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: a fresh start.
+
+        Raises ValueError on all ranks alike when rank 0 cannot read it; nothing changes then.
+        """
+        error, facts, source = None, None, None
+        if self._stream.rank == 0 and path is not None:
+            try:
+                state = load_outer_optimizer(path, schema)
+                source = state.momentum
+                facts = (state.learning_rate, state.mu, source is not None)
+            except ValueError as problem:
+                error = str(problem)
+        error = self._stream.first_error(error)
+        if error is not None:
+            raise ValueError(error)
+        answer = cast("tuple[float, float, bool] | None", self._stream.from_rank_0(facts))
+        if answer is None or not answer[2]:
+            self.momentum = None
+        else:
+            self.momentum = self._scatter(source)
+        if answer is not None:
+            self.learning_rate, self.mu = answer[0], answer[1]
+
+    @torch.no_grad()
+    def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
+        """Epoch start - current, tensor by tensor, into rank 0's float32 CPU ``buffers``.
+
+        Returns its norm over all parameters, on every rank. At most one tensor's rows are held
+        beside ``buffers``. Raises AllReduceError(LOCAL) on all ranks alike when buffers do not
+        match the model or the pseudo-gradient holds NaN or Inf.
+        """
+        problem = self._buffer_problem(buffers)
+        if self.epoch_start is None:
+            problem = "no epoch-start weights are kept: begin_epoch was not called"
+        problem = self._stream.first_error(problem)
+        if problem is not None:
+            raise AllReduceError(AllReduceFault.LOCAL, problem)
+        assert self.epoch_start is not None
+        square = 0.0
+        for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
+            rows = start - shard.local.to("cpu")
+            square += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+            self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
+        total = self._stream.sum([square])[0]
+        if not math.isfinite(total):
+            raise AllReduceError(AllReduceFault.LOCAL, "the pseudo-gradient holds NaN or Inf")
+        return math.sqrt(total)
+
+    @torch.no_grad()
+    def prepare(self, averaged: Sequence[Tensor] | None) -> None:
+        """Compute new weights, momentum and error feedback from rank 0's ``averaged``, aside.
+
+        Raises AllReduceError on all ranks alike: SCHEMA when the tensors do not match, NOT_FINITE,
+        LOCAL for anything else. Nothing that training uses has changed then or afterwards, until
+        :meth:`commit`.
+        """
+        self._prepared = None
+        problem = self._stream.first_error(self._buffer_problem(averaged))
+        if problem is not None:
+            raise AllReduceError(AllReduceFault.SCHEMA, problem)
+        if self.epoch_start is None:
+            raise AllReduceError(AllReduceFault.LOCAL, "begin_epoch was not called")
+        average = self._scatter(averaged)
+        norms = [float(torch.linalg.vector_norm(a, dtype=torch.float64)) for a in average]
+        if not math.isfinite(self._stream.sum([sum(norms)])[0]):
+            raise AllReduceError(AllReduceFault.NOT_FINITE)
+        error = None
+        weights: list[Tensor] = []
+        momentum: list[Tensor] = []
+        feedback: list[Tensor] | None = None
+        try:
+            for i, start in enumerate(self.epoch_start):
+                old = None if self.momentum is None else self.momentum[i]
+                new, buffer = nesterov_sgd(start, average[i], old, lr=self.learning_rate, mu=self.mu)
+                weights.append(new)
+                momentum.append(buffer)
+        except RuntimeError as problem_here:  # out of memory, for one
+            error = f"{type(problem_here).__name__}: {problem_here}"
+        error = self._stream.first_error(error)
+        if error is not None:
+            raise AllReduceError(AllReduceFault.LOCAL, error)
+        if self.feedback.mode == "round":
+            feedback = self.feedback.after_round(self.epoch_start, self.learning_rate)
+        self._prepared = _Prepared(weights, momentum, feedback, self._new_epoch_id())
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        """Swap in what :meth:`prepare` computed. Local to the rank; cannot fail half-way.
+
+        The caller drops gathered weights and gradients (``discard_gradients``) and saves a
+        checkpoint: across a SIGKILL the checkpoint decides.
+        """
+        prepared = self._prepared
+        if prepared is None:
+            raise RuntimeError("commit_outer_step without a prepared outer step")
+        for shard, new in zip(self._shards, prepared.weights, strict=True):
+            shard.local.copy_(new)
+        self.epoch_start = prepared.weights
+        self.momentum = prepared.momentum
+        self.epoch_id = prepared.epoch_id
+        if prepared.feedback is not None:
+            self.feedback.residual = prepared.feedback
+        self._prepared = None
+
+    def roll_back(self) -> None:
+        """Forget what was prepared."""
+        self._prepared = None
+
+    def _new_epoch_id(self) -> str:
+        return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))
+
+    def _scatter(self, source: Sequence[Tensor] | None) -> list[Tensor]:
+        result = []
+        for i, shard in enumerate(self._shards):
+            rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
+            self._stream.scatter(shard.shape, None if source is None else source[i], rows)
+            result.append(rows)
+        return result
+
+    def _buffer_problem(self, tensors: Sequence[Tensor] | None) -> str | None:
+        if self._stream.rank != 0:
+            return None
+        if tensors is None or len(tensors) != len(self._shards):
+            count = "no" if tensors is None else str(len(tensors))
+            return f"{count} tensors were given, the model has {len(self._shards)}"
+        for shard, tensor in zip(self._shards, tensors, strict=True):
+            if tuple(tensor.shape) != shard.shape or tensor.dtype != torch.float32:
+                return (
+                    f"{shard.name} is {shard.shape} float32, the tensor given is "
+                    f"{tuple(tensor.shape)} {tensor.dtype}"
+                )
+        return None

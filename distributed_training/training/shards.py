@@ -1,0 +1,125 @@
+"""Each rank's rows of every parameter, and how whole tensors are streamed to and from rank 0.
+
+FSDP2 splits every parameter along its first dimension as ``torch.chunk`` does: ``ceil(rows / W)``
+rows to each rank, fewer or none to the last. All bookkeeping of the room (optimizer, epoch-start
+weights, momentum, error feedback, checkpoints) works on these plain float32 row blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .model import plain_name
+
+
+def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First and one past the last row of ``rank``'s share; equal where it has none."""
+    chunk = math.ceil(rows / world_size)
+    start = min(rows, rank * chunk)
+    return start, min(rows, start + chunk)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One parameter on this rank. ``start``..``stop`` are its rows of the whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtensor: DTensor
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, float32, on the device. Writing to it changes the weights; the
+        gathered copies must be dropped afterwards (``discard_gradients``)."""
+        return self.dtensor.to_local().detach()
+
+    @property
+    def row_size(self) -> int:
+        return math.prod(self.shape[1:])
+
+
+def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[ParameterShard]:
+    """The shards in state-dict order; call while the model is sharded, keep the result.
+
+    (Between forward and backward ``model.parameters()`` are gathered tensors instead.)
+    """
+    result = []
+    for name, param in model.named_parameters():
+        assert isinstance(param.data, DTensor), name
+        shape = tuple(param.shape)
+        start, stop = row_range(shape[0], world_size, rank)
+        shard = ParameterShard(plain_name(name), shape, start, stop, param)  # type: ignore[arg-type]
+        assert shard.local.shape[0] == stop - start, (name, shape, start, stop)
+        result.append(shard)
+    return result
+
+
+class RowStream:
+    """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
+
+    Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
+    destination, so nothing is held twice.
+    """
+
+    def __init__(self, *, group: dist.ProcessGroup, world_size: int, rank: int) -> None:
+        self.group = group
+        self.world_size = world_size
+        self.rank = rank
+
+    def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
+        """Each rank's contiguous host ``rows`` -> ``destination`` on rank 0 (None elsewhere)."""
+        if self.rank != 0:
+            if rows.numel():
+                dist.send(rows, group=self.group, group_dst=0)
+            return
+        assert destination is not None
+        start, stop = row_range(shape[0], self.world_size, 0)
+        destination[start:stop].copy_(rows)
+        for rank in range(1, self.world_size):
+            start, stop = row_range(shape[0], self.world_size, rank)
+            if stop > start:
+                dist.recv(destination[start:stop], group=self.group, group_src=rank)
+
+    def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor) -> None:
+        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``."""
+        if self.rank != 0:
+            if rows.numel():
+                dist.recv(rows, group=self.group, group_src=0)
+            return
+        assert source is not None
+        start, stop = row_range(shape[0], self.world_size, 0)
+        rows.copy_(source[start:stop])
+        for rank in range(1, self.world_size):
+            start, stop = row_range(shape[0], self.world_size, rank)
+            if stop > start:
+                dist.send(source[start:stop].contiguous(), group=self.group, group_dst=rank)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Elementwise sum over ranks, in float64: the same bits on every rank."""
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def first_error(self, message: str | None) -> str | None:
+        """A vote: None when no rank has a ``message``, else the lowest rank's, on all ranks."""
+        if self.sum([float(message is not None)])[0] == 0:
+            return None
+        answers: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(answers, message, group=self.group)
+        rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
+        return text if self.world_size == 1 else f"rank {rank}: {text}"
+
+    def from_rank_0(self, value: object) -> object:
+        """Rank 0's ``value`` on every rank (pickled; small things only)."""
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]

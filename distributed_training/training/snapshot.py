@@ -1,0 +1,247 @@
+"""A snapshot: everything a miner publishes, of one step boundary, written beside training.
+
+Training waits only for the copy to host memory. After that a thread of each rank writes; no
+collective is used, since training goes on with its own. All ranks of a miner share one file system:
+each writes its rows of ``model.safetensors`` at their place in the one file, so that the whole model
+is in nobody's memory. Files appear under their names only when complete; ``rank-r.done.json`` of a
+rank comes after its files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from distributed_training.protocol import keys
+
+from .feedback import Code, Codec
+from .files import (
+    SafetensorsLayout,
+    atomic_file,
+    sha256_of,
+    sync_folder,
+    tensor_bytes,
+    write_json,
+    write_safetensors,
+)
+from .shards import ParameterShard
+
+_PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class SnapshotState:
+    """What the training thread hands over; nothing in it changes any more. Host memory.
+
+    ``codes`` holds a function per parameter that each rank encodes by rows, and the finished code
+    (rank 0; None elsewhere) of the others.
+    """
+
+    rank: int
+    world_size: int
+    shards: Sequence[ParameterShard]
+    weights: Sequence[Tensor]
+    codes: Sequence[Callable[[], Code] | Code | None]
+    codec: Codec
+    config: Mapping[str, Any]
+    gradients_metadata: Mapping[str, Any]
+    tied: Mapping[str, str]
+    mesh: DeviceMesh
+    exp_avg: Sequence[Tensor]
+    exp_avg_sq: Sequence[Tensor]
+    steps: int
+    param_group: Mapping[str, Any]
+    scheduler_state: Mapping[str, Any]
+
+
+class SnapshotHandle:
+    """The writing of one snapshot by this rank."""
+
+    def __init__(self, folder: Path, hold_seconds: float) -> None:
+        self.folder = folder
+        self.hold_seconds = hold_seconds  # how long training was held
+        self.error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, write: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                write()
+            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                self.error = error
+
+        self._thread = threading.Thread(target=run, name="snapshot", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """True when this rank's files are all there, or writing failed (see ``error``)."""
+        return self._thread is not None and not self._thread.is_alive()
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Covers all writing of this rank (rank 0: also the other ranks' parts).
+
+        Raises what the writing raised, TimeoutError when it goes on longer than ``timeout``.
+        """
+        assert self._thread is not None
+        self._thread.join(None if timeout is None else timeout.total_seconds())
+        if self._thread.is_alive():
+            raise TimeoutError(f"snapshot {self.folder} is still being written")
+        if self.error is not None:
+            raise self.error
+
+
+def prepare_folder(folder: Path) -> None:
+    """Rank 0, before any rank writes: an empty folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / _PARTS).mkdir(parents=True)
+
+
+def write_snapshot(state: SnapshotState, folder: Path, *, parts_timeout: timedelta) -> None:
+    """Write this rank's files; rank 0 also puts the ranks' parts together.
+
+    ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
+    RuntimeError (another rank failed).
+    """
+    parts = folder / _PARTS
+    ready = parts / f"rank-{state.rank}.ready.json"
+    files: list[Path] = []
+    try:
+        layout = _write_model_rows(state, parts / keys.MODEL)
+        codes = [code() if callable(code) else code for code in state.codes]
+        if state.rank != 0:
+            write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
+    except BaseException as error:
+        write_json(ready, {"error": f"{type(error).__name__}: {error}"})
+        raise
+    write_json(ready, {"error": None})
+    if state.rank == 0:
+        _wait_for_parts(parts, state.world_size, parts_timeout)
+        assert (parts / keys.MODEL).stat().st_size == layout.size
+        os.replace(parts / keys.MODEL, folder / keys.MODEL)
+        _write_gradients(state, codes, parts, folder / keys.GRADIENTS)
+        write_json(folder / keys.CONFIG, state.config)
+        files += [folder / keys.CONFIG, folder / keys.MODEL, folder / keys.GRADIENTS]
+    inner = folder / keys.inner_optimizer(state.rank, state.world_size)
+    with atomic_file(inner) as handle:
+        torch.save(inner_optimizer_content(state), handle)
+    files.append(inner)
+    if state.rank == 0:
+        shutil.rmtree(parts)
+    sync_folder(folder)
+    write_json(
+        folder / f"rank-{state.rank}.done.json",
+        {
+            "rank": state.rank,
+            "world_size": state.world_size,
+            "files": [
+                {"name": f.name, "size": f.stat().st_size, "sha256": sha256_of(f)} for f in files
+            ],
+        },
+    )
+
+
+def _write_model_rows(state: SnapshotState, path: Path) -> SafetensorsLayout:
+    layout = SafetensorsLayout.of(
+        [(s.name, torch.float32, s.shape) for s in state.shards],
+        metadata=keys.SAFETENSORS_METADATA,
+    )
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(handle, layout.size)  # the same size from every rank
+        if state.rank == 0:
+            _write_at(handle, memoryview(layout.header), 0)
+        for shard, rows in zip(state.shards, state.weights, strict=True):
+            start = layout.offsets[shard.name] + shard.start * shard.row_size * 4
+            _write_at(handle, tensor_bytes(rows), start)
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    return layout
+
+
+def _write_at(handle: int, data: memoryview, position: int) -> None:
+    while len(data):
+        written = os.pwrite(handle, data[: 1 << 30], position)
+        data, position = data[written:], position + written
+
+
+def _gradient_part(parts: Path, rank: int) -> Path:
+    return parts / f"gradients.rank-{rank}.safetensors"
+
+
+def _part_tensors(state: SnapshotState, codes: Sequence[Code | None]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for shard, code in zip(state.shards, codes, strict=True):
+        if code is not None:
+            tensors[shard.name + "idxs"], tensors[shard.name + "vals"] = code
+    return tensors
+
+
+def _wait_for_parts(parts: Path, world_size: int, timeout: timedelta) -> None:
+    deadline = time.monotonic() + timeout.total_seconds()
+    for rank in range(world_size):
+        ready = parts / f"rank-{rank}.ready.json"
+        while not ready.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {rank} did not write its part of the snapshot in time")
+            time.sleep(0.01)
+        error = json.loads(ready.read_text())["error"]
+        if error is not None:
+            raise RuntimeError(f"rank {rank} could not write its part of the snapshot: {error}")
+
+
+def _write_gradients(
+    state: SnapshotState, codes: Sequence[Code | None], parts: Path, path: Path
+) -> None:
+    """``gradients.pt``: the same bytes of every tensor as encoding the whole would give."""
+    content: dict[str, Any] = {}
+    others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.world_size)]
+    for shard, code in zip(state.shards, codes, strict=True):
+        assert code is not None
+        shape = state.codec.shape(shard.shape)
+        for which, mine in zip(("idxs", "vals"), code, strict=True):
+            key = shard.name + which
+            pieces = [mine, *(o.get_tensor(key) for o in others if key in o.keys())]  # noqa: SIM118
+            content[key] = torch.cat([p.reshape(-1, shape[-1]) for p in pieces]).reshape(shape)
+    content["metadata"] = dict(state.gradients_metadata)
+    with atomic_file(path) as handle:
+        torch.save(content, handle)
+
+
+def inner_optimizer_content(state: SnapshotState) -> dict[str, Any]:
+    """One rank's AdamW state as the public network's files have it (protocol page, section 3)."""
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    def sharded(shard: ParameterShard, rows: Tensor) -> Tensor:
+        # Not DTensor.from_local: that would move host rows to the mesh's device.
+        meta = TensorMeta(torch.Size(shard.shape), shard.dtensor.stride(), torch.float32)
+        spec = DTensorSpec(state.mesh, (Shard(0),), tensor_meta=meta)
+        return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
+
+    entries = {}
+    for shard, first, second in zip(state.shards, state.exp_avg, state.exp_avg_sq, strict=True):
+        entries[shard.name] = {
+            "step": torch.tensor(float(state.steps)),
+            "exp_avg": sharded(shard, first),
+            "exp_avg_sq": sharded(shard, second),
+        }
+    return {
+        "optimizer_state_dict": {"state": entries, "param_groups": [dict(state.param_group)]},
+        "learning_rate": float(state.param_group["lr"]),
+        "scheduler_state": dict(state.scheduler_state),
+        "epoch": int(state.gradients_metadata["outer_step"]),
+    }
