@@ -86,15 +86,13 @@ def run_validator(config: Config, *, connect: Callable[..., Outside] | None = No
         hidden = [value for value in config.values.values() if isinstance(value, SecretStr)]
         setup_logging(config.telemetry, rank=0, name="validator", folder=folder, secrets=hidden)
         if connect is None:
-            from distributed_training.validator import outside as real
+            from distributed_training.validator import outside  # the heavy rooms, when needed
 
-            connect = real.connect
+            connect = outside.connect
         with ExitStack() as stack:
             signals.install(stack)
-            outside = connect(config, folder, stack)
-            validator, initial = build(
-                config, outside, folder=folder, stop=signals.stop, stack=stack
-            )
+            parts = connect(config, folder, stack)
+            validator, initial = build(config, parts, folder=folder, stop=signals.stop, stack=stack)
             validator.start(initial)
             signals.running = True
             validator.run()

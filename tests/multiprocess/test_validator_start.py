@@ -1,0 +1,182 @@
+"""The validator with everything real around it: object store, chain server, wallet, text, swarm."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.wallet import create_wallet
+from distributed_training.config import Config, load_config
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.plan import free_ports
+from distributed_training.protocol import keys
+from distributed_training.protocol.commitment import parse_commitment
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
+from distributed_training.telemetry import read_events
+from distributed_training.validator import program
+from distributed_training.validator.s3 import S3Bucket, _client
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def root_logger() -> Iterator[None]:
+    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    sys.excepthook, threading.excepthook = hooks
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ObjectStoreServer]:
+    server = ObjectStoreServer(folder=tmp_path / "store")
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def chain_url(tmp_path: Path) -> Iterator[str]:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
+    folder = tmp_path / "chain"
+    arguments = ["--folder", str(folder), "--port", str(port), "--seconds-per-block", "1"]
+    process = subprocess.Popen([*command, *arguments])
+    url = f"http://127.0.0.1:{port}"
+    _wait(lambda: _answers(f"{url}/state"))
+    yield url
+    process.terminate()
+    process.wait(10)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _wait(condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not reached in time"
+        time.sleep(0.02)
+
+
+def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
+    (port,) = free_ports(1)
+    words = {
+        "preset": "local",
+        "neuron.run_folder": str(tmp_path / "run"),
+        "neuron.global_model_name": "global",
+        "wallet.path": str(tmp_path / "wallets"),
+        "wallet.name": "validator",
+        "wallet.hotkey": "default",
+        "chain.local_url": url,
+        "dht.port": str(port),
+    }
+    argv = [word for name, value in words.items() for word in (f"--{name}", value)]
+    config = load_config("validator", argv, environ={}, dotenv=None, check=False)
+    c = store.credentials
+    settings = SimpleNamespace(
+        account_id=c.account_id,
+        read_access_key_id=SecretStr(c.read_key),
+        read_secret_access_key=SecretStr(c.read_secret),
+        write_access_key_id=SecretStr(c.write_key),
+        write_secret_access_key=SecretStr(c.write_secret),
+        endpoint_url=store.endpoint,
+    )
+    return dataclasses.replace(config, store=settings)  # type: ignore[arg-type]
+
+
+def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
+    """Exit status, and seconds from SIGTERM to it."""
+    shot: list[float] = []
+    events = folder / "events.jsonl"
+
+    def shoot() -> None:
+        _wait(lambda: events.exists() and len(list(read_events(events, "held_out"))) == starts)
+        shot.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    shooter = threading.Thread(target=shoot)
+    shooter.start()
+    status = program.run_validator(config)
+    shooter.join(5)
+    return status, time.monotonic() - shot[0]
+
+
+def test_it_publishes_stops_and_goes_on(
+    tmp_path: Path, store: ObjectStoreServer, chain_url: str
+) -> None:
+    c = store.credentials
+    _client(store.endpoint, c.write_key, c.write_secret, 20.0, 3).create_bucket(Bucket="global")
+    wallet = create_wallet(tmp_path / "wallets", "validator")
+    chain = LocalChain(url=chain_url, wallet=wallet)
+    chain.register(uid=200, stake=1e5, validator_permit=True)
+    config = _config(tmp_path, chain_url, store)
+    run = tmp_path / "run"
+    try:
+        status, seconds = _run(config, run, 1)
+        assert status == 0 and seconds < 10
+        _wait(lambda: chain.commitment(wallet.ss58) is not None)
+        found = parse_commitment(chain.commitment(wallet.ss58) or "")
+    finally:
+        chain.close()
+    reader = S3Bucket(  # as a miner finds the global state
+        endpoint=store.endpoint,
+        bucket="global",
+        access_key_id=found.access_key_id,
+        secret_access_key=SecretStr(found.secret_access_key),
+    )
+    root = Metadata.parse(reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES) or b"")
+    start = next(read_events(run / "events.jsonl", "start"))
+    assert (root.outer_step, root.inner_step, root.peer_id) == (0, 0, start["peer_id"])
+    assert start["maddrs"] and start["maddrs"][0].endswith(start["peer_id"])
+    model = reader.head("epoch-0/model.safetensors")
+    assert model is not None and 1_000_000 < model.size / 4 < 2_000_000
+
+    status, seconds = _run(config, run, 2)
+    assert status == 0 and seconds < 10
+    starts = list(read_events(run / "events.jsonl", "start"))
+    assert [e["resumed"] for e in starts] == [False, True]
+    text = (run / "events.jsonl").read_text()
+    assert c.write_secret not in text and c.read_secret not in text
+    left = [p for p in psutil.process_iter() if str(run) in " ".join(_command(p))]
+    assert not left
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def test_an_unregistered_hotkey_is_told_so(
+    tmp_path: Path,
+    store: ObjectStoreServer,
+    chain_url: str,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    create_wallet(tmp_path / "wallets", "validator")
+    assert program.run_validator(_config(tmp_path, chain_url, store)) == 2
+    assert "is not registered" in capfd.readouterr().err
