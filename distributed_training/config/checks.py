@@ -195,7 +195,7 @@ def check_keys(config: Config) -> Iterator[str]:
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be published: put them into .env "
-            "(R2 dashboard, Manage API tokens: one token to read, one to read and write)"
+            "(R2 dashboard, Manage API tokens; one token to read, one to read and write)"
         )
         return
     if config.preset != "public":

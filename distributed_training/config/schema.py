@@ -142,6 +142,9 @@ class Schema:
         for spelling, setting in self._spellings.items():
             if spelling.rpartition(".")[2] == last:
                 return setting.spec.name
+        for spelling, setting in self._spellings.items():
+            if len(last) > 3 and spelling.rpartition(".")[2].startswith(last):
+                return setting.spec.name
         close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.5)
         if not close:
             tails = {s.rpartition(".")[2]: s for s in self._spellings}
