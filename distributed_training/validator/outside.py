@@ -31,10 +31,11 @@ from distributed_training.protocol.commitment import (
     build_commitment,
 )
 from distributed_training.protocol.payload import Schema
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.buckets import BucketError, ReadBucket
 from distributed_training.validator.program import Outside, Swarm
-from distributed_training.validator.s3 import S3Bucket
+from distributed_training.validator.storage import StoreBucket
 
 if TYPE_CHECKING:
     from distributed_training.chain.base import Chain
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 COMMIT_ATTEMPTS = 3
 COMMIT_RETRY = timedelta(seconds=5)
+# With 256 miners to look at, one whose bucket does not answer must not hold up the others.
+PEER_PATIENCE = timedelta(seconds=10)
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
@@ -131,46 +134,51 @@ class Buckets:
     """Opens the global bucket with the write keys and a miner's with its committed read keys."""
 
     def __init__(self, config: Config) -> None:
-        self._store = config.store
+        self._settings = config.store
         self._name = config.miner.global_model_name
+        self._peers: dict[tuple[int, BucketCredentials], ReadBucket] = {}
 
-    def own(self) -> S3Bucket:
-        store = self._store
-        return S3Bucket(
-            endpoint=self._endpoint(_text(store.account_id)),
-            bucket=self._name,
-            access_key_id=_text(store.write_access_key_id),
-            secret_access_key=SecretStr(_text(store.write_secret_access_key)),
-        )
+    def own(self) -> StoreBucket:
+        """Raises ConfigError."""
+        try:
+            return StoreBucket(
+                S3ObjectStore.from_settings(self._settings, bucket=self._name, write=True)
+            )
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
     def own_credentials(self) -> BucketCredentials:
-        store = self._store
+        settings = self._settings
         return BucketCredentials(
-            _text(store.account_id),
-            _text(store.read_access_key_id),
-            _text(store.read_secret_access_key),
+            settings.account_id or "",
+            _text(settings.read_access_key_id),
+            _text(settings.read_secret_access_key),
         )
 
     def of_miner(self, uid: int, credentials: BucketCredentials) -> ReadBucket:
-        """Raises BucketError for an account that cannot be one."""
-        try:
-            endpoint = self._endpoint(credentials.account_id)
-        except ValueError as error:
-            raise BucketError(f"uid {uid}: {error}") from None
-        return S3Bucket(
-            endpoint=endpoint,
-            bucket=names.miner_bucket(self._name, uid),
-            access_key_id=credentials.access_key_id,
-            secret_access_key=SecretStr(credentials.secret_access_key),
-        )
+        """Kept for as long as the credentials stay the same: a client is slow to make.
 
-    def _endpoint(self, account_id: str) -> str:
-        """R2's, unless another object store is configured (the local subnet's)."""
-        return self._store.endpoint_url or names.r2_endpoint(account_id)
+        Raises BucketError for an account that cannot be one.
+        """
+        found = self._peers.get((uid, credentials))
+        if found is None:
+            try:
+                store = S3ObjectStore.of_peer(
+                    self._settings,
+                    bucket=names.miner_bucket(self._name, uid),
+                    account_id=credentials.account_id,
+                    access_key_id=credentials.access_key_id,
+                    secret_access_key=credentials.secret_access_key,
+                )
+            except ValueError as error:
+                raise BucketError(f"uid {uid}: {error}") from None
+            self._peers = {key: b for key, b in self._peers.items() if key[0] != uid}
+            found = self._peers[uid, credentials] = StoreBucket(store, small=PEER_PATIENCE)
+        return found
 
 
-def _text(value: SecretStr | str | None) -> str:
-    return value.get_secret_value() if isinstance(value, SecretStr) else value or ""
+def _text(value: SecretStr | None) -> str:
+    return value.get_secret_value() if value is not None else ""
 
 
 def _vocabulary(tokenizer_path: Path) -> int:

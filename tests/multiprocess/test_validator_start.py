@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -28,9 +27,10 @@ from distributed_training.localnet.plan import free_ports
 from distributed_training.protocol import keys
 from distributed_training.protocol.commitment import parse_commitment
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from distributed_training.validator.s3 import S3Bucket, _client
+from distributed_training.validator.storage import StoreBucket
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -96,7 +96,8 @@ def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", argv, environ={}, dotenv=None, check=False)
     c = store.credentials
-    settings = SimpleNamespace(
+    settings = dataclasses.replace(
+        config.store,
         account_id=c.account_id,
         read_access_key_id=SecretStr(c.read_key),
         read_secret_access_key=SecretStr(c.read_secret),
@@ -104,7 +105,7 @@ def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
         write_secret_access_key=SecretStr(c.write_secret),
         endpoint_url=store.endpoint,
     )
-    return dataclasses.replace(config, store=settings)  # type: ignore[arg-type]
+    return dataclasses.replace(config, store=settings)
 
 
 def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
@@ -127,12 +128,11 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
 def test_it_publishes_stops_and_goes_on(
     tmp_path: Path, store: ObjectStoreServer, chain_url: str
 ) -> None:
-    c = store.credentials
-    _client(store.endpoint, c.write_key, c.write_secret, 20.0, 3).create_bucket(Bucket="global")
     wallet = create_wallet(tmp_path / "wallets", "validator")
     chain = LocalChain(url=chain_url, wallet=wallet)
     chain.register(uid=200, stake=1e5, validator_permit=True)
     config = _config(tmp_path, chain_url, store)
+    S3ObjectStore.from_settings(config.store, bucket="global", write=True).create_bucket()
     run = tmp_path / "run"
     try:
         status, seconds = _run(config, run, 1)
@@ -141,11 +141,14 @@ def test_it_publishes_stops_and_goes_on(
         found = parse_commitment(chain.commitment(wallet.ss58) or "")
     finally:
         chain.close()
-    reader = S3Bucket(  # as a miner finds the global state
-        endpoint=store.endpoint,
-        bucket="global",
-        access_key_id=found.access_key_id,
-        secret_access_key=SecretStr(found.secret_access_key),
+    reader = StoreBucket(  # as a miner finds the global state
+        S3ObjectStore.of_peer(
+            config.store,
+            bucket="global",
+            account_id=found.account_id,
+            access_key_id=found.access_key_id,
+            secret_access_key=found.secret_access_key,
+        )
     )
     root = Metadata.parse(reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES) or b"")
     start = next(read_events(run / "events.jsonl", "start"))
@@ -158,6 +161,7 @@ def test_it_publishes_stops_and_goes_on(
     assert status == 0 and seconds < 10
     starts = list(read_events(run / "events.jsonl", "start"))
     assert [e["resumed"] for e in starts] == [False, True]
+    c = store.credentials
     text = (run / "events.jsonl").read_text()
     assert c.write_secret not in text and c.read_secret not in text
     left = [p for p in psutil.process_iter() if str(run) in " ".join(_command(p))]
