@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Checks machine, configuration, keys and data before training, and measures the step time.
 
-    python scripts/diagnose.py [--json] [--model SIZE|config.json] [--offline] [miner flags]...
+    python scripts/diagnose.py [--json] [--model SIZE|config.json] [--uid N] [--offline] [flags]...
 
     python scripts/diagnose.py                                 the public network
     python scripts/diagnose.py --preset local --offline        this machine alone
@@ -21,6 +21,7 @@ import dataclasses
 import json
 import logging
 import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -63,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--model")
+    parser.add_argument("--uid", type=int)
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     options, flags = parser.parse_known_args(argv)
@@ -77,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
 
     logging.disable(logging.CRITICAL)  # libraries that retry; the findings say what came of it
     report = Report(quiet=options.json)
-    for check in diagnose(config, flags, model=model, offline=options.offline, tell=report.note):
+    ranks = config.miner.nproc_per_node or default_ranks(config)
+    doctor = Doctor(config, flags, ranks, model, options.offline, options.uid, report.note)
+    for check in doctor.run():
         report.add(check)
     report.finish()
     return 1 if failed(report.checks) else 0
@@ -111,26 +115,16 @@ class Report:
             print(f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} failed")
 
 
-def diagnose(
-    config: Config,
-    flags: Sequence[str],
-    *,
-    model: tuple[dict[str, Any], str],
-    offline: bool,
-    tell: Callable[[str], None],
-) -> Sequence[Check]:
-    """All checks, in an order in which the first failure explains the later ones."""
-    ranks = config.miner.nproc_per_node or default_ranks(config)
-    return _Doctor(config, flags, ranks, model, offline, tell).run()
-
-
 @dataclasses.dataclass
-class _Doctor:
+class Doctor:
+    """All checks, in an order in which the first failure explains the later ones."""
+
     config: Config
     flags: Sequence[str]
     ranks: int
     model: tuple[dict[str, Any], str]
     offline: bool
+    uid: int | None
     tell: Callable[[str], None]
 
     def run(self) -> list[Check]:
@@ -178,8 +172,17 @@ class _Doctor:
         return [size, *memory, dataclasses.replace(room, name="disk for it")]
 
     def _network(self) -> list[Check]:
-        self.tell("asking for tokenizer and data")
+        self.tell("asking for bucket, tokenizer and data")
+        if self.uid is None:
+            remedy = "give --uid N, the miner's uid on the subnet"
+            bucket = Check("bucket", "warn", "not looked at: its name ends in the uid", remedy)
+        else:
+            uid = self.uid
+            bucket = run_probe(
+                "bucket", lambda: probe_bucket(self.config, uid), remedy=_KEYS_REMEDY
+            )
         return [
+            bucket,
             run_probe("tokenizer", lambda: probe_tokenizer(self.config), remedy=_TOKENIZER_REMEDY),
             run_probe("data", lambda: probe_data(self.config), remedy=_DATA_REMEDY),
         ]
@@ -201,6 +204,7 @@ class _Doctor:
         return check_speed(estimate, slow_step=self.config.diagnostics.slow_step)
 
 
+_KEYS_REMEDY = "check the R2_ variables in .env, and bucket and tokens in the R2 dashboard"
 _DATA_REMEDY = "check the network, --data.source and --data.rows_url"
 _TOKENIZER_REMEDY = "check the network and --neuron.global_tokenizer_name"
 
@@ -234,6 +238,34 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
             return json.loads(path.read_bytes()), str(path)
     name = "tiny" if config.preset == "local" else "4b"
     return named_config(name), f"assumed: {name}; --model tells otherwise"
+
+
+def probe_bucket(config: Config, uid: int) -> str:
+    """Write, read back and delete a small object; the reading key must not be able to write, since
+    it is published on the chain. Raises ProbeError."""
+    from distributed_training.protocol.names import miner_bucket
+    from distributed_training.store.errors import AccessDeniedError, StoreError
+    from distributed_training.store.s3 import S3ObjectStore
+
+    bucket = miner_bucket(config.miner.global_model_name, uid)
+    key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
+    try:
+        writer = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
+        reader = S3ObjectStore.from_settings(config.store, bucket=bucket, write=False)
+        writer.put(key, content)
+        try:
+            if reader.get(key, limit=64) != content:
+                raise ProbeError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
+            with contextlib.suppress(AccessDeniedError):
+                reader.put(key, content)
+                raise ProbeError(
+                    f"{bucket}: the key R2_READ may also write, and everybody reads it on the chain"
+                )
+        finally:
+            writer.delete([key])
+    except (StoreError, ValueError) as error:
+        raise ProbeError(str(error)) from None
+    return f"{bucket}: R2_WRITE writes, R2_READ only reads"
 
 
 def probe_tokenizer(config: Config) -> str:

@@ -131,21 +131,7 @@ def _build(
     for setting in known:
         for room, field_name in setting.fields:
             arguments[room][field_name] = values[setting.spec.name]
-    rooms: dict[str, Any] = dict.fromkeys(
-        (
-            "miner",
-            "training",
-            "data",
-            "store",
-            "swarm",
-            "chain",
-            "diagnostics",
-            "telemetry",
-            "validator",
-        )
-    )
-    for room, settings_class in known.classes.items():
-        rooms[room] = settings_class(**arguments[room])
+    rooms: dict[str, Any] = {r: c(**arguments[r]) for r, c in known.classes.items()}
     return Config(
         kind=known.kind,
         preset=preset,

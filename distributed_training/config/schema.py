@@ -91,9 +91,8 @@ class Schema:
         self.classes: dict[str, type] = {}
         self.settings: dict[str, Setting] = {s.spec.name: s for s in GENERAL}
         for room, class_name in ROOMS.items():
-            settings_class = _settings_class(room, class_name)
-            if settings_class is None:
-                continue
+            module = importlib.import_module(f"{__package__}.{room}")
+            settings_class: type = getattr(module, class_name)
             self.classes[room] = settings_class
             if room != "validator" or kind == "validator":
                 self._collect(room, settings_class)
@@ -163,18 +162,6 @@ def canonical(name: str) -> str:
 @lru_cache
 def schema(kind: Kind) -> Schema:
     return Schema(kind)
-
-
-def _settings_class(room: str, class_name: str) -> type | None:
-    module_name = f"{__package__}.{room}"
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name != module_name:
-            raise
-        return None
-    found: type = getattr(module, class_name)
-    return found
 
 
 def _from_compat(entry: NoEffect) -> Setting:

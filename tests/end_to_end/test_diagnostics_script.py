@@ -21,16 +21,19 @@ KEYS = {
     "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
     "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
 }
-LOCAL = ["--preset", "local", "--offline", "--dht.port", "0", "--nproc_per_node", "1"]
+LOCAL = ["--preset", "local", "--dht.port", "0", "--nproc_per_node", "1"]
 
 
 def diagnose(
-    *words: str, folder: Path, environ: dict[str, str] | None = None
+    *words: str,
+    folder: Path,
+    environ: dict[str, str] | None = None,
+    offline: tuple[str, ...] = ("--offline",),
 ) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
     where = ("--neuron.run_folder", str(folder / "run"))
     return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "diagnose.py"), *LOCAL, *words, *where],
+        [sys.executable, str(ROOT / "scripts" / "diagnose.py"), *LOCAL, *offline, *words, *where],
         env={**clean, "OMP_NUM_THREADS": "1", **(KEYS if environ is None else environ)},
         cwd=folder,
         capture_output=True,
@@ -94,3 +97,45 @@ def test_the_step_time_is_measured(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 x " in checks["step time"]["finding"]  # 16 sequences in micro-batches of 2, one rank
     assert checks["first upload"]["finding"].startswith("step 5, ")
+
+
+def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
+    pytest.importorskip("swift")
+    from distributed_training.localnet.object_store import ObjectStoreServer
+    from distributed_training.store.s3 import S3ObjectStore
+
+    server = ObjectStoreServer(folder=tmp_path / "store")
+    server.start()
+    try:
+        account = server.credentials
+        S3ObjectStore(
+            bucket="llama-4b-ws-4-007",
+            endpoint_url=server.endpoint,
+            access_key_id=account.write_key,
+            secret_access_key=account.write_secret,
+        ).create_bucket()
+        keys = {
+            "R2_ACCOUNT_ID": account.account_id,
+            "R2_READ_ACCESS_KEY_ID": account.read_key,
+            "R2_READ_SECRET_ACCESS_KEY": account.read_secret,
+            "R2_WRITE_ACCESS_KEY_ID": account.write_key,
+            "R2_WRITE_SECRET_ACCESS_KEY": account.write_secret,
+            "R2_ENDPOINT_URL": server.endpoint,
+        }
+        too_much = keys | {
+            "R2_READ_ACCESS_KEY_ID": account.write_key,
+            "R2_READ_SECRET_ACCESS_KEY": account.write_secret,
+        }
+        wrong = keys | {"R2_WRITE_SECRET_ACCESS_KEY": "0" * 64}
+        cases = [(keys, 7, "ok"), (keys, 8, "fail"), (too_much, 7, "fail"), (wrong, 7, "fail")]
+        for environ, uid, wanted in cases:
+            words = ("--json", "--diagnostics.measure", "0", "--axon.port", "0", "--uid", str(uid))
+            done = diagnose(*words, folder=tmp_path, environ=environ, offline=())
+            checks = {c["name"]: c for c in json.loads(done.stdout)}
+            assert checks["bucket"]["status"] == wanted, checks["bucket"]
+            assert account.write_secret not in done.stdout + done.stderr
+            assert checks["data"]["status"] == checks["tokenizer"]["status"] == "ok"
+            assert done.returncode == (wanted == "fail")
+        assert "R2_WRITE" in checks["bucket"]["finding"]
+    finally:
+        server.stop()
