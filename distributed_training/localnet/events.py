@@ -140,7 +140,7 @@ class NeuronState:
 
     def _on_start(self, event: Mapping[str, Any]) -> None:
         self.starts += 1
-        self.phase = "starting"
+        self.phase = "starting" if self.kind == "miner" else "waiting"
         self.peer_id = str(event.get("peer_id") or self.peer_id)
         self.maddrs = tuple(map(str, event.get("maddrs") or ()))
         if event.get("outer_step") is not None:
@@ -168,7 +168,7 @@ class NeuronState:
             self.failed_uploads.append(f"{tag}: {event.get('reason', '')}")
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
-        self.phase = "training"
+        self.phase = "training" if self.kind == "miner" else "waiting"
         peers = event.get("peers") or ()
         self.rounds.append(
             RoundSeen(
@@ -190,7 +190,14 @@ class NeuronState:
         before, after = _number(event.get("before")), _number(event.get("after"))
         self.evaluations.append(Evaluation(int(event["outer_step"]), before, after))
 
+    def _on_sweep(self, event: Mapping[str, Any]) -> None:
+        self.phase = "sweeping"  # who is alive; a round or a scoring pass follows
+
+    def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
+        self.phase = "scoring"
+
     def _on_scores(self, event: Mapping[str, Any]) -> None:
+        self.phase = "waiting"
         self.scored_at = event.get("outer_step")
         for uid, figures in event["scores"].items():
             numbers = {name: _number(value) for name, value in figures.items()}

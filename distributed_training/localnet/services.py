@@ -207,6 +207,7 @@ class Services:
         assert self._store is not None
         credentials = self._store.credentials
         return {
+            "R2_ENDPOINT_URL": self._store.endpoint,
             "R2_ACCOUNT_ID": credentials.account_id,
             "R2_READ_ACCESS_KEY_ID": credentials.read_key,
             "R2_READ_SECRET_ACCESS_KEY": credentials.read_secret,

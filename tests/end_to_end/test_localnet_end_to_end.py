@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed_training.config import load_config
-from distributed_training.data import held_out_batches
+from distributed_training.data import build_tokenizer, held_out_batches
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import marked
 from distributed_training.localnet.services import s3_client
@@ -151,16 +151,20 @@ def held_out_loss(model: torch.nn.Module, batches: torch.Tensor) -> float:
 
 
 def test_a_pseudo_gradient_decoded_by_the_page_lowers_the_loss_of_the_global_model(
-    run: Run,
+    run: Run, tmp_path: Path
 ) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
     config = load_config(
         "miner", ["--preset", "local"], environ=environment, dotenv=None, check=False
     )
-    (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
+    tokenizer, eos = build_tokenizer(config.miner.global_tokenizer_name, tmp_path)
     batches = held_out_batches(
-        config.data, sequences=16, sequence_length=config.training.sequence_length
+        tokenizer_path=tokenizer,
+        eos_id=eos,
+        sequences=16,
+        sequence_length=config.training.sequence_length,
     )
+    (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
     for bucket in miner_buckets(run):
         _, folder = published(bucket)
         model = AutoModelForCausalLM.from_pretrained(global_bucket / folder.name)
