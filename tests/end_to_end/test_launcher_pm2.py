@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from distributed_training.config import load_config
-from distributed_training.config.schema import schema
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.process import marked
 
@@ -76,8 +75,8 @@ class Pm2:
             **KEYS,
             "PM2_HOME": str(home / "pm2"),
             "DT_PRESET": "local",
-            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 --axon.port 0"
-            + (" --dht.port 0" if schema("miner").get("dht.port") else ""),
+            "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 "
+            "--axon.port 0 --dht.port 0",
             "OMP_NUM_THREADS": "1",
         }
 

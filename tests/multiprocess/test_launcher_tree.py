@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.config.schema import schema
 from distributed_training.miner.process import marked
 
 pytestmark = pytest.mark.timeout(90)
@@ -28,9 +27,7 @@ LAUNCH = (
     "launcher.LINGER = timedelta(seconds=2)\n"
     f"sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
 )
-COMMON = ["--preset", "local", "--axon.port", "0"]
-if schema("miner").get("dht.port"):
-    COMMON += ["--dht.port", "0"]
+COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
 KEYS = {
     "R2_ACCOUNT_ID": "a" * 32,
     "R2_READ_ACCESS_KEY_ID": "b" * 32,
@@ -195,7 +192,7 @@ def test_bad_input_is_one_line_and_starts_nothing(launched: Callable[..., Launch
     (line,) = [text for text in run.output.splitlines() if text.startswith("error:")]
     assert f"port {port} (--axon.port) is in use" in line
     assert not (run.folder / "instance.json").exists()
-    bad = launched("run", name="other", flags=("--neuron.seeed", "5"))
+    bad = launched("run", name="other", flags=("--neuron.upload_stepz", "5"))
     assert bad.wait() == 2 and "Traceback" not in bad.output
-    assert "did you mean --neuron.seed?" in bad.output
+    assert "did you mean --neuron.upload_steps?" in bad.output
     assert not bad.folder.exists()
