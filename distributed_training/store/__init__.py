@@ -1,0 +1,1 @@
+"""The object store: client, resumable multipart, publisher, gate, cleanup, downloads."""

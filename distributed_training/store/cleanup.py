@@ -1,0 +1,114 @@
+"""Stuck multipart uploads and old outer steps: found, shown, removed."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import Revision
+
+from .base import ObjectStore
+from .errors import StoreError, UploadMissingError
+
+log = logging.getLogger(__name__)
+
+STUCK_AGE = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class StuckUpload:
+    """A multipart upload that was never completed. ``size``: bytes of its parts at the store."""
+
+    key: str
+    upload_id: str
+    age: timedelta
+    size: int
+    parts: int
+
+
+def stuck_uploads(
+    store: ObjectStore,
+    *,
+    older_than: timedelta,
+    prefix: str = "",
+    spare: Collection[str] = (),
+    now: float | None = None,
+) -> list[StuckUpload]:
+    """Oldest first; without those in ``spare`` (upload ids). Raises StoreError."""
+    now = time.time() if now is None else now
+    found = []
+    for upload in store.list_multiparts(prefix):
+        age = timedelta(seconds=max(0.0, now - upload.initiated))
+        if age < older_than or upload.upload_id in spare:
+            continue
+        try:
+            parts = store.list_parts(upload.key, upload.upload_id)
+        except UploadMissingError:
+            continue
+        size = sum(p.size for p in parts)
+        found.append(StuckUpload(upload.key, upload.upload_id, age, size, len(parts)))
+    return sorted(found, key=lambda u: u.age, reverse=True)
+
+
+def abort_uploads(store: ObjectStore, uploads: Collection[StuckUpload]) -> int:
+    """How many were aborted or gone already. Raises StoreError at the first refusal."""
+    for upload in uploads:
+        try:
+            store.abort_multipart(upload.key, upload.upload_id)
+        except UploadMissingError:
+            continue
+    return len(uploads)
+
+
+def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> int:
+    """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``; how many.
+
+    Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
+    step half deleted is not one that anyone is pointed to.
+    """
+    old = []
+    for info in store.list_objects("epoch-"):
+        parsed = keys.parse_epoch_key(info.key)
+        if parsed is not None and parsed[0] <= newest - max(keep, 1):
+            old.append((parsed[1] != keys.METADATA, info.key))
+    store.delete([key for _, key in sorted(old)])
+    return len(old)
+
+
+def prune_snapshots(folder: Path, *, keep: Revision, spare: Collection[Path] = ()) -> int:
+    """Delete local snapshots (``<outer>.<inner>``) older than ``keep``; how many."""
+    count = 0
+    spared = {path.resolve() for path in spare}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        parts = path.name.split(".")
+        if len(parts) not in (2, 3) or not all(p.isdigit() for p in parts) or not path.is_dir():
+            continue
+        outer, inner = int(parts[-2]), int(parts[-1])
+        if (outer, inner) < (keep.outer_step, keep.inner_step) and path.resolve() not in spared:
+            shutil.rmtree(path, ignore_errors=True)
+            count += 1
+    return count
+
+
+def sweep_uploads(store: ObjectStore, *, spare: Collection[str]) -> None:
+    """The daemon's own cleaning: never raises, says what it did."""
+    try:
+        stuck = stuck_uploads(store, older_than=STUCK_AGE, spare=spare)
+        abort_uploads(store, stuck)
+    except StoreError as error:
+        log.warning("Stuck multipart uploads could not be cleaned up: %s", error)
+        return
+    if stuck:
+        size = sum(u.size for u in stuck)
+        log.info(
+            "Aborted %d stuck multipart uploads (%.2f GB) in %s",
+            len(stuck),
+            size / 1e9,
+            store.bucket,
+        )

@@ -1,0 +1,65 @@
+"""What must not be published, as pure functions.
+
+A validator resets the score of a miner whose upload it cannot use, and that ranks below a harmful
+gradient, so nothing is better than a bad upload.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def upload_due(inner_step: int, *, upload_steps: int, minimum: int) -> bool:
+    """Whether an upload is regular at this step: multiples of ``upload_steps`` from ``minimum``."""
+    return inner_step >= max(minimum, 1) and inner_step % upload_steps == 0
+
+
+def upload_gate(
+    *,
+    inner_step: int,
+    minimum: int,
+    blocks: Sequence[int] | None = None,
+    not_finite: str | None = None,
+    preview_delta: float | None = None,
+    block_on_preview: bool = False,
+) -> str | None:
+    """The line that says why this must not be published, or None.
+
+    ``blocks``: the block list to be published, None if not known yet. ``not_finite``: what in it
+    holds NaN or Inf. ``preview_delta``: loss after minus before applying the gradient's own decode
+    to a few held batches, in nats; None if not measured.
+    """
+    if inner_step < minimum:
+        return (
+            f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
+            "Validators will reject this! Waiting for more training steps..."
+        )
+    if not_finite:
+        return (
+            f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
+            "If it comes again, lower --neuron.learning_rate or go back to a checkpoint"
+        )
+    if blocks is not None and not blocks:
+        return (
+            "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
+            "Waiting until a block was trained since the last upload"
+        )
+    if block_on_preview:
+        return preview_warning(preview_delta)
+    return None
+
+
+def preview_warning(preview_delta: float | None) -> str | None:
+    """The line about a gradient that would not help whoever applies it, or None."""
+    if preview_delta is None or preview_delta < 0:
+        return None
+    change = (
+        f"changes the loss by {preview_delta:+.4f}"
+        if math.isfinite(preview_delta)
+        else ("makes the loss NaN or Inf")
+    )
+    return (
+        f"⚠️  UPLOAD DOUBTFUL: this gradient, decoded as a validator would, {change} on held "
+        "batches instead of lowering it; with --neuron.block_on_preview it is not published"
+    )

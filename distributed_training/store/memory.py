@@ -1,0 +1,177 @@
+"""An object store in memory: the twin of :class:`~.s3.S3ObjectStore` for tests of what is above."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from .base import MultipartInfo, ObjectInfo, PartInfo, Section
+from .errors import (
+    BucketMissingError,
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    StoreError,
+    UploadMissingError,
+)
+
+
+class MemoryObjectStore:
+    """One bucket. It refuses unequal parts at Complete, as R2 does (``InvalidPart``).
+
+    ``before``: called with (operation, key) before each operation; may raise a StoreError.
+    """
+
+    def __init__(
+        self,
+        bucket: str = "bucket",
+        *,
+        before: Callable[[str, str], None] = lambda operation, key: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._bucket = bucket
+        self._before = before
+        self._clock = clock
+        self._exists = True
+        self._objects: dict[str, tuple[bytes, str, float]] = {}
+        self._uploads: dict[str, tuple[str, float, dict[int, bytes]]] = {}
+        self._lock = threading.RLock()
+        self._count = 0
+
+    @property
+    def bucket(self) -> str:
+        return self._bucket
+
+    def create_bucket(self) -> None:
+        self._exists = True
+
+    def delete_bucket(self) -> None:
+        with self._lock:
+            self._exists = False
+            self._objects.clear()
+            self._uploads.clear()
+
+    def _enter(self, operation: str, key: str) -> None:
+        self._before(operation, key)
+        if not self._exists:
+            raise BucketMissingError(f"bucket {self._bucket} does not exist")
+
+    def _info(self, key: str) -> ObjectInfo:
+        data, etag, modified = self._objects[key]
+        return ObjectInfo(key, len(data), etag, modified, max(0.0, self._clock() - modified))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self._enter("head", key)
+        with self._lock:
+            return self._info(key) if key in self._objects else None
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        self._enter("get", key)
+        with self._lock:
+            if key not in self._objects:
+                return None
+            data = self._objects[key][0]
+        if len(data) > limit:
+            raise IntegrityError(f"{key} has {len(data)} bytes, more than the {limit} allowed")
+        return data
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        self._enter("get_range", key)
+        with self._lock:
+            if key not in self._objects:
+                raise ObjectMissingError(f"{key}: no such object")
+            data, current, _ = self._objects[key]
+        if etag and etag != current:
+            raise PreconditionError(f"{key}: the object changed meanwhile")
+        return data[start : start + length]
+
+    def put(self, key: str, data: bytes | Section) -> str:
+        self._enter("put", key)
+        content = _bytes(data)
+        etag = _md5(content)
+        with self._lock:
+            self._objects[key] = (content, etag, self._clock())
+        return etag
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._enter("delete", key)
+            with self._lock:
+                self._objects.pop(key, None)
+
+    def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
+        self._enter("list", prefix)
+        with self._lock:
+            return [self._info(k) for k in sorted(self._objects) if k.startswith(prefix)]
+
+    def create_multipart(self, key: str) -> str:
+        self._enter("create_multipart", key)
+        with self._lock:
+            self._count += 1
+            upload_id = f"upload-{self._count}"
+            self._uploads[upload_id] = (key, self._clock(), {})
+        return upload_id
+
+    def _upload(self, key: str, upload_id: str) -> dict[int, bytes]:
+        with self._lock:
+            found = self._uploads.get(upload_id)
+        if found is None or found[0] != key:
+            raise UploadMissingError(f"{key}: no such multipart upload")
+        return found[2]
+
+    def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
+        self._enter("upload_part", key)
+        content = _bytes(data)
+        parts = self._upload(key, upload_id)
+        with self._lock:
+            parts[number] = content
+        return PartInfo(number, len(content), _md5(content))
+
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
+        self._enter("list_parts", key)
+        parts = self._upload(key, upload_id)
+        with self._lock:
+            return [PartInfo(n, len(d), _md5(d)) for n, d in sorted(parts.items())]
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
+        self._enter("complete_multipart", key)
+        held = self._upload(key, upload_id)
+        with self._lock:
+            sizes = {len(held[p.number]) for p in parts[:-1] if p.number in held}
+            wrong = any(p.number not in held or _md5(held[p.number]) != p.etag for p in parts)
+            if wrong or len(sizes) > 1 or (sizes and len(held[parts[-1].number]) > max(sizes)):
+                raise StoreError(f"{key}: InvalidPart")
+            digests = b"".join(bytes.fromhex(p.etag) for p in parts)
+            etag = f"{_md5(digests)}-{len(parts)}"
+            content = b"".join(held[p.number] for p in parts)
+            self._objects[key] = (content, etag, self._clock())
+            del self._uploads[upload_id]
+        return etag
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        self._enter("abort_multipart", key)
+        self._upload(key, upload_id)
+        with self._lock:
+            self._uploads.pop(upload_id, None)
+
+    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
+        self._enter("list_multiparts", prefix)
+        with self._lock:
+            return [
+                MultipartInfo(key, upload_id, at)
+                for upload_id, (key, at, _) in self._uploads.items()
+                if key.startswith(prefix)
+            ]
+
+
+def _bytes(data: bytes | Section) -> bytes:
+    if isinstance(data, bytes):
+        return data
+    data.seek(0)
+    return b"".join(iter(lambda: data.read(Section.BLOCK), b""))
+
+
+def _md5(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()

@@ -1,0 +1,405 @@
+"""One bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
+
+What is particular to R2 is here and nowhere else: region ``auto``, checksums only where the API
+requires them (R2 refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write
+per second and key, no transfer library in C.
+"""
+
+from __future__ import annotations
+
+import email.utils
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from pydantic import SecretStr
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.protocol.names import r2_endpoint
+
+from .base import MultipartInfo, ObjectInfo, PartInfo, Section
+from .errors import (
+    AccessDeniedError,
+    BucketMissingError,
+    ClockSkewError,
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    StoreError,
+    TransientError,
+    UploadMissingError,
+)
+
+_CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
+_READ_CHUNK = 1024 * 1024
+
+
+def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
+    """Endpoint of our account or of another's, whose id stands in its commitment.
+
+    Raises ValueError if there is neither ``--r2.endpoint_url`` nor a valid account id.
+    """
+    if settings.endpoint_url:
+        return settings.endpoint_url
+    account = account_id or settings.account_id or ""
+    url = r2_endpoint(account)
+    # Another miner's jurisdiction is not in its commitment; ours is known.
+    if account_id in (None, settings.account_id) and settings.jurisdiction != "default":
+        url = url.replace(".r2.", f".{settings.jurisdiction}.r2.", 1)
+    return url
+
+
+class S3ObjectStore:
+    """``what`` names the keys in messages: "R2_WRITE" or "R2_READ" for our own.
+
+    ``connect_timeout``: until the connection stands; ``read_timeout``: between two pieces of an
+    answer. One attempt per operation. Connections are made on first use and pooled.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket: str,
+        endpoint_url: str,
+        access_key_id: str | SecretStr,
+        secret_access_key: str | SecretStr,
+        region: str = "auto",
+        checksum_mode: str = "when_required",
+        concurrency: int = 6,
+        write_interval: timedelta = timedelta(seconds=1.1),
+        connect_timeout: timedelta = timedelta(seconds=10),
+        read_timeout: timedelta = timedelta(seconds=60),
+        ca_bundle: str | None = None,
+        what: str = "R2",
+    ) -> None:
+        import boto3
+        from botocore.config import Config
+
+        self._bucket = bucket
+        self._what = what
+        self._endpoint = endpoint_url
+        self._write_interval = write_interval.total_seconds()
+        self._last_write: dict[str, float] = {}
+        self._write_lock = threading.Lock()
+        with _CLIENTS:
+            self._client: Any = boto3.session.Session().client(
+                "s3",
+                endpoint_url=endpoint_url,
+                region_name=region,
+                aws_access_key_id=_plain(access_key_id),
+                aws_secret_access_key=_plain(secret_access_key),
+                verify=ca_bundle,
+                config=Config(
+                    request_checksum_calculation=checksum_mode,
+                    response_checksum_validation=checksum_mode,
+                    retries={"total_max_attempts": 1, "mode": "standard"},
+                    connect_timeout=connect_timeout.total_seconds(),
+                    read_timeout=read_timeout.total_seconds(),
+                    max_pool_connections=concurrency + 4,
+                    tcp_keepalive=True,
+                    # Every part's MD5 is compared with the store's, so the payload need not be
+                    # hashed a second time for the signature.
+                    s3={"addressing_style": "path", "payload_signing_enabled": False},
+                ),
+            )
+
+    @classmethod
+    def from_settings(
+        cls, settings: StoreSettings, *, bucket: str, write: bool, ca_bundle: str | None = None
+    ) -> S3ObjectStore:
+        """Our own account. Raises ValueError, naming the variable, if a key is not set."""
+        kind = "WRITE" if write else "READ"
+        prefix = kind.lower()
+        key = getattr(settings, f"{prefix}_access_key_id")
+        secret = getattr(settings, f"{prefix}_secret_access_key")
+        for name, value in (("ACCESS_KEY_ID", key), ("SECRET_ACCESS_KEY", secret)):
+            if value is None or not value.get_secret_value():
+                raise ValueError(
+                    f"R2_{kind}_{name} is not set, so bucket {bucket} cannot be used: put it into "
+                    ".env (R2 dashboard, Manage API tokens)"
+                )
+        return cls._with(
+            settings, bucket, endpoint_of(settings), key, secret, ca_bundle, f"R2_{kind}"
+        )
+
+    @classmethod
+    def of_peer(
+        cls,
+        settings: StoreSettings,
+        *,
+        bucket: str,
+        account_id: str,
+        access_key_id: str,
+        secret_access_key: str,
+    ) -> S3ObjectStore:
+        """Another's bucket, by the read credentials of its commitment. Raises ValueError."""
+        endpoint = endpoint_of(settings, account_id)
+        return cls._with(
+            settings, bucket, endpoint, access_key_id, secret_access_key, None, "commitment"
+        )
+
+    @classmethod
+    def _with(
+        cls,
+        settings: StoreSettings,
+        bucket: str,
+        endpoint: str,
+        key: str | SecretStr,
+        secret: str | SecretStr,
+        ca_bundle: str | None,
+        what: str,
+    ) -> S3ObjectStore:
+        return cls(
+            bucket=bucket,
+            endpoint_url=endpoint,
+            access_key_id=key,
+            secret_access_key=secret,
+            region=settings.region,
+            checksum_mode=settings.checksum_mode,
+            concurrency=settings.concurrency,
+            write_interval=settings.write_interval,
+            connect_timeout=settings.connect_timeout,
+            read_timeout=settings.read_timeout,
+            ca_bundle=ca_bundle,
+            what=what,
+        )
+
+    @property
+    def bucket(self) -> str:
+        return self._bucket
+
+    def __repr__(self) -> str:
+        return f"S3ObjectStore({self._endpoint}, {self._bucket})"
+
+    def close(self) -> None:
+        self._client.close()
+
+    def create_bucket(self) -> None:
+        with self._errors("create", self._bucket) as call:
+            try:
+                call(self._client.create_bucket)
+            except self._client.exceptions.BucketAlreadyOwnedByYou:
+                return
+
+    # --- objects --------------------------------------------------------------------------------
+
+    def head(self, key: str) -> ObjectInfo | None:
+        try:
+            with self._errors("read", key) as call:
+                answer = call(self._client.head_object, Key=key)
+        except ObjectMissingError:
+            return None
+        modified = answer["LastModified"].timestamp()
+        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+        now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+        return ObjectInfo(
+            key, answer["ContentLength"], _unquote(answer["ETag"]), modified, max(0, now - modified)
+        )
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        try:
+            with self._errors("read", key) as call:
+                answer = call(self._client.get_object, Key=key)
+                with answer["Body"] as body:
+                    if answer["ContentLength"] > limit:
+                        raise IntegrityError(
+                            f"{self._bucket}/{key} has {answer['ContentLength']} bytes, more than "
+                            f"the {limit} allowed, so it is not read"
+                        )
+                    data: bytes = body.read(limit + 1)
+        except ObjectMissingError:
+            return None
+        if len(data) != answer["ContentLength"]:
+            raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
+        return data
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        condition = {"IfMatch": f'"{etag}"'} if etag else {}
+        with self._errors("read", key) as call:
+            answer = call(
+                self._client.get_object,
+                Key=key,
+                Range=f"bytes={start}-{start + length - 1}",
+                **condition,
+            )
+            with answer["Body"] as body:
+                if answer["ContentLength"] > length:
+                    raise IntegrityError(f"{self._bucket}/{key}: the store ignored the range")
+                pieces = []
+                while piece := body.read(_READ_CHUNK):
+                    pieces.append(piece)
+        data = b"".join(pieces)
+        if len(data) != answer["ContentLength"]:
+            raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
+        return data
+
+    def put(self, key: str, data: bytes | Section) -> str:
+        self._await_write_interval(key)
+        with self._errors("write", key) as call:
+            answer = call(self._client.put_object, Key=key, Body=data)
+        return _confirm(f"{self._bucket}/{key}", data, _unquote(answer["ETag"]))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            # One by one: bulk deletion needs a checksum that not every store accepts.
+            try:
+                with self._errors("delete", key) as call:
+                    call(self._client.delete_object, Key=key)
+            except ObjectMissingError:
+                continue
+
+    def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
+        return [
+            ObjectInfo(o["Key"], o["Size"], _unquote(o["ETag"]), o["LastModified"].timestamp())
+            for page in self._pages("list_objects_v2", Prefix=prefix)
+            for o in page.get("Contents", ())
+        ]
+
+    # --- multipart ------------------------------------------------------------------------------
+
+    def create_multipart(self, key: str) -> str:
+        with self._errors("write", key) as call:
+            return str(call(self._client.create_multipart_upload, Key=key)["UploadId"])
+
+    def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
+        with self._errors("write", key) as call:
+            answer = call(
+                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
+            )
+        what = f"part {number} of {self._bucket}/{key}"
+        return PartInfo(number, len(data), _confirm(what, data, _unquote(answer["ETag"])))
+
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
+        return [
+            PartInfo(p["PartNumber"], p["Size"], _unquote(p["ETag"]))
+            for page in self._pages("list_parts", key, Key=key, UploadId=upload_id)
+            for p in page.get("Parts", ())
+        ]
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
+        self._await_write_interval(key)
+        listed = [{"PartNumber": p.number, "ETag": f'"{p.etag}"'} for p in parts]
+        with self._errors("write", key) as call:
+            answer = call(
+                self._client.complete_multipart_upload,
+                Key=key,
+                UploadId=upload_id,
+                MultipartUpload={"Parts": listed},
+            )
+        return _unquote(answer["ETag"])
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        with self._errors("abort", key) as call:
+            call(self._client.abort_multipart_upload, Key=key, UploadId=upload_id)
+
+    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
+        return [
+            MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp())
+            for page in self._pages("list_multipart_uploads", Prefix=prefix)
+            for u in page.get("Uploads", ())
+        ]
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def _pages(self, operation: str, key: str = "", **arguments: Any) -> list[dict[str, Any]]:
+        with self._errors("list", key):
+            paginator = self._client.get_paginator(operation)
+            return list(paginator.paginate(Bucket=self._bucket, **arguments))
+
+    def _await_write_interval(self, key: str) -> None:
+        with self._write_lock:
+            now = time.monotonic()
+            due = max(now, self._last_write.get(key, 0.0) + self._write_interval)
+            self._last_write[key] = due
+        if due > now:
+            time.sleep(due - now)
+
+    @contextmanager
+    def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:
+        """Botocore's exceptions as ours; without their chains, which may hold signed requests."""
+        from botocore.exceptions import BotoCoreError, ClientError
+        from urllib3.exceptions import HTTPError
+
+        def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+            return operation(Bucket=self._bucket, **arguments)
+
+        try:
+            yield call
+        except self._client.exceptions.BucketAlreadyOwnedByYou:
+            return
+        except ClientError as error:
+            raise self._translate(verb, key, error.response) from None
+        except (BotoCoreError, HTTPError, OSError) as error:
+            # Connection, timeout, or a read of ours that was interrupted.
+            raise TransientError(
+                f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
+                f"({type(error).__name__})"
+            ) from None
+
+    def _translate(self, verb: str, key: str, response: Any) -> StoreError:
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        place = f"{verb} {self._bucket}/{key}".rstrip("/")
+        if code == "NoSuchBucket":
+            return BucketMissingError(
+                f"bucket {self._bucket} does not exist at {self._endpoint}, so nothing can be "
+                "read or published there: create it in the R2 dashboard under exactly this name"
+            )
+        if code == "NoSuchUpload":
+            return UploadMissingError(f"{place}: the store does not know this multipart upload")
+        if code == "RequestTimeTooSkewed":
+            return ClockSkewError(
+                f"{place}: this machine's clock differs too much from the store's, so no request "
+                "is accepted: set the clock (timedatectl set-ntp true)"
+            )
+        if status in (401, 403):
+            return AccessDeniedError(self._denied(verb, place, code))
+        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
+            return ObjectMissingError(f"{place}: no such object")
+        if status == 412:
+            return PreconditionError(f"{place}: the object changed meanwhile")
+        if (
+            status in (408, 409, 429)
+            or status >= 500
+            or code
+            in ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError")
+        ):
+            return TransientError(f"{place}: the store answered {status} {code}")
+        return StoreError(f"{place}: the store answered {status} {code}")
+
+    def _denied(self, verb: str, place: str, code: str) -> str:
+        name = f"{self._what}_ACCESS_KEY_ID"
+        if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"):
+            return (
+                f"{place}: the store does not accept these keys ({code}): copy {name} and "
+                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
+            )
+        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+        return (
+            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
+            f'give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API tokens)'
+        )
+
+
+def _plain(value: str | SecretStr) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value
+
+
+def _unquote(etag: str) -> str:
+    return etag.strip('"')
+
+
+def _confirm(what: str, data: bytes | Section, etag: str) -> str:
+    """The store's MD5 must be that of the bytes that left this machine."""
+    if isinstance(data, Section):
+        sent = data.md5
+    else:
+        sent = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if etag != sent:
+        # Damaged on the way: sending it again is the cure.
+        raise TransientError(f"{what}: the store holds other bytes than those sent")
+    return etag
