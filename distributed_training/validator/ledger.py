@@ -54,7 +54,9 @@ class Ledger:
     def swept(self, alive: Iterable[int], asked: Iterable[int]) -> None:
         answered = set(alive)
         for uid in asked:
-            entry = self.entries[uid]
+            entry = self.entries.get(uid)
+            if entry is None:
+                continue  # deregistered meanwhile
             entry.missed_sweeps = 0 if uid in answered else entry.missed_sweeps + 1
 
     def round_succeeded(
@@ -62,7 +64,7 @@ class Ledger:
     ) -> None:
         """1 for whoever was alive, in the group or not; 0 for who failed in it or was not alive."""
         good = set(alive) - set(failed)
-        for uid in asked:
+        for uid in self.entries.keys() & set(asked):
             self.entries[uid].all_reduce = int(uid in good)
 
     def judged(
@@ -117,7 +119,7 @@ class Ledger:
             last = state["last_round_block"]
             ledger.last_round_block = None if last is None else int(last)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is not a validator's ledger: {error!r}") from None
+            raise ValueError(f"not a validator's ledger: {error!r}") from None
         return ledger
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:

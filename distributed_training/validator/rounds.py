@@ -150,11 +150,14 @@ class RoundCaller:
     def run(
         self,
         state: GlobalState,
-        neurons: Sequence[Neuron],
+        miners: Callable[[], Sequence[Neuron]],
         on_sweep: Callable[[Attendance], None] = lambda attendance: None,
     ) -> RoundOutcome:
-        """One round with the miners among ``neurons``. Never raises for what a peer does."""
-        attendance = self._gather(neurons, state.outer_step, on_sweep)
+        """One round. ``miners`` is asked before each sweep who is registered.
+
+        Never raises for what a peer does, only what ``miners`` and ``on_sweep`` raise.
+        """
+        neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
         problem = self._revive()
         if problem:
             return RoundOutcome(attendance, fault=AllReduceFault.SWARM_DOWN, detail=problem)
@@ -162,7 +165,7 @@ class RoundCaller:
             return RoundOutcome(
                 attendance, fault=AllReduceFault.CANCELLED, detail="the validator stops"
             )
-        if len(attendance.alive) < max(1, min(self._rules.alive_least, len(neurons))):
+        if len(attendance.alive) < self._least(neurons):
             detail = f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
             detail += str(state.outer_step)
             return RoundOutcome(attendance, fault=AllReduceFault.NO_GROUP, detail=detail)
@@ -188,25 +191,30 @@ class RoundCaller:
 
     # --- steps of a round -----------------------------------------------------------------------
 
+    def _least(self, neurons: Sequence[Neuron]) -> int:
+        return max(1, min(self._rules.alive_least, len(neurons)))
+
     def _gather(
         self,
-        neurons: Sequence[Neuron],
+        miners: Callable[[], Sequence[Neuron]],
         outer_step: int,
         on_sweep: Callable[[Attendance], None],
-    ) -> Attendance:
-        wanted = min(self._rules.alive_wanted, len(neurons))
-        least = max(1, min(self._rules.alive_least, len(neurons)))
+    ) -> tuple[Sequence[Neuron], Attendance]:
+        """Sweep until enough are alive or patience ends: those asked last, and who answered."""
+        wanted = self._rules.alive_wanted
         deadline = time.monotonic() + self._rules.sweep_patience.total_seconds()
         while True:
+            neurons = miners()
             attendance = self.sweep(neurons, outer_step)
             on_sweep(attendance)
-            if len(attendance.alive) >= wanted:
-                return attendance
-            if wanted <= least and time.monotonic() >= deadline:
-                return attendance
-            wanted = max(least, wanted - 1)
+            least = self._least(neurons)
+            wanted = max(least, min(wanted, len(neurons)))
+            late = wanted <= least and time.monotonic() >= deadline
+            if len(attendance.alive) >= wanted or late:
+                return neurons, attendance
+            wanted -= 1
             if self._stop.wait(self._rules.sweep_interval.total_seconds()):
-                return attendance
+                return neurons, attendance
 
     def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
         """By descending inner step of the root metadata; who has none is left out."""
@@ -277,7 +285,11 @@ class RoundCaller:
         weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
             future = pool.submit(self._swarm.average, request, weight=weight)
-            replies = self._client.sweep_all_reduce(called, request)
+            try:
+                replies = self._client.sweep_all_reduce(called, request)
+            except BaseException:
+                self._swarm.cancel()  # or leaving this block would wait for the whole round
+                raise
             acknowledged = [uid for uid, reply in replies.items() if reply is not None]
             log.info(
                 "AllReduce called at %d miners, %d acknowledged", len(called), len(acknowledged)

@@ -93,7 +93,13 @@ class Validator:
         self._epoch_length = epoch_length
         # what it knows
         self._ledger_path = folder / "ledger.json"
-        self._ledger = Ledger.load(self._ledger_path)
+        try:
+            self._ledger = Ledger.load(self._ledger_path)
+        except ValueError as error:
+            raise GlobalStateError(
+                f"{self._ledger_path} is damaged ({error}), so the miners' scores are unknown: "
+                "restore it, or remove it to start with empty scores"
+            ) from None
         self._state: GlobalState | None = None
         self._loss = math.nan  # held-out loss of the state
         self._scored_at = -1
@@ -191,9 +197,10 @@ class Validator:
         """
         began = time.monotonic()
         state = self.state
-        miners = self._miners()
-        log.info("Round due: outer step %d, %d miners registered", state.outer_step, len(miners))
-        outcome = self._rounds.run(state, miners, self._on_sweep)
+        log.info("Round due at outer step %d", state.outer_step)
+        outcome = self._rounds.run(state, self._miners, self._on_sweep)
+        # One count a round, however many sweeps it took to gather the miners.
+        self._ledger.swept(outcome.attendance.alive, outcome.attendance.asked)
         if outcome.averaged is None and self._stop.is_set():
             raise Stopped
         fault, detail = outcome.fault.name if outcome.fault else "", outcome.detail
@@ -268,7 +275,6 @@ class Validator:
         )
 
     def _on_sweep(self, attendance: Attendance) -> None:
-        self._ledger.swept(attendance.alive, attendance.asked)
         alive = set(attendance.alive)
         self._events.write(
             "sweep",
@@ -288,7 +294,9 @@ class Validator:
         block, state = self._chain.block(), self.state
         self._scored_at = block
         miners = self._miners()
-        self._on_sweep(self._rounds.sweep(miners, state.outer_step))
+        attendance = self._rounds.sweep(miners, state.outer_step)
+        self._ledger.swept(attendance.alive, attendance.asked)
+        self._on_sweep(attendance)
         judgements = self._scorer.score(
             miners,
             state,

@@ -352,6 +352,45 @@ def test_sweeps_go_on_until_enough_are_alive(tmp_path: Path) -> None:
     assert len(world.events.of("sweep")) == 5
 
 
+def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(sweep_patience=timedelta(seconds=20)))
+    world.start()
+    world.train_and_publish()
+    entries = world.chain_ledger.entries
+    late = {uid: entries.pop(uid) for uid in (3, 17)}
+    on_sweep = world.validator._on_sweep
+
+    def registering(attendance: Any) -> None:
+        on_sweep(attendance)
+        if len(world.events.of("sweep")) == 3:
+            entries.update(late)
+
+    world.validator._on_sweep = registering  # type: ignore[method-assign]
+    assert world.validator.round()
+    assert world.events.of("round")[0]["participants"] == [3, 17]
+
+
+def test_a_client_that_breaks_does_not_leave_the_averager_waiting(world: World) -> None:
+    world.train_and_publish()
+
+    def broken(*arguments: Any) -> Any:
+        raise OSError("no sockets left")
+
+    world.client.sweep_all_reduce = broken  # type: ignore[method-assign]
+    began = time.monotonic()
+    with pytest.raises(OSError, match="sockets"):
+        world.validator.round()
+    assert world.swarm.cancelled.is_set() and time.monotonic() - began < 5
+
+
+def test_a_damaged_ledger_is_said_and_nothing_is_overwritten(world: World) -> None:
+    path = world.folder / "ledger.json"
+    path.write_text("{")
+    with pytest.raises(GlobalStateError, match="remove it"):
+        world.restart()
+    assert path.read_text() == "{"
+
+
 def test_nobody_acknowledges_and_the_averager_is_not_left_waiting(world: World) -> None:
     world.train_and_publish()
     world.client.deaf = {3, 17}
