@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.config import load_config
+from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.miner.process import die_with_parent, rank_environment
 
 WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
@@ -43,13 +43,10 @@ def main(argv: list[str]) -> int:
         device=device,
         world_size=me.world_size,
         rank=me.rank,
-        group=None,
     )
     trainer.load_weights(None)
     trainer.begin_epoch(0)
-    wanted = config.training.local_batch_size_train
-    micro_batch = wanted if isinstance(wanted, int) else trainer.micro_batch_size
-    shape = (micro_batch, config.training.sequence_length)
+    shape = (trainer.micro_batch_size, config.training.sequence_length)
     batch = torch.randint(0, int(order["model"]["vocab_size"]), shape, dtype=torch.int64)
 
     def run() -> None:
@@ -74,4 +71,8 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except ConfigError as error:
+        status = exit_with(error)
+    sys.exit(status)
