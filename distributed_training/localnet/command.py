@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import shlex
 import shutil
 import signal
@@ -19,8 +18,6 @@ from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.view import RED, LiveView
-
-log = logging.getLogger(__name__)
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
@@ -102,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary.text(), end="")
     report = _draw(subnet)
     if summary.ok and not status:
-        view_line = "all rounds worked"
-        print(f"\x1b[32m{view_line}\x1b[0m" if view.in_place else view_line)
+        print("all rounds worked")
         if not arguments.keep:
             _drop_bulk(subnet)
     if arguments.open and report is not None:

@@ -16,7 +16,7 @@ BARS = "▁▂▃▄▅▆▇█"
 CLEAR_LINE = "\x1b[2K"
 CLEAR_BELOW = "\x1b[J"
 HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
-BOLD, DIM, RED, GREEN, PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[32m", "\x1b[0m"
+BOLD, RED, PLAIN = "\x1b[1m", "\x1b[31m", "\x1b[0m"
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
