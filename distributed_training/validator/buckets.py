@@ -42,6 +42,9 @@ class ReadBucket(Protocol):
 class Bucket(ReadBucket, Protocol):
     def put(self, key: str, data: bytes) -> None: ...
     def upload(self, key: str, path: Path) -> None: ...
+    def prune(self, *, newest: int, keep: int) -> None:
+        """Delete the folders of outer steps older than the ``keep`` newest up to ``newest``."""
+        ...
 
 
 # (uid, read credentials from its commitment) -> its bucket. Raises BucketError.

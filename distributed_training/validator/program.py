@@ -143,6 +143,7 @@ def build(
         folder=folder / "global",
         run=names.RUN,
         peer_id=lambda: swarm.peer_id,
+        keep_epochs=config.store.keep_epochs,
     )
     model_config = publisher.model_config()
     if model_config is None:

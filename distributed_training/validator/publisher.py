@@ -81,16 +81,24 @@ class GlobalPublisher:
     """Writes the global bucket, and reads it back at a start.
 
     ``folder``: local copies, ``epoch-N/`` each. ``peer_id``: of our averager, asked at each write,
-    since a restarted averager has a new one.
+    since a restarted averager has a new one. ``keep_epochs``: outer steps left in the bucket; the
+    present one and the one before are always left.
     """
 
     def __init__(
-        self, *, bucket: Bucket, folder: Path, run: int, peer_id: Callable[[], str]
+        self,
+        *,
+        bucket: Bucket,
+        folder: Path,
+        run: int,
+        peer_id: Callable[[], str],
+        keep_epochs: int = 3,
     ) -> None:
         self._bucket = bucket
         self._folder = folder
         self._run = run
         self._peer_id = peer_id
+        self._keep_epochs = max(KEPT_EPOCHS, keep_epochs)
 
     def load(self) -> GlobalState | None:
         """The state the bucket holds, None if it is empty.
@@ -231,6 +239,10 @@ class GlobalPublisher:
         return folder
 
     def _prune(self, outer_step: int) -> None:
+        try:
+            self._bucket.prune(newest=outer_step, keep=self._keep_epochs)
+        except BucketError as error:
+            log.warning("Old outer steps stay in the global bucket for now: %s", error)
         for path in self._folder.glob("epoch-*"):
             number = path.name.removeprefix("epoch-")
             if number.isdigit() and int(number) <= outer_step - KEPT_EPOCHS:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from distributed_training.store.base import ObjectStore, PartInfo, Section
+from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.validator.buckets import BucketError, ObjectInfo
@@ -94,6 +95,10 @@ class StoreBucket:
                 lambda: self._store.put(key, Section(handle, 0, size)),
                 deadline=deadline,
             )
+
+    def prune(self, *, newest: int, keep: int) -> None:
+        with _as_bucket_errors():
+            prune_epochs(self._store, newest=newest, keep=keep)
 
     def _upload_parts(self, key: str, handle: int, size: int, deadline: float) -> None:
         what = f"write {key}"

@@ -100,6 +100,15 @@ def test_a_file_in_parts(make: Callable[[], Bucket], tmp_path: Path) -> None:
     assert (tmp_path / "down").read_bytes() == data
 
 
+def test_pruning_leaves_the_newest(make: Callable[[], Bucket]) -> None:
+    bucket = make()
+    for n in (7, 8, 9, 10):
+        bucket.put(f"epoch-{n}/config.json", b"{}")
+    bucket.prune(newest=10, keep=2)
+    left = [n for n in (7, 8, 9, 10) if bucket.head(f"epoch-{n}/config.json") is not None]
+    assert left == [9, 10]
+
+
 def test_a_read_key_reads_and_cannot_write(server: ObjectStoreServer) -> None:
     _s3(server).put("shared", b"x")
     reader = _s3(server, read_only=True)

@@ -114,6 +114,13 @@ class MemoryBucket:
     def upload(self, key: str, path: Path) -> None:
         self.put(key, path.read_bytes())
 
+    def prune(self, *, newest: int, keep: int) -> None:
+        self._check()
+        for key in list(self.objects):
+            found = keys.parse_epoch_key(key)
+            if found is not None and found[0] <= newest - keep:
+                del self.objects[key]
+
     def _check(self) -> None:
         if self.down:
             raise BucketError("the bucket does not answer")
