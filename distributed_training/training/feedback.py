@@ -18,7 +18,7 @@ are encoded whole on rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,10 +79,25 @@ class ErrorFeedback:
 
     def accumulated(self, index: int, start: Tensor, current: Tensor, lr: float) -> Tensor:
         """EF' of one parameter's rows, a new host tensor."""
+        return self._accumulate(index, start, current, lr, self.residual)
+
+    def _accumulate(
+        self, index: int, start: Tensor, current: Tensor, lr: float, residual: list[Tensor] | None
+    ) -> Tensor:
         result = (start - current).mul_(lr)
-        if self.mode != "off" and self.residual is not None:
-            result.add_(self.residual[index], alpha=self.decay)
+        if self.mode != "off" and residual is not None:
+            result.add_(residual[index], alpha=self.decay)
         return result
+
+    def encoder(self, index: int, start: Tensor, current: Tensor, lr: float) -> Callable[[], Code]:
+        """Encodes one parameter's rows later, in another thread, from what is true now."""
+        residual, device = self.residual, self._shards[index].local.device
+
+        def encode() -> Code:
+            rows = self._accumulate(index, start, current, lr, residual)
+            return self.encode_rows(rows, device)
+
+        return encode
 
     def encode_rows(self, rows: Tensor, device: torch.device) -> Code:
         """``(rows, k)`` codes of host ``rows`` of a matrix, computed on ``device``."""
@@ -118,9 +133,7 @@ class ErrorFeedback:
             self._stream.scatter(shard.shape, whole, rows)
         return code
 
-    def advance(
-        self, start: Sequence[Tensor], lr: float
-    ) -> tuple[list[Tensor], list[Code | None]]:
+    def advance(self, start: Sequence[Tensor], lr: float) -> tuple[list[Tensor], list[Code | None]]:
         """EF after publishing now, and the codes: of this rank's rows, or whole on rank 0.
 
         Collective; ``self.residual`` does not change.

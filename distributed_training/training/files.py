@@ -1,4 +1,4 @@
-"""Durable files: temporary name, sync, rename; and the safetensors layout written piece by piece."""
+"""Durable files (temporary name, sync, rename) and safetensors files written piece by piece."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def sha256_of(path: Path) -> str:
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,7 @@ class SafetensorsLayout:
         text = json.dumps(table, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        return cls(
-            header, {n: s + len(header) for n, s in starts.items()}, position + len(header)
-        )
+        return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

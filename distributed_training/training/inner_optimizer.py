@@ -38,9 +38,7 @@ class InnerOptimizer:
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
         self._step = torch.zeros((), dtype=torch.float32)
-        self.exp_avg = [
-            torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params
-        ]
+        self.exp_avg = [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
         self.exp_avg_sq = [torch.zeros_like(t, pin_memory=pinned) for t in self.exp_avg]
         self._buckets = self._make_buckets()
         self._copies = torch.cuda.Stream(device) if pinned else None

@@ -1,8 +1,9 @@
-"""The model as ranks hold it: built on the meta device, sharded by FSDP2, named as Hugging Face does."""
+"""The model as ranks hold it: built without memory, sharded by FSDP2, names as Hugging Face has."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -52,7 +53,7 @@ def _parameters_on_meta() -> Iterator[None]:
                 param.detach().to("meta"), requires_grad=param.requires_grad
             )
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
@@ -177,11 +178,11 @@ def shard(
     compute_dtype: torch.dtype,
     reshard_after_forward: bool,
 ) -> list[FSDPModule]:
-    """``fully_shard`` blocks (if ``per_block``) and root, then give the shards memory on ``device``.
+    """``fully_shard`` blocks (if ``per_block``) and root; the shards get memory on ``device``.
 
     Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees stay
-    float32. Gradients are accumulated and reduced in float32: a step adds hundreds of micro-batches,
-    and bf16's 8 bits would round the late ones away. Returns the FSDP modules, root last.
+    float32. Gradients are accumulated and reduced in float32: a step adds hundreds of
+    micro-batches, and bf16 would round the late ones away. Returns the FSDP modules, root last.
     """
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
@@ -193,7 +194,7 @@ def shard(
                     block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
                 )
             )
-        for before, after in zip(modules, modules[1:], strict=False):
+        for before, after in itertools.pairwise(modules):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
     modules.append(fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
@@ -209,6 +210,8 @@ def discard_gradients(modules: list[FSDPModule]) -> None:
     Use it when weights were changed under FSDP or a step is abandoned. ``modules``: root last.
     """
     root = modules[-1]
+    if root._get_fsdp_state()._is_root is None:
+        return  # no forward yet: FSDP sets itself up in the first one, and there is nothing to drop
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
     for module in modules:

@@ -142,7 +142,9 @@ class OuterStep:
         try:
             for i, start in enumerate(self.epoch_start):
                 old = None if self.momentum is None else self.momentum[i]
-                new, buffer = nesterov_sgd(start, average[i], old, lr=self.learning_rate, mu=self.mu)
+                new, buffer = nesterov_sgd(
+                    start, average[i], old, lr=self.learning_rate, mu=self.mu
+                )
                 weights.append(new)
                 momentum.append(buffer)
         except RuntimeError as problem_here:  # out of memory, for one

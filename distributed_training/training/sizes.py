@@ -68,7 +68,7 @@ def named_config(name: str) -> dict[str, Any]:
     """
     if name == "tiny":
         return local_llama_config()
-    shapes: dict[str, dict[str, int]] = {
+    shapes: dict[str, dict[str, Any]] = {
         "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
         "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
         "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},

@@ -1,10 +1,10 @@
 """A snapshot: everything a miner publishes, of one step boundary, written beside training.
 
 Training waits only for the copy to host memory. After that a thread of each rank writes; no
-collective is used, since training goes on with its own. All ranks of a miner share one file system:
-each writes its rows of ``model.safetensors`` at their place in the one file, so that the whole model
-is in nobody's memory. Files appear under their names only when complete; ``rank-r.done.json`` of a
-rank comes after its files.
+collective is used, since training goes on with its own. All ranks of a miner share one file
+system: each writes its rows of ``model.safetensors`` at their place in the one file, so that the
+whole model is in nobody's memory. Files appear under their names only when complete;
+``rank-r.done.json`` of a rank comes after its files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class SnapshotState:
     codec: Codec
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
-    tied: Mapping[str, str]
     mesh: DeviceMesh
     exp_avg: Sequence[Tensor]
     exp_avg_sq: Sequence[Tensor]

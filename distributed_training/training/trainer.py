@@ -1,0 +1,623 @@
+"""The trainer of one rank: model, inner steps, outer step, snapshots.
+
+All ranks call the same methods in the same order. Nothing here talks to a network beyond the
+process group, and nothing waits for a device more than once per inner step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distributed_training.config.training import TrainingSettings
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress, StepReport
+
+from . import weights
+from .feedback import Code, Codec, ErrorFeedback
+from .hardware import (
+    OUT_OF_MEMORY_ADVICE,
+    attention_line,
+    find_micro_batch,
+    first_line,
+    is_compiler_error,
+    make_mesh,
+)
+from .inner_optimizer import InnerOptimizer
+from .loss import CausalLoss, choose_loss_kernel
+from .model import (
+    Schema,
+    build_meta_model,
+    checkpoint_activations,
+    compile_blocks,
+    discard_gradients,
+    schema_of,
+    shard,
+    tied_names,
+    uncompile_blocks,
+)
+from .outer_step import OuterStep
+from .plan import check_sequence_length, compute_dtype, plan_batch, plan_memory
+from .profile import StepProfiler
+from .schedule import CosineSchedule
+from .shards import RowStream, shards_of
+from .snapshot import SnapshotHandle, SnapshotState, prepare_folder, write_snapshot
+from .throughput import DeviceGauge, flops_per_token
+
+log = logging.getLogger(__name__)
+
+
+class Trainer:
+    """Owns model, AdamW, schedule, outer optimizer, epoch-start weights and error feedback.
+
+    ``model_config``: content of a ``config.json``. ``group``: what FSDP uses, None for the default
+    process group; on GPUs initialise that with ``"cpu:gloo,cuda:nccl"``. One rank alone needs none.
+    ``group_timeout`` covers each collective of the host-memory streams (pseudo-gradient, average,
+    votes), which run over a gloo group made here. ``say`` gets one line for each thing that was
+    decided, and why. Raises ConfigError for settings the model or the hardware cannot follow.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: TrainingSettings,
+        model_config: Mapping[str, Any],
+        device: torch.device,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup | None = None,
+        group_timeout: timedelta = timedelta(minutes=10),
+        say: Callable[[str], None] = log.info,
+    ) -> None:
+        self.settings = settings
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self.model_config = dict(model_config)
+
+        self._say = say if rank == 0 else log.debug
+        say = self._say
+
+        # batch arithmetic
+        wanted = settings.local_batch_size_train
+        self.micro_batch_size = 1 if isinstance(wanted, str) else wanted
+        self._plan_batch()
+
+        # model
+        torch.manual_seed(settings.seed)
+        memory = None
+        if device.type == "cuda":
+            torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
+            memory = torch.cuda.get_device_properties(device).total_memory
+        dtype, line = compute_dtype(settings.precision, device)
+        say(line)
+        model = build_meta_model(model_config)
+        self.model = model
+        config: Any = model.config
+        check_sequence_length(settings.sequence_length, config)
+        self.schema: Schema = schema_of(model)
+        self._tied = tied_names(model)
+        self._flops_per_token = flops_per_token(model, settings.sequence_length)
+        parameters = sum(math.prod(shape) for _, shape in self.schema)
+        self.plan = plan_memory(
+            settings,
+            parameters=parameters,
+            world_size=world_size,
+            config=config,
+            micro_batch=self.micro_batch_size,
+            device_bytes=memory,
+        )
+        say(self.plan.note)
+        say(attention_line(config, device, dtype))
+        checkpoint_activations(model, settings.activation_checkpointing)
+        self._compiled = False
+        if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
+            problem = compile_blocks(model, device)
+            self._compiled = problem is None
+            say(f"torch.compile: {'each block' if problem is None else 'off: ' + problem}")
+        kernel, line = choose_loss_kernel(settings.loss_kernel, device)
+        say(line)
+        self._root: nn.Module = CausalLoss(model, kernel)
+        mesh = make_mesh(group, device, world_size)
+        self._mesh = mesh
+        self._modules = shard(
+            self._root,
+            model,
+            mesh=mesh,
+            device=device,
+            per_block=self.plan.per_block,
+            compute_dtype=dtype,
+            reshard_after_forward=not self.plan.keep_unsharded,
+        )
+        say(f"FSDP: {len(self._modules)} group(s) over {world_size} rank(s)")
+        self._shards = shards_of(model, world_size=world_size, rank=rank)
+
+        # optimizers
+        self._schedule = CosineSchedule(
+            settings.learning_rate, settings.warmup_steps, settings.total_steps
+        )
+        self._optimizer = InnerOptimizer(
+            self._shards,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            weight_decay=settings.weight_decay,
+            offload=self.plan.offload_optimizer,
+        )
+        group = dist.new_group(backend="gloo", timeout=group_timeout)
+        assert group is not None
+        self._stream = RowStream(group=group, world_size=world_size, rank=rank)
+        codec = Codec(settings.topk_compression, settings.target_chunk, settings.use_dct)
+        self._feedback = ErrorFeedback(
+            mode=settings.error_feedback,
+            decay=settings.momentum_decay,
+            codec=codec,
+            shards=self._shards,
+            stream=self._stream,
+        )
+        self._outer = OuterStep(
+            shards=self._shards,
+            stream=self._stream,
+            learning_rate=settings.outer_learning_rate,
+            momentum=settings.outer_momentum,
+            feedback=self._feedback,
+        )
+
+        # progress
+        self.outer_step = 0
+        self.inner_step = 0
+        self.total_inner_steps = 0
+        self.skipped_in_a_row = 0
+        self.skipped_steps = 0  # since the start
+
+        # the step under way
+        self._gauge = DeviceGauge(device)
+        self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+        self._batches: list[Tensor] = []  # kept to run the step again in smaller pieces
+        self._pieces = 1  # each micro-batch is run in this many; doubled when memory ran out
+        self._last: bool | None = None
+        self._waited = 0.0
+        self._seconds = 0.0  # spent here; pauses between micro-batches, as in a round, do not count
+        self._notes: list[str] = []
+        self._profiler = StepProfiler(
+            steps=settings.profile_steps, start=settings.profile_start, rank=rank
+        )
+        if isinstance(wanted, str):
+            self.micro_batch_size = find_micro_batch(
+                self._try_micro_batch,
+                device=device,
+                vote=self.vote,
+                say=say,
+                largest=max(1, settings.local_batch_size_train_effective // world_size),
+            )
+            self._plan_batch()
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        """Calls of :meth:`add_micro_batch` per inner step, on each rank."""
+        return self.batch_plan.micro_batches
+
+    @property
+    def pending_micro_batches(self) -> int:
+        """Micro-batches of the inner step under way."""
+        return len(self._batches)
+
+    @property
+    def wants_roll_back(self) -> bool:
+        """``nan_limit`` inner steps in a row were skipped: load the last good checkpoint."""
+        return self.skipped_in_a_row >= self.settings.nan_limit
+
+    def parameter_schema(self) -> Schema:
+        """Names and shapes in state-dict order."""
+        return list(self.schema)
+
+    def _plan_batch(self) -> None:
+        self.batch_plan = plan_batch(
+            micro_batch=self.micro_batch_size,
+            effective=self.settings.local_batch_size_train_effective,
+            world_size=self.world_size,
+        )
+        if self.batch_plan.note:
+            self._say(self.batch_plan.note)
+
+    # --- weights in ----------------------------------------------------------------------------
+
+    def load_weights(self, path: Path | None) -> None:
+        """Rank 0's safetensors file into all shards; rank 0's None: initial ones from the seed.
+
+        All ranks are on one machine: each reads its own rows. AdamW and schedule stay. Raises
+        ValueError on all ranks alike when the file is not this model's; nothing changes then.
+        """
+        weights.load(
+            self._shards,
+            path,
+            self._stream,
+            tied=self._tied,
+            config=self.model.config,
+            seed=self.settings.seed,
+        )
+        self._drop_step()
+
+    def load_outer_optimizer(self, path: Path | None) -> None:
+        """Momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: a fresh start.
+
+        Raises ValueError on all ranks alike; nothing changes then.
+        """
+        self._outer.load(path, self.schema)
+
+    def begin_epoch(self, outer_step: int) -> None:
+        """Epoch start := the present weights; inner steps count from 0 again."""
+        self._outer.begin_epoch()
+        self.outer_step = outer_step
+        self.inner_step = 0
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        """Forget an inner step that is not finished, and every gathered weight."""
+        discard_gradients(self._modules)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        self._loss_sum.zero_()
+        self._batches, self._notes = [], []
+        self._waited = self._seconds = 0.0
+
+    # --- inner step ----------------------------------------------------------------------------
+
+    def add_micro_batch(
+        self, batch: Tensor, *, data_wait_seconds: float = 0.0
+    ) -> StepReport | None:
+        """Forward and backward of int64 (micro-batch, sequence); the report of a finished step.
+
+        The loss of the step is the mean over the predicted tokens of all micro-batches of all
+        ranks; the gradient is that mean's, at every world size. Raises ValueError for another
+        shape than that of the settings.
+        """
+        started = time.perf_counter()
+        expected = (self.micro_batch_size, self.settings.sequence_length)
+        if tuple(batch.shape) != expected:
+            raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
+        self._waited += data_wait_seconds
+        self._batches.append(batch)
+        self._run_guarded()
+        if len(self._batches) < self.micro_batches_per_step:
+            self._seconds += time.perf_counter() - started
+            return None
+        loss, norm = self._read_step()
+        rate = self._schedule.rate(self.total_inner_steps)
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        if finite:
+            self._apply_step(norm, rate)
+        else:
+            self._skip_step()
+        self._seconds += self._waited + time.perf_counter() - started
+        report = self._report(loss, norm, rate, finite)
+        if finite:
+            self._forget_step()
+        else:
+            self._drop_step()
+        self._profiler.step()
+        return report
+
+    def _run_guarded(self) -> None:
+        """Run the newest micro-batch; when memory ran out, the whole step again in smaller pieces.
+
+        One rank alone can do that. With several the others would be left in a collective, so the
+        miner stops and the error says what to change.
+        """
+        try:
+            last = len(self._batches) == self.micro_batches_per_step
+            self._run(self._batches[-1], last=last)
+            return
+        except torch.OutOfMemoryError as error:
+            self._out_of_memory(error)
+        except Exception as error:
+            if not self._compiled or not is_compiler_error(error):
+                raise
+            self._say(f"torch.compile: off from here: {type(error).__name__}: {first_line(error)}")
+            uncompile_blocks(self.model)
+            self._compiled = False
+        discard_gradients(self._modules)
+        self._loss_sum.zero_()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        again, self._batches = self._batches, []
+        for batch in again:
+            self._batches.append(batch)
+            self._run_guarded()
+
+    def _out_of_memory(self, error: torch.OutOfMemoryError) -> None:
+        was, now = self.micro_batch_size // self._pieces, self.micro_batch_size // self._pieces // 2
+        if self.world_size > 1 or was % 2:
+            raise torch.OutOfMemoryError(
+                f"out of memory with {was} sequences at once ({first_line(error)}), so the miner "
+                f"stops: {OUT_OF_MEMORY_ADVICE}"
+            ) from error
+        self._pieces *= 2
+        line = (
+            f"out of memory: the step is retried with {now} instead of {was} sequences at once and "
+            f"the same effective batch of {self.batch_plan.effective}; to keep it so, give "
+            f"--neuron.local_batch_size_train {now}"
+        )
+        log.warning(line)
+        self._notes.append(line)
+
+    def _run(self, batch: Tensor, *, last: bool) -> None:
+        # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
+        tokens = self.micro_batches_per_step * batch.shape[0] * (batch.shape[1] - 1)
+        ids = batch.to(self.device, non_blocking=True)
+        pieces = ids.chunk(self._pieces)
+        for i, piece in enumerate(pieces):
+            self._set_last(last and i == len(pieces) - 1)
+            loss = self._root(piece)
+            (loss / tokens).backward()
+            self._loss_sum += loss.detach()
+
+    def _set_last(self, last: bool) -> None:
+        """Only the last backward of a step reduces gradients and drops gathered weights."""
+        if self._last is last:
+            return
+        self._last = last
+        root = self._modules[-1]
+        root.set_requires_gradient_sync(last or self.plan.sync_every)
+        root.set_reshard_after_backward(last or not self.plan.keep_unsharded)
+
+    @torch.no_grad()
+    def _read_step(self) -> tuple[float, float]:
+        """Loss and gradient norm over all ranks: the only wait for the device in a step."""
+        norms = torch._foreach_norm([g for g in self._gradients() if g.numel()])
+        square = torch.stack([n.double() for n in norms]).square().sum()
+        sums = torch.stack([self._loss_sum.double(), square]).tolist()
+        total_loss, total_square = self._stream.sum(sums)
+        predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
+        return total_loss / predicted, total_square**0.5
+
+    @torch.no_grad()
+    def _apply_step(self, norm: float, rate: float) -> None:
+        gradients = self._gradients()
+        clip = self.settings.gradient_clip
+        if clip and norm > clip:
+            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+        self._optimizer.step(gradients, rate)
+        for item in self._shards:
+            item.dtensor.grad = None
+        self.inner_step += 1
+        self.total_inner_steps += 1
+        self.skipped_in_a_row = 0
+
+    def _skip_step(self) -> None:
+        self.skipped_in_a_row += 1
+        self.skipped_steps += 1
+        line = (
+            f"inner step skipped: its loss or gradient is NaN or Inf ({self.skipped_in_a_row} in a "
+            f"row; at {self.settings.nan_limit} the last good checkpoint is loaded)"
+        )
+        log.warning(line)
+        self._notes.append(line)
+
+    def _report(self, loss: float, norm: float, rate: float, finite: bool) -> StepReport:
+        samples = self.batch_plan.effective
+        tokens = samples * self.settings.sequence_length
+        return StepReport(
+            outer_step=self.outer_step,
+            inner_step=self.inner_step,
+            loss=loss,
+            learning_rate=rate,
+            tokens=tokens,
+            samples=samples,
+            seconds=self._seconds,
+            data_wait_seconds=self._waited,
+            micro_batches=self.micro_batches_per_step,
+            grad_norm=norm if finite else None,
+            gpu_memory_gb=self._gauge.memory_gb(),
+            gpu_utilization=self._gauge.utilization(),
+            mfu=self._mfu(tokens / self._seconds),
+            skipped=not finite,
+            note="; ".join(self._notes),
+        )
+
+    def _gradients(self) -> list[Tensor]:
+        result = []
+        for item in self._shards:
+            grad: Any = item.dtensor.grad
+            result.append(torch.zeros_like(item.local) if grad is None else grad.to_local())
+        return result
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        if self._gauge.peak is None:
+            return None
+        return tokens_per_second * self._flops_per_token / (self.world_size * self._gauge.peak)
+
+    def _try_micro_batch(self, sequences: int) -> float:
+        """Seconds per sequence of a forward and backward; nothing is reduced or kept."""
+        ids = torch.zeros((sequences, self.settings.sequence_length), dtype=torch.int64)
+        try:
+            for _ in range(2):  # the first one warms up
+                started = time.perf_counter()
+                self._set_last(False)
+                self._root(ids.to(self.device)).backward()
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+            return (time.perf_counter() - started) / sequences
+        finally:
+            self._drop_step()
+
+    @torch.no_grad()
+    def evaluate(self, batches: Tensor) -> float:
+        """Mean loss in nats per predicted token of int64 (sequences, length), equal on all ranks.
+
+        All ranks pass the same sequences; each evaluates its share of them.
+        """
+        total = 0.0
+        for i in range(0, len(batches), self.world_size):
+            # Gathers are collective: a rank without a sequence runs one that does not count.
+            index = i + self.rank if i + self.rank < len(batches) else i
+            value = float(self._root(batches[index : index + 1].to(self.device)))
+            total += value if index == i + self.rank else 0.0
+        return self._stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
+
+    # --- outer step ----------------------------------------------------------------------------
+
+    def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
+        """See :meth:`~.outer_step.OuterStep.write_pseudo_gradient`."""
+        return self._outer.write_pseudo_gradient(buffers)
+
+    def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
+        """See :meth:`~.outer_step.OuterStep.prepare`."""
+        self._outer.prepare(averaged)
+
+    def commit_outer_step(self) -> None:
+        """Weights, epoch start, momentum, error feedback and progress together. Local."""
+        self._outer.commit()
+        self.outer_step += 1
+        self.inner_step = 0
+        self._drop_step()
+
+    def roll_back_outer_step(self) -> None:
+        self._outer.roll_back()
+
+    # --- snapshot ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def snapshot(
+        self, folder: Path, *, progress: Progress, block: int, last_loss: float
+    ) -> SnapshotHandle:
+        """Everything a publication needs, of this step boundary, written in the background.
+
+        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
+        held for the copy to host memory and the codes of vectors only.
+        """
+        started = time.perf_counter()
+        if self._outer.epoch_start is None:
+            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
+        current = self._outer.current()
+        if self.rank == 0:
+            prepare_folder(folder)
+        codes = self._codes(self._outer.epoch_start, current)
+        self._stream.first_error(None)  # the folder is there before any rank writes into it
+        rate = self._schedule.rate(self.total_inner_steps)
+        model_config: Any = self.model.config
+        config = {**self.model_config, **model_config.to_dict()}
+        state = SnapshotState(
+            rank=self.rank,
+            world_size=self.world_size,
+            shards=self._shards,
+            weights=current,
+            codes=codes,
+            codec=self._feedback.codec,
+            config=config | {"block_list": progress.blocks, "inner_step": progress.inner_step},
+            gradients_metadata={
+                "block": int(block),
+                "inner_step": int(progress.inner_step),
+                "outer_step": int(progress.outer_step),
+                "loss": float(last_loss),
+            },
+            mesh=self._mesh,
+            exp_avg=[t.to("cpu", copy=True) for t in self._optimizer.exp_avg],
+            exp_avg_sq=[t.to("cpu", copy=True) for t in self._optimizer.exp_avg_sq],
+            steps=self._optimizer.step_count,
+            param_group=self._optimizer.published_group(
+                [item.name for item in self._shards], rate, self._schedule.peak
+            ),
+            scheduler_state=self._schedule.published_state(self.total_inner_steps),
+        )
+        handle = SnapshotHandle(folder, time.perf_counter() - started)
+        handle.start(partial(write_snapshot, state, folder, parts_timeout=timedelta(minutes=10)))
+        return handle
+
+    def _codes(
+        self, start: Sequence[Tensor], current: Sequence[Tensor]
+    ) -> list[Callable[[], Code] | Code | None]:
+        rate = self._outer.learning_rate
+        if self._feedback.mode == "upload":
+            residual, made = self._feedback.advance(start, rate)
+            self._feedback.residual = residual
+            return list(made)
+        codes: list[Callable[[], Code] | Code | None] = []
+        for i in range(len(self._shards)):
+            if self._feedback.by_rows(i):
+                codes.append(self._feedback.encoder(i, start[i], current[i], rate))
+            else:
+                rows = self._feedback.accumulated(i, start[i], current[i], rate)
+                codes.append(self._feedback.encode_whole(i, rows, subtract=False))
+        return codes
+
+    # --- checkpoint ----------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """This rank's part of a checkpoint, in host memory; later steps do not change it."""
+        return {
+            "tensors": {
+                "weights": self._outer.current(),
+                "exp_avg": [t.to("cpu", copy=True) for t in self._optimizer.exp_avg],
+                "exp_avg_sq": [t.to("cpu", copy=True) for t in self._optimizer.exp_avg_sq],
+                "epoch_start": self._outer.epoch_start,
+                "momentum": self._outer.momentum,
+                "residual": self._feedback.residual,
+            },
+            "steps": self._optimizer.step_count,
+            "schedule": self._schedule.state(),
+            "outer_learning_rate": self._outer.learning_rate,
+            "outer_momentum": self._outer.mu,
+            "epoch_id": self._outer.epoch_id,
+            "outer_step": self.outer_step,
+            "inner_step": self.inner_step,
+            "total_inner_steps": self.total_inner_steps,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self.device.type == "cuda" else None,
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Any], *, same_world_size: bool) -> None:
+        """Back to a :meth:`state`, its tensors already cut to this rank's rows. All ranks.
+
+        The random state is restored only at the same world size: otherwise ranks would share one.
+        """
+        discard_gradients(self._modules)
+        tensors = state["tensors"]
+        for item, rows in zip(self._shards, tensors["weights"], strict=True):
+            item.local.copy_(rows)
+        self._optimizer.load(tensors["exp_avg"], tensors["exp_avg_sq"], int(state["steps"]))
+        self._outer.epoch_start = tensors["epoch_start"]
+        self._outer.momentum = tensors["momentum"]
+        self._outer.learning_rate = float(state["outer_learning_rate"])
+        self._outer.mu = float(state["outer_momentum"])
+        self._outer.epoch_id = state["epoch_id"]
+        self._feedback.residual = tensors["residual"]
+        self._schedule.load(state["schedule"])
+        self.outer_step = int(state["outer_step"])
+        self.inner_step = int(state["inner_step"])
+        self.total_inner_steps = int(state["total_inner_steps"])
+        if same_world_size:
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
+        self._drop_step()
+
+    def slow_down(self) -> None:
+        """Half the learning rate for ``--neuron.nan_slow_steps`` inner steps."""
+        self._schedule.slow_down(self.total_inner_steps, steps=self.settings.nan_slow_steps)
+        self.skipped_in_a_row = 0
+
+    def row_ranges(self) -> list[tuple[int, int]]:
+        """First and one past the last row of this rank, per parameter."""
+        return [(item.start, item.stop) for item in self._shards]
+
+    def vote(self, problem: str | None) -> str | None:
+        """None if no rank has a problem, else the first one's, on all ranks."""
+        return self._stream.first_error(problem)
+
+    def from_rank_0(self, value: object) -> object:
+        return self._stream.from_rank_0(value)
+
+
+def with_micro_batch(settings: TrainingSettings, micro_batch: int) -> TrainingSettings:
+    return dataclasses.replace(settings, local_batch_size_train=micro_batch)

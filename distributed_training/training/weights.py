@@ -1,0 +1,77 @@
+"""Weights into shards: from a safetensors file, or initial ones from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .shards import ParameterShard, RowStream
+
+
+@torch.no_grad()
+def load(
+    shards: Sequence[ParameterShard],
+    path: Path | None,
+    stream: RowStream,
+    *,
+    tied: Mapping[str, str],
+    config: Any,
+    seed: int,
+) -> None:
+    """Collective; ``path`` is rank 0's. Raises ValueError on all ranks alike, changing nothing."""
+    shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
+    if shared is None:
+        _initialize(shards, float(getattr(config, "initializer_range", 0.02)), seed)
+        return
+    error, problem = None, None
+    try:
+        with safe_open(shared, "pt") as file:
+            problem = _mismatch(shards, file, tied)
+    except (OSError, SafetensorError) as failure:
+        problem = f"{type(failure).__name__}: {failure}"
+    if problem is not None:
+        error = f"{shared} was not loaded: {problem}. Fetch the global state again"
+    error = stream.first_error(error)
+    if error is not None:
+        raise ValueError(error)
+    with safe_open(shared, "pt") as file:
+        for shard in shards:
+            rows = file.get_slice(_stored_name(shard.name, set(file.keys()), tied))
+            shard.local.copy_(rows[shard.start : shard.stop])
+
+
+def _stored_name(name: str, present: set[str], tied: Mapping[str, str]) -> str:
+    """A tied weight may be stored under another of its names."""
+    if name in present:
+        return name
+    return next((other for other, first in tied.items() if first == name), name)
+
+
+def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str]) -> str | None:
+    present = set(file.keys())
+    for shard in shards:
+        name = _stored_name(shard.name, present, tied)
+        if name not in present:
+            return f"it holds no {shard.name}"
+        shape = tuple(file.get_slice(name).get_shape())
+        if shape != shard.shape:
+            return f"{name} is {shape}, the model has {shard.shape}"
+    unknown = present - {s.name for s in shards} - set(tied)
+    return f"the model has no {min(unknown)}" if unknown else None
+
+
+@torch.no_grad()
+def _initialize(shards: Sequence[ParameterShard], std: float, seed: int) -> None:
+    """Normal matrices, zero biases, unit norms: the same for every world size and device."""
+    for index, shard in enumerate(shards):
+        if len(shard.shape) == 1:
+            shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        whole: Tensor = torch.empty(shard.shape).normal_(0.0, std, generator=generator)
+        shard.local.copy_(whole[shard.start : shard.stop])
