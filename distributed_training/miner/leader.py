@@ -90,7 +90,6 @@ class Leader:
         global_watch: GlobalWatchLike,
         blocks: BlocksLike,
         chain_block: Callable[[], int],
-        on_publication: Callable[[PublicationReport], None],
         record: Callable[..., None],
         clock: Callable[[], float] = time.time,
         idle_wait: timedelta = timedelta(milliseconds=200),
@@ -106,7 +105,8 @@ class Leader:
         self._global_watch = global_watch
         self._blocks = blocks
         self._chain_block = chain_block
-        self._on_publication = on_publication
+        self.on_publication: Callable[[PublicationReport], None] = lambda report: None
+        self.on_round_failed: Callable[[AllReduceFault, str], None] = lambda fault, detail: None
         self._record = record
         self._clock = clock
         self._idle_wait = idle_wait.total_seconds()
@@ -136,7 +136,7 @@ class Leader:
             self._last_tick = now
             self._handle(st.Tick(now))
             for report in self._publisher.reports():
-                self._on_publication(report)
+                self.on_publication(report)
         may_train = trains(self.state.mode) and not self._pending
         request, begin, sequences = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:

@@ -1,7 +1,7 @@
 """What only rank 0 does around the loop: reports, publishes, keeps the block list.
 
 Implements :class:`~.loop.RankZero` out of the leader (decisions), the block feed (data), the
-publisher, the swarm and the log. Called on the training thread, so nothing here waits for a network.
+publisher, the swarm and the log. Called on the training thread: nothing here waits for a network.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from distributed_training.miner import state as st
-from distributed_training.miner.leader import Leader, PublisherLike, SwarmLike
+from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner.leader import Leader, SwarmLike
 from distributed_training.miner.orders import Order
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -32,26 +34,219 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often, in inner steps of an outer step."""
+    """How often things happen, in inner steps of an outer step."""
 
     checkpoint_steps: int
+    nan_limit: int  # steps in a row without a finite loss that lead to a roll-back
 
 
-class SnapshotSchedule(Protocol):
-    """Decides whether this inner step ends with a snapshot (``store``'s gate and freshness)."""
+class Submit(Protocol):
+    """Hand a snapshot folder to the publisher. Returns at once."""
 
-    def step(self, report: StepReport) -> bool: ...
-    def published(self, report: PublicationReport) -> None: ...
+    def __call__(self, folder: Path, revision: Revision) -> None: ...
 
 
-class BlockBook(Protocol):
-    """The block list and what feeds it; see :class:`~.blocks.BlockFeed`."""
+class Gate(Protocol):
+    """Whether this inner step ends with a snapshot, and the line that says why it may not."""
 
-    def micro_batch_done(self) -> None: ...
-    def block_used_up(self) -> None: ...
-    def step_done(self) -> None: ...
-    def blocks(self) -> list[int]: ...
-    def snapshot_taken(self, revision: Revision) -> None: ...
-    def publication_ended(self, revision: Revision, *, ok: bool) -> None: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def due(self, inner_step: int) -> bool: ...
+    def blocked(self, inner_step: int, blocks: Sequence[int]) -> str | None: ...
+
+
+class RankZeroSide:
+    """See the module. ``record`` writes an event; ``warnings`` are the step's (diagnostics)."""
+
+    def __init__(
+        self,
+        *,
+        leader: Leader,
+        blocks: BlockFeed,
+        swarm: SwarmLike,
+        gate: Gate,
+        submit: Submit,
+        run: int,
+        bucket: str,
+        cadence: Cadence,
+        record: Callable[..., None],
+        warnings: Callable[[StepReport], list[str]],
+        round_over: Callable[[], None],
+        reload_timeout: timedelta,
+    ) -> None:
+        self.leader = leader
+        self._blocks = blocks
+        self._swarm = swarm
+        self._gate = gate
+        self._submit = submit
+        self._run = run
+        self._bucket = bucket
+        self._cadence = cadence
+        self._record = record
+        self._warnings = warnings
+        self._round_over = round_over
+        self._reload_timeout = reload_timeout
+        self._skipped = 0
+        self._round_started = 0.0
+        self._published_at: float | None = None
+
+    # --- decisions -----------------------------------------------------------------------------
+
+    def next_order(self) -> Order:
+        return self.leader.next_order()
+
+    @property
+    def buffers(self) -> Sequence[torch.Tensor]:
+        return self._swarm.buffers
+
+    @property
+    def global_folder(self) -> Path:
+        assert self.leader.fetched is not None
+        return self.leader.fetched
+
+    def blocks(self) -> list[int]:
+        return self._blocks.blocks()
+
+    def extra(self) -> dict[str, Any]:
+        return {"blocks": self._blocks.state()}
+
+    # --- inner steps ---------------------------------------------------------------------------
+
+    def micro_batch_done(self) -> None:
+        self._blocks.micro_batch_done()
+
+    def block_used_up(self) -> None:
+        self._blocks.block_used_up()
+
+    def step_done(self, report: StepReport) -> None:
+        self._blocks.step_done(skipped=report.skipped)
+        log.info("%s", lines.step_line(report))
+        log.info("%s%s", lines.throughput_line(report), self._age())
+        for line in self._warnings(report):
+            log.warning("%s", line)
+        self._record("step", **_fields(report))
+        self._skipped = self._skipped + 1 if report.skipped else 0
+        due = not report.skipped and self._gate.due(report.inner_step)
+        if due:
+            blocked = self._gate.blocked(report.inner_step, self._blocks.blocks())
+            if blocked is not None:
+                log.warning("%s", blocked)
+                due = False
+        self.leader.post(
+            st.InnerStepEnded(
+                report.inner_step,
+                snapshot_due=due,
+                checkpoint_due=not report.skipped
+                and report.inner_step % self._cadence.checkpoint_steps == 0,
+                roll_back=self._skipped >= self._cadence.nan_limit,
+            )
+        )
+
+    def _age(self) -> str:
+        if self._published_at is None:
+            return ""
+        return f" | Repo Age: {time.time() - self._published_at:.0f}s"
+
+    # --- the round -----------------------------------------------------------------------------
+
+    def pseudo_gradient_written(self, norm: float) -> None:
+        self._round_started = time.time()
+        log.info("%s", lines.PAUSING)
+        log.info("%s", lines.AVERAGING_START)
+        log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
+        self.leader.post(st.PseudoGradientWritten(norm))
+
+    def pseudo_gradient_failed(self, error: AllReduceError) -> None:
+        log.warning("%s", lines.all_reduce_failed(1))
+        self.leader.post(st.AveragingEnded(None, error.fault, error.detail))
+
+    def outer_step_done(self, *, committed: bool, outer_step: int, detail: str) -> None:
+        result = self.leader.averaged
+        if committed:
+            log.info("%s", lines.ALL_REDUCE_FINISH)
+            log.info(
+                "%s: outer step %d with %d peers",
+                lines.ALL_REDUCE_DONE,
+                outer_step,
+                result.group_size if result else 0,
+            )
+            self._record("outer_step", outer_step=outer_step)
+        else:
+            log.warning("%s (%s)", lines.all_reduce_failed(3), detail)
+        log.info("%s", lines.RESUMING)
+        log.info("%s", lines.waiting_for_validator(self._reload_timeout))
+        self.leader.post(st.OuterStepEnded(committed, outer_step, time.time(), detail))
+        self.round_ended(ok=committed, detail=detail)
+
+    def round_ended(self, *, ok: bool, detail: str = "", fault: str = "") -> None:
+        """Record a round; also called by the leader's observer for rounds without an average."""
+        result = self.leader.averaged
+        request_epoch = self.leader.state.outer_step
+        self._record(
+            "round",
+            outer_step=request_epoch,
+            ok=ok,
+            fault=fault or ("" if ok else "LOCAL"),
+            detail=detail,
+            peers=list(result.peers) if result else [],
+            failed_peers=list(result.failed_peers) if result else [],
+            seconds=time.time() - self._round_started if self._round_started else 0.0,
+            matchmaking_seconds=result.matchmaking_seconds if result else None,
+            transfer_seconds=result.transfer_seconds if result else None,
+        )
+        self._round_over()
+
+    # --- state in and out ----------------------------------------------------------------------
+
+    def snapshot_taken(self, folder: Path, progress: Progress, seconds: float) -> None:
+        revision = progress.revision(self._run)
+        log.info("%s", lines.saving_state(progress.outer_step))
+        log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, seconds)
+        self._blocks.snapshot_taken(revision)
+        log.info("%s", lines.UPLOAD_MODEL_START)
+        log.info("%s", lines.uploading(self._bucket))
+        self._submit(folder, revision)
+
+    def publication(self, report: PublicationReport) -> None:
+        """The publisher's answer, collected by the leader."""
+        self._blocks.publication_ended(report.revision, ok=report.ok)
+        if report.ok:
+            self._published_at = report.finished_at or time.time()
+            log.info(
+                "%s (%.1f MB in %.1f s)",
+                lines.pushed(report.revision, self._bucket),
+                report.bytes_sent / 1e6,
+                report.seconds,
+            )
+        else:
+            log.warning("%s", lines.upload_failed(report.reason))
+        self._record("publication", **_fields(report))
+
+    def loaded(self, outer_step: int) -> None:
+        log.info("Loaded the global state of outer step %d", outer_step)
+        self._record("load", outer_step=outer_step)
+        self.leader.post(st.LoadEnded(outer_step))
+
+    def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None:
+        self._skipped = 0
+        self._blocks.restore(extra.get("blocks", {}))
+        log.warning(
+            "Rolled back to outer step %d, inner step %d; half the learning rate for a while",
+            progress.outer_step,
+            progress.inner_step,
+        )
+        self._record("roll_back", outer_step=progress.outer_step, inner_step=progress.inner_step)
+
+    def stopped(self, exit_status: int) -> None:
+        reason = self.leader.state.stop_reason
+        log.info("Stopped (%s), checkpoint written", reason)
+        self._record("stop", reason=reason, exit_status=exit_status)
+
+
+def _fields(report: StepReport | PublicationReport) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    fields = asdict(report)
+    if isinstance(report, StepReport):
+        fields["tokens_per_second"] = report.tokens_per_second
+    else:
+        fields["revision"] = report.revision.tag
+    return fields

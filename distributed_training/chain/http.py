@@ -1,0 +1,167 @@
+"""uvicorn on a thread of its own, with a listening socket and a protocol that mistrust strangers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from distributed_training.config.flags import ConfigError
+
+from .admission import Admission, GuardedSocket, normalize
+
+MAX_HEADER_BYTES = 16 * 1024
+BACKLOG = 512
+
+
+def bind(*, ip: str, port: int, admission: Admission) -> GuardedSocket:
+    """A listening socket; ``[::]`` also takes IPv4, and falls back to it where IPv6 is off.
+
+    Raises ConfigError with one line when the port or address cannot be had.
+    """
+    host = ip.strip("[]") or "::"
+    try:
+        return _bind(host, port, admission)
+    except OSError as error:
+        first = error
+        if host == "::":
+            try:
+                return _bind("0.0.0.0", port, admission)
+            except OSError as second:
+                first = second
+    raise ConfigError(
+        f"cannot listen on {ip} port {port} ({first.strerror or first}), so no validator could "
+        "reach this miner: stop what uses the port, or choose another one with --axon.port "
+        "(and --axon.ip)"
+    ) from None
+
+
+def _bind(host: str, port: int, admission: Admission) -> GuardedSocket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = GuardedSocket(family, socket.SOCK_STREAM)
+    sock.admission = admission
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def guarded_protocol(
+    *, admission: Admission, read_timeout: timedelta, on_refused: Callable[[str, str], None]
+) -> type[H11Protocol]:
+    """An HTTP/1.1 protocol with a deadline for each request.
+
+    ``read_timeout`` covers everything a client has to send for one request, head and body, counted
+    from the connection or from the end of the previous response. ``on_refused(reason, address)`` is
+    told of requests that never reach the application.
+    """
+    deadline = read_timeout.total_seconds()
+
+    class GuardedProtocol(H11Protocol):
+        _timer: asyncio.TimerHandle | None = None
+        _address = ""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._address = normalize(self.client[0]) if self.client else ""
+            self._arm()
+
+        def _arm(self) -> None:
+            self._disarm()
+            self._timer = self.loop.call_later(deadline, self._expired)
+
+        def _disarm(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _expired(self) -> None:
+            self._timer = None
+            # Idle between requests is no offence; a request begun and not finished is.
+            if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+                on_refused("timeout", self._address)
+                admission.strike(self._address)
+            self.transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
+                self._disarm()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self.transport.is_closing():
+                self._arm()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._disarm()
+            super().connection_lost(exc)
+
+        def send_400_response(self, msg: str) -> None:
+            on_refused("malformed", self._address)
+            admission.strike(self._address)
+            try:
+                super().send_400_response(msg)
+            except h11.LocalProtocolError:
+                # Garbage behind a request whose response has begun.
+                self.transport.abort()
+
+    return GuardedProtocol
+
+
+class HttpThread:
+    """An ASGI application served by uvicorn in a daemon thread with its own event loop."""
+
+    def __init__(
+        self, *, app: Any, sock: GuardedSocket, protocol: type[H11Protocol], name: str
+    ) -> None:
+        self._sock = sock
+        config = uvicorn.Config(
+            app,
+            http=protocol,
+            # asyncio's own loop: it accepts through the socket object, as GuardedSocket needs.
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=30,
+            timeout_graceful_shutdown=1,
+            backlog=BACKLOG,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._sock]))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent; returns when the thread has ended, after at most about two seconds."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(10)
+        self._sock.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()

@@ -1,0 +1,421 @@
+"""The signed HTTP server validators call: ``IsAlive`` and ``AllReduce``.
+
+It runs on its own thread and event loop beside the training, answers at once and never waits for
+the chain, the loop or a disk. Checks run cheapest first: size, route, headers, known hotkey, rate,
+freshness, replay; only then the body is read and the signature verified, and only a proven caller's
+permit and stake are looked at. An accepted AllReduce becomes one event; while its round runs,
+further calls are told so and cause nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distributed_training.config.chain import ChainSettings
+from distributed_training.protocol import synapses
+from distributed_training.protocol.synapses import MAX_BODY_BYTES, RoundBounds, SynapseError
+from distributed_training.protocol.types import RoundRequest
+
+from . import auth
+from .admission import Admission, Buckets, normalize
+from .auth import Refusal, Refused
+from .base import Chain, ChainUnavailable, Neuron
+from .http import MAX_HEADER_BYTES, HttpThread, bind, guarded_protocol
+from .replay import NonceMemory
+from .wallet import Wallet
+
+log = logging.getLogger(__name__)
+
+# A round that nobody ends is over after the call's timeout and this.
+ROUND_MARGIN = 30.0
+_SAVE_INTERVAL = 2.0
+_LOG_INTERVAL = 60.0
+_LOG_LINES = 20  # per interval, all callers together
+# The refusals of somebody who has proven who they are, or who is merely early: no strikes.
+_NO_STRIKE = frozenset({Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE})
+
+
+@dataclass(frozen=True)
+class RoundState:
+    """The running round, as told to whoever calls AllReduce meanwhile."""
+
+    phase: str
+    caller: str
+    started_at: float  # time.time()
+
+
+class SignedServer:
+    """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
+
+    ``epoch``: local outer step, asked for each IsAlive from the server's thread; must not block.
+    ``on_all_reduce``: gets each accepted call, in the server's thread; must not block (put it into a
+    queue). ``round_phase``: a word for the running round, or None. ``nonce_file``: where the replay
+    memory keeps its floor over restarts. ``clock``: wall clock in ns.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: ChainSettings,
+        wallet: Wallet,
+        chain: Chain,
+        master_hotkey: str,
+        epoch: Callable[[], int],
+        on_all_reduce: Callable[[RoundRequest], None],
+        round_phase: Callable[[], str | None] = lambda: None,
+        nonce_file: Path | None = None,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._settings = settings
+        self._own = wallet.ss58
+        self._chain = chain
+        self._master = master_hotkey
+        self._epoch = epoch
+        self._on_all_reduce = on_all_reduce
+        self._round_phase = round_phase
+        self._clock = clock
+        self._skew = settings.clock_skew.total_seconds()
+        self._timeout_cap = settings.legacy_timeout_cap.total_seconds()
+        self._neurons: Sequence[Neuron] = ()
+        self._by_hotkey: dict[str, Neuron] = {}
+        self._round: RoundRequest | None = None
+        self._round_lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._logged: OrderedDict[str, float] = OrderedDict()
+        self._log_window = (0.0, 0)
+        self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
+        self._bounds = round_bounds(settings)
+        longest = max(
+            synapses.LEGACY_ALLOWANCE.total_seconds() + self._timeout_cap, auth.BTAUTH_MAX_AGE
+        )
+        self._nonces = NonceMemory(window=timedelta(seconds=longest + self._skew), file=nonce_file)
+        self._admission = Admission(
+            max_connections=settings.max_connections,
+            max_connections_per_address=settings.max_connections_per_address,
+            requests_per_address=settings.requests_per_address,
+        )
+        sock = bind(ip=settings.axon_ip, port=settings.axon_port, admission=self._admission)
+        self.port: int = sock.getsockname()[1]
+        self._http = HttpThread(
+            app=self._app,
+            sock=sock,
+            protocol=guarded_protocol(
+                admission=self._admission,
+                read_timeout=settings.read_timeout,
+                on_refused=self._count_unread,
+            ),
+            name="signed-server",
+        )
+        self._stopping = threading.Event()
+        self._saver = threading.Thread(target=self._save, name="nonce-floor", daemon=True)
+
+    # life
+
+    def start(self) -> None:
+        self._http.start()
+        self._saver.start()
+
+    def close(self) -> None:
+        """Idempotent; ends the thread and writes the replay floor."""
+        self._http.stop()
+        self._stopping.set()
+        if self._saver.is_alive():
+            self._saver.join(5)
+        self._nonces.save()
+
+    def __enter__(self) -> SignedServer:
+        self.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _save(self) -> None:
+        # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
+        while not self._stopping.wait(_SAVE_INTERVAL):
+            self._nonces.save()
+
+    # what the loop asks and tells
+
+    def round_ended(self) -> None:
+        """The loop is done with the round (committed or not): the next call is a new event."""
+        with self._round_lock:
+            self._round = None
+
+    def round_state(self) -> RoundState | None:
+        with self._round_lock:
+            running = self._running(self._clock() / 1e9)
+        if running is None:
+            return None
+        return RoundState(self._round_phase() or "accepted", running.caller, running.received_at)
+
+    def counters(self) -> Mapping[str, int]:
+        """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce``, ``refused.<reason>``
+        and ``connections``; the counts only grow."""
+        counts = dict(self._counts)
+        for reason, count in dict(self._admission.refused).items():
+            counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
+        counts["connections"] = self._admission.connections
+        return counts
+
+    def _running(self, now: float) -> RoundRequest | None:
+        running = self._round
+        if running is not None:
+            timeout = (
+                running.timeout or synapses.ALL_REDUCE_TIMEOUT
+            ).total_seconds() + ROUND_MARGIN
+            if now - running.received_at > timeout:
+                self._round = running = None
+        return running
+
+    # one request
+
+    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI. Nothing but a Refused is expected; what else goes wrong is our fault, not a 5xx."""
+        address = normalize(scope["client"][0]) if scope["client"] else ""
+        claimed: str | None = None
+        try:
+            headers = _headers(scope)
+            if not self._admission.request(address):
+                raise Refused(Refusal.RATE)
+            if scope["path"] not in synapses.ROUTES:
+                raise Refused(Refusal.ROUTE)
+            if scope["method"] != "POST":
+                raise Refused(Refusal.METHOD)
+            length = headers.get("content-length", "0")
+            if not (length.isascii() and length.isdigit()):
+                raise Refused(Refusal.MALFORMED)
+            if int(length) > MAX_BODY_BYTES:
+                raise Refused(Refusal.TOO_LARGE)
+            claim = auth.claim(headers, self._settings.auth_schemes)
+            claimed = claim.hotkey
+            self._check_claim(claim)
+            body = await _read(receive)
+            if body is None:
+                return  # the client went away
+            auth.proven(
+                claim,
+                headers,
+                body,
+                method="POST",
+                path=_target(scope),
+                own=self._own,
+            )
+            if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
+                raise Refused(Refusal.REPLAY)
+            self._hotkeys.take(claim.hotkey)
+            reply = self._answer(scope["path"], claim, body, address)
+        except Refused as refused:
+            await self._refuse(refused.refusal, claimed, address, send)
+            return
+        await _respond(send, 200, reply)
+
+    def _check_claim(self, claim: auth.Claim) -> None:
+        """What can be decided without the body. Nothing is proven yet, so nothing is recorded."""
+        if claim.hotkey == self._own:
+            # Nobody else may hold this key; a second miner does, or a request is reflected.
+            raise Refused(Refusal.OWN_HOTKEY)
+        if claim.receiver != self._own:
+            raise Refused(Refusal.RECEIVER)
+        if self._known(claim.hotkey) is None and claim.hotkey != self._master:
+            if not self._settings.allow_non_registered:
+                raise Refused(Refusal.UNKNOWN_HOTKEY)
+        if self._hotkeys.empty(claim.hotkey):
+            raise Refused(Refusal.RATE)
+        age = (self._clock() - claim.nonce) / 1e9
+        if age > auth.max_age(claim, legacy_timeout_cap=self._timeout_cap):
+            raise Refused(Refusal.STALE)
+        if -age > self._skew:
+            raise Refused(Refusal.FUTURE)
+        if self._nonces.used(claim.hotkey, claim.nonce, claim.salt):
+            raise Refused(Refusal.REPLAY)
+
+    def _known(self, hotkey: str) -> Neuron | None:
+        try:
+            neurons = self._chain.neurons()
+        except ChainUnavailable:
+            return None
+        if neurons is not self._neurons:
+            self._by_hotkey = {n.hotkey: n for n in neurons}
+            self._neurons = neurons
+        return self._by_hotkey.get(hotkey)
+
+    def _answer(self, path: str, claim: auth.Claim, body: bytes, address: str) -> dict[str, Any]:
+        """The effect of a proven call and its reply. Raises Refused."""
+        neuron = self._known(claim.hotkey)
+        master = claim.hotkey == self._master
+        permit = master or (neuron is not None and neuron.validator_permit)
+        stake = neuron.stake if neuron is not None else 0.0
+        fields = _fields(body)
+        if path == synapses.IS_ALIVE_ROUTE:
+            if self._settings.force_validator_permit and not permit:
+                raise Refused(Refusal.NO_PERMIT)
+            reply = synapses.answer_is_alive(fields, epoch=self._epoch())
+            self._counts["accepted.IsAlive"] += 1
+            log.info("Responded to be Active")
+        else:
+            if not permit:
+                raise Refused(Refusal.NO_PERMIT)
+            if not master and stake < self._settings.min_stake:
+                raise Refused(Refusal.LOW_STAKE)
+            reply = synapses.answer_all_reduce(fields)
+            repeated = self._all_reduce(claim, fields, master)
+            if repeated is not None:
+                reply["answer"] = repeated
+        if permit:
+            self._admission.trust(address)
+        return reply
+
+    def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any], master: bool) -> str | None:
+        now = self._clock() / 1e9
+        try:
+            request = synapses.parse_all_reduce(
+                fields,
+                caller=claim.hotkey,
+                received_at=now,
+                timeout=claim.header_timeout,
+                bounds=self._bounds,
+            )
+        except SynapseError:
+            raise Refused(Refusal.MALFORMED) from None
+        with self._round_lock:
+            running = self._running(now)
+            if running is None:
+                self._round = request
+        if running is not None:
+            self._counts["repeated.AllReduce"] += 1
+            phase = self._round_phase() or "accepted"
+            return (
+                f"round running for {max(0.0, now - running.received_at):.0f} s, "
+                f"called by {running.caller}: {phase}"
+            )
+        self._counts["accepted.AllReduce"] += 1
+        log.info("Received %s All Reduce Call", "Main" if master else "Local")
+        self._on_all_reduce(request)
+        return None
+
+    # refusals
+
+    def _count_unread(self, reason: str, address: str) -> None:
+        self._counts[f"refused.{reason}"] += 1
+        self._log_refusal(reason, address)
+
+    async def _refuse(self, refusal: Refusal, claimed: str | None, address: str, send: Any) -> None:
+        self._counts[f"refused.{refusal.reason}"] += 1
+        if refusal not in _NO_STRIKE:
+            self._admission.strike(address)
+        self._log_refusal(refusal.reason, claimed or address)
+        await _respond(send, refusal.status, {"message": refusal.message}, close=True)
+
+    def _log_refusal(self, reason: str, caller: str) -> None:
+        """At most one line a minute for each caller, and few for all of them together."""
+        now = time.monotonic()
+        if now - self._logged.get(caller, -_LOG_INTERVAL) < _LOG_INTERVAL:
+            return
+        start, lines = self._log_window
+        if now - start > _LOG_INTERVAL:
+            start, lines = now, 0
+        if lines >= _LOG_LINES:
+            return
+        self._log_window = (start, lines + 1)
+        self._logged[caller] = now
+        self._logged.move_to_end(caller)
+        if len(self._logged) > 1024:
+            self._logged.popitem(last=False)
+        log.warning("Refused a call of %s: %s", caller, reason)
+
+
+def round_bounds(settings: ChainSettings) -> RoundBounds:
+    """The bounds of the settings (seconds) as the synapses' parser takes them."""
+
+    def seconds(bounds: tuple[float, float]) -> tuple[timedelta, timedelta]:
+        return timedelta(seconds=bounds[0]), timedelta(seconds=bounds[1])
+
+    low, high = settings.clamp_min_group_size
+    return RoundBounds(
+        timeout=seconds(settings.clamp_round_timeout),
+        group_size=(int(low), int(high)),
+        request_timeout=seconds(settings.clamp_request_timeout),
+        allreduce_timeout=seconds(settings.clamp_allreduce_timeout),
+        next_chunk_timeout=seconds(settings.clamp_next_chunk_timeout),
+        min_matchmaking_time=seconds(settings.clamp_min_matchmaking_time),
+    )
+
+
+def _headers(scope: Any) -> dict[str, str]:
+    """Raises Refused for what is too large, repeated or not ASCII."""
+    headers: dict[str, str] = {}
+    size = 0
+    for name, value in scope["headers"]:
+        size += len(name) + len(value) + 4
+        if size > MAX_HEADER_BYTES:
+            raise Refused(Refusal.HEADERS)
+        try:
+            key = name.decode("ascii")
+            # Two values of one header: whoever reads the other one is deceived.
+            if key in headers and key.startswith(_SINGLE):
+                raise Refused(Refusal.MALFORMED)
+            headers[key] = value.decode("ascii")
+        except UnicodeDecodeError:
+            raise Refused(Refusal.MALFORMED) from None
+    return headers
+
+
+_SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
+
+
+def _target(scope: Any) -> str:
+    """The request target as sent, for the signed text."""
+    path: str = scope["raw_path"].decode("ascii")
+    query = scope["query_string"].decode("ascii")
+    return f"{path}?{query}" if query else path
+
+
+async def _read(receive: Any) -> bytes | None:
+    """The whole body; None when the client left. The protocol's timer bounds the time."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        body += message.get("body", b"")
+        if len(body) > MAX_BODY_BYTES:
+            raise Refused(Refusal.TOO_LARGE)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _fields(body: bytes) -> dict[str, Any]:
+    def refuse(_: str) -> float:
+        raise ValueError("not finite")
+
+    try:
+        fields = json.loads(body or b"{}", parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise Refused(Refusal.MALFORMED) from None
+    if not isinstance(fields, dict):
+        raise Refused(Refusal.MALFORMED)
+    return fields
+
+
+async def _respond(send: Any, status: int, content: dict[str, Any], *, close: bool = False) -> None:
+    headers = [
+        (b"content-type", b"application/json"),
+        # What a legacy caller takes for success.
+        (b"bt_header_axon_status_code", str(status).encode()),
+    ]
+    if close:
+        headers.append((b"connection", b"close"))
+    body = json.dumps(content).encode()
+    headers.append((b"content-length", str(len(body)).encode()))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,368 @@
+"""Rank 0's way to the outside: wallet, chain, buckets, swarm and server out of the configuration.
+
+Everything here may take long or fail; it happens before a model is built, so that a missing key or
+an unregistered hotkey is told at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from distributed_training.chain.base import Chain, ChainError, find, wait_ready
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.server import SignedServer
+from distributed_training.chain.wallet import Wallet, load_wallet
+from distributed_training.config import Config, ConfigError
+from distributed_training.data import build_tokenizer
+from distributed_training.miner.global_state import GlobalBucket
+from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
+from distributed_training.miner.state import Event
+from distributed_training.protocol import names, schedule
+from distributed_training.protocol.commitment import (
+    BucketCredentials,
+    CommitmentError,
+    build_commitment,
+    parse_commitment,
+)
+from distributed_training.protocol.types import RoundRequest
+from distributed_training.store.errors import BucketMissingError, StoreError
+from distributed_training.store.gate import upload_due, upload_gate
+from distributed_training.store.publisher import Publisher
+from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
+from distributed_training.telemetry import lines
+
+log = logging.getLogger(__name__)
+
+_GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
+_REGISTRATION_CHECK = 10.0
+_BUCKET_CHECK = timedelta(seconds=30)
+
+
+class NetworkFailure(RuntimeError):
+    """The outside cannot be reached; the line says why and what mends it. Exit status 1."""
+
+
+class StopBeforeStart(RuntimeError):
+    """A stop was asked for while the start waited."""
+
+
+@dataclass(frozen=True)
+class UploadGate:
+    """``store``'s gate with this miner's settings."""
+
+    upload_steps: int
+    minimum: int
+
+    def due(self, inner_step: int) -> bool:
+        """At multiples of ``upload_steps``; also below the minimum, to say why nothing is sent."""
+        return inner_step > 0 and inner_step % self.upload_steps == 0
+
+    def blocked(self, inner_step: int, blocks: Sequence[int]) -> str | None:
+        line = upload_gate(inner_step=inner_step, minimum=self.minimum, blocks=blocks)
+        due = upload_due(inner_step, upload_steps=self.upload_steps, minimum=self.minimum)
+        return line if line is not None or due else "not due"
+
+
+@dataclass
+class Outside:
+    """What :func:`connect` found, and what it can open."""
+
+    config: Config
+    folder: Path
+    wallet: Wallet
+    chain: Chain
+    uid: int
+    bucket: str
+    global_bucket: GlobalBucket
+    global_outer_step: int
+    global_folder: Path
+    model_config: dict[str, Any]
+    tokenizer_path: Path
+    eos_id: int
+
+    @property
+    def hotkey(self) -> str:
+        return self.wallet.ss58
+
+    @property
+    def gate(self) -> UploadGate:
+        store = self.config.store
+        return UploadGate(store.upload_steps, store.minimum_valid_inner_step)
+
+    def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
+        """Raises NetworkFailure."""
+        try:
+            return HivemindSwarm(settings=self.config.swarm, schema=schema, run_folder=self.folder)
+        except SwarmUnavailable as error:
+            raise NetworkFailure(str(error)) from None
+
+    def open_publisher(self, snapshots: Path) -> Publisher:
+        return Publisher(
+            settings=self.config.store,
+            bucket=self.bucket,
+            folder=self.folder,
+            snapshots=snapshots,
+        )
+
+    def watch(self, post: Callable[[Event], None]) -> GlobalWatch:
+        blocks = self.config.miner.epoch_check_blocks
+        return GlobalWatch(
+            reader=self.global_bucket,
+            post=post,
+            interval=timedelta(seconds=blocks * self._seconds_per_block()),
+        )
+
+    def _seconds_per_block(self) -> float:
+        return 1.0 if self.config.preset == "local" else schedule.SECONDS_PER_BLOCK
+
+    def open_server(
+        self,
+        *,
+        epoch: Callable[[], int],
+        on_all_reduce: Callable[[RoundRequest], None],
+        round_phase: Callable[[], str | None],
+    ) -> SignedServer:
+        """Bound, not yet answering. Raises ConfigError when the port is taken."""
+
+        def called(request: RoundRequest) -> None:
+            log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
+            on_all_reduce(request)
+
+        return SignedServer(
+            settings=self.config.chain,
+            wallet=self.wallet,
+            chain=self.chain,
+            master_hotkey=self.config.miner.master_ss58_address,
+            epoch=epoch,
+            on_all_reduce=called,
+            round_phase=round_phase,
+            nonce_file=self.folder / "nonces.json",
+        )
+
+    def announce(self, port: int) -> None:
+        """Write our endpoint to the chain unless it is there. In a thread: chains are slow."""
+        settings = self.config.chain
+        ip = settings.external_ip or settings.axon_ip.strip("[]")
+        wanted = (ip, settings.external_port or port)
+
+        def write() -> None:
+            wait = 2.0
+            while True:
+                me = find(self.chain.neurons(), self.hotkey)
+                if me is not None and (me.ip, me.port) == wanted:
+                    return
+                try:
+                    self.chain.serve(*wanted)
+                    log.info("Endpoint %s:%d written to the chain", *wanted)
+                    return
+                except ChainError as error:
+                    log.warning("The endpoint was not written (%s). Trying again.", error)
+                time.sleep(wait)
+                wait = min(300.0, 2 * wait)
+
+        threading.Thread(target=write, name="announce", daemon=True).start()
+
+    def follow_registration(self, gone: Callable[[str], None], stack: ExitStack) -> None:
+        """Call ``gone`` once if the hotkey is no longer registered, or has another uid."""
+        closed = threading.Event()
+        stack.callback(closed.set)
+
+        def watch() -> None:
+            while not closed.wait(_REGISTRATION_CHECK):
+                uid = self.chain.uid(self.hotkey)
+                if uid is None:
+                    gone(f"hotkey {self.hotkey} is no longer registered on the subnet")
+                    return
+                if uid != self.uid:
+                    log.warning("This hotkey is uid %d now, no longer %d", uid, self.uid)
+
+        threading.Thread(target=watch, name="registration", daemon=True).start()
+
+
+def connect(
+    config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
+) -> Outside:
+    """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
+    wallet = load_wallet(config.chain)
+    chain = _open_chain(config, wallet)
+    stack.callback(chain.close)
+    try:
+        wait_ready(chain, config.chain.start_timeout)
+    except ChainError as error:
+        raise NetworkFailure(str(error)) from None
+    uid = chain.uid(wallet.ss58)
+    if uid is None:
+        raise ConfigError(
+            f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, so nobody "
+            "would score or pay this miner: register it with `btcli subnet register`, or give "
+            "another --wallet.hotkey"
+        )
+    bucket = names.miner_bucket(config.store.global_model_name, uid)
+    _check_bucket(config, bucket)
+    _commit(config, chain, wallet)
+    global_bucket = _global_bucket(config, chain, folder, wanted)
+    outer_step, model_config = _global_state(global_bucket, wanted)
+    tokenizer_path, eos_id = _tokenizer(config, folder)
+    return Outside(
+        config=config,
+        folder=folder,
+        wallet=wallet,
+        chain=chain,
+        uid=uid,
+        bucket=bucket,
+        global_bucket=global_bucket,
+        global_outer_step=outer_step,
+        global_folder=_fetch(global_bucket, outer_step, wanted),
+        model_config=model_config,
+        tokenizer_path=tokenizer_path,
+        eos_id=eos_id,
+    )
+
+
+def _open_chain(config: Config, wallet: Wallet) -> Chain:
+    if config.chain.local_url is not None:
+        return LocalChain(url=config.chain.local_url, wallet=wallet)
+    from distributed_training.chain.subtensor import BittensorChain
+
+    return BittensorChain(settings=config.chain, wallet=wallet)
+
+
+def _check_bucket(config: Config, bucket: str) -> None:
+    """That the bucket is there and the write keys work. Raises ConfigError, NetworkFailure."""
+    try:
+        store = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        retrying(
+            f"look into bucket {bucket}",
+            lambda: store.head("metadata.json"),
+            deadline=deadline_in(_BUCKET_CHECK),
+        )
+        # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
+        store.list_multiparts()
+    except BucketMissingError:
+        raise ConfigError(
+            f"bucket {bucket} does not exist, so nothing could be published: create it in the R2 "
+            "dashboard with exactly this name"
+        ) from None
+    except StoreError as error:
+        raise (NetworkFailure if error.retryable else ConfigError)(str(error)) from None
+    finally:
+        store.close()
+
+
+def _commit(config: Config, chain: Chain, wallet: Wallet) -> None:
+    """The read credentials on the chain, unless they are there. Failing later is only a warning."""
+    settings = config.store
+    try:
+        text = build_commitment(
+            BucketCredentials(
+                settings.account_id or "",
+                _text(settings.read_access_key_id),
+                _text(settings.read_secret_access_key),
+            )
+        )
+    except CommitmentError as error:
+        raise ConfigError(
+            f"the read keys do not fit into a commitment ({error}), so validators could not read "
+            "the uploads: correct R2_ACCOUNT_ID, R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY"
+        ) from None
+
+    def write() -> None:
+        wait = 5.0
+        while chain.commitment(wallet.ss58) != text:
+            try:
+                chain.commit(text)
+                log.info("%s", lines.METADATA_LOGGED)
+                return
+            except ChainError as error:
+                log.warning("The commitment was not written (%s). Trying again.", error)
+            time.sleep(wait)
+            wait = min(600.0, 2 * wait)
+
+    threading.Thread(target=write, name="commitment", daemon=True).start()
+
+
+def _text(value: SecretStr | None) -> str:
+    return value.get_secret_value() if value is not None else ""
+
+
+def _global_bucket(
+    config: Config, chain: Chain, folder: Path, wanted: Callable[[], bool]
+) -> GlobalBucket:
+    """Its read credentials stand in the master hotkey's commitment; waits for them."""
+    master = config.miner.master_ss58_address
+    said = False
+    while True:
+        try:
+            credentials = parse_commitment(chain.commitment(master) or "")
+            break
+        except CommitmentError as error:
+            if not said:
+                log.info("Waiting for the commitment of the master hotkey %s (%s)", master, error)
+                said = True
+        _pause(wanted)
+    store = S3ObjectStore.of_peer(
+        config.store,
+        bucket=config.store.global_model_name,
+        account_id=credentials.account_id,
+        access_key_id=credentials.access_key_id,
+        secret_access_key=credentials.secret_access_key,
+    )
+    return GlobalBucket(
+        store=store, run=names.RUN, folder=folder / "global", large=config.store.file_deadline
+    )
+
+
+def _global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, dict[str, Any]]:
+    said = ""
+    while True:
+        try:
+            outer_step = bucket.outer_step()
+            return outer_step, bucket.model_config(outer_step)
+        except GlobalUnavailableError as error:
+            if str(error) != said:
+                log.info("Waiting for the global state: %s", error)
+                said = str(error)
+        _pause(wanted)
+
+
+def _fetch(bucket: GlobalBucket, outer_step: int, wanted: Callable[[], bool]) -> Path:
+    while True:
+        try:
+            return bucket.fetch(outer_step)
+        except GlobalUnavailableError as error:
+            log.warning("%s", error)
+        _pause(wanted)
+
+
+def _pause(wanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _GLOBAL_RETRY
+    while time.monotonic() < deadline:
+        if not wanted():
+            raise StopBeforeStart
+        time.sleep(0.05)
+
+
+def _tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
+    name = config.miner.global_tokenizer_name
+    try:
+        return build_tokenizer(name, folder / "tokenizer")
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"the tokenizer {name} cannot be loaded ({error}), so no text could be trained on: "
+            "check the network or --neuron.global_tokenizer_name"
+        ) from None

@@ -1,0 +1,327 @@
+"""One rank of the miner, from its arguments to its exit status: builds the rooms, runs the loop."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import SecretStr
+
+from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_warnings
+from distributed_training.miner import network
+from distributed_training.miner import state as st
+from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner.leader import Leader
+from distributed_training.miner.loop import MinerLoop
+from distributed_training.miner.orders import ControlChannel, open_control_channel
+from distributed_training.miner.process import (
+    RankEnvironment,
+    die_with_parent,
+    rank_environment,
+    write_exit_status,
+    write_pid_file,
+)
+from distributed_training.miner.rank_zero import Cadence, RankZeroSide
+from distributed_training.protocol import names
+from distributed_training.protocol.types import Progress, Revision
+from distributed_training.telemetry import EventLog, lines, setup_logging
+
+log = logging.getLogger(__name__)
+
+FAULT, BAD_CONFIGURATION, DEREGISTERED = 1, 2, 3
+
+#: Covers every collective of the control channel. Rank 0 comes to a boundary at least every
+#: ``idle_wait``; the longest thing between two boundaries is writing the pseudo-gradient, loading
+#: weights or compiling the model.
+CONTROL_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """What rank 0 found out and every rank needs. JSON over the process group's store."""
+
+    uid: int
+    model_config: dict[str, Any]
+    tokenizer_path: str
+    eos_id: int
+    global_outer_step: int
+    problem: str = ""  # why there is no start; all ranks leave quietly then
+
+    def pack(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def unpack(cls, text: str) -> StartFacts:
+        return cls(**json.loads(text))
+
+
+def run_rank(argv: list[str]) -> int:
+    """Exit status: 0 stopped as asked, 1 a fault, 2 bad configuration, 3 deregistered."""
+    me = rank_environment()
+    stop = _Stop()
+    stop.install()
+    die_with_parent()
+    config = load_config("miner", argv)
+    folder = config.run_folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_pid_file(folder, me.rank)
+    secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
+    setup_logging(config.telemetry, rank=me.rank, name="miner", folder=folder, secrets=secrets)
+    status, reason = FAULT, ""
+    try:
+        with ExitStack() as stack:
+            status, reason = _run(config, me, folder, stop, stack)
+    except ConfigError as error:
+        status, reason = BAD_CONFIGURATION, str(error)
+        log.error("error: %s", error)
+    except network.NetworkFailure as error:
+        reason = str(error)
+        log.error("%s", error)
+    except Exception as error:  # the last word of this process: say it in one line, then end
+        reason = f"{type(error).__name__}: {error}"
+        log.exception("%s", lines.training_loop_failed(error))
+    if me.rank == 0:
+        write_exit_status(folder, status, reason)
+    return status
+
+
+class _Stop:
+    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all)."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self.leader: Leader | None = None
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+        if self.leader is not None:
+            self.leader.post(st.StopRequested("asked to stop"))
+
+
+def _device(config: Config, me: RankEnvironment) -> torch.device:
+    if config.miner.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", me.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _run(
+    config: Config, me: RankEnvironment, folder: Path, stop: _Stop, stack: ExitStack
+) -> tuple[int, str]:
+    device = _device(config, me)
+    channel = open_control_channel(
+        environ=os.environ,
+        timeout=CONTROL_TIMEOUT,
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+    )
+    # The network first, and only on rank 0: what is wrong shows before a model is built.
+    outside: network.Outside | None = None
+    facts: StartFacts | None = None
+    if me.rank == 0:
+        try:
+            outside = network.connect(config, folder, stack, wanted=lambda: not stop.wanted)
+            facts = StartFacts(
+                uid=outside.uid,
+                model_config=outside.model_config,
+                tokenizer_path=str(outside.tokenizer_path),
+                eos_id=outside.eos_id,
+                global_outer_step=outside.global_outer_step,
+            )
+        except (ConfigError, network.NetworkFailure, network.StopBeforeStart) as error:
+            channel.share("start", StartFacts(0, {}, "", 0, 0, str(error) or "stopped").pack())
+            if isinstance(error, network.StopBeforeStart):
+                return 0, "stopped before the start was complete"
+            raise
+    facts = StartFacts.unpack(channel.share("start", facts.pack() if facts else None))
+    if facts.problem:
+        return FAULT, facts.problem
+
+    from distributed_training.data import DataPipeline
+    from distributed_training.training import Checkpointer, Trainer
+
+    trainer = Trainer(
+        settings=config.training,
+        model_config=facts.model_config,
+        device=device,
+        rank=me.rank,
+        world_size=me.world_size,
+    )
+    checkpointer = Checkpointer(
+        trainer=trainer, folder=folder / "checkpoints", keep=config.miner.keep_checkpoints
+    )
+    data = DataPipeline(
+        settings=config.data,
+        uid=facts.uid,
+        local_rank=me.local_rank,
+        sequence_length=config.training.sequence_length,
+        micro_batch_size=trainer.micro_batch_size,
+        tokenizer_path=Path(facts.tokenizer_path),
+        eos_id=facts.eos_id,
+        pin_memory=device.type == "cuda",
+    )
+    stack.callback(data.close)
+    restored = _resume(trainer, checkpointer, facts, outside)
+    if me.rank == 0:
+        for line in gpu_report_lines(
+            cuda=cuda_state(device.index),
+            model_device=str(device),
+            micro_batch=trainer.micro_batch_size,
+            effective=config.training.local_batch_size_train_effective,
+            world_size=me.world_size,
+        ):
+            log.info("%s", line)
+    zero = None
+    if outside is not None:
+        zero = _rank_zero(
+            config, folder, outside, channel, data, trainer, restored, device, stop, stack
+        )
+    loop = MinerLoop(
+        channel=channel,
+        trainer=trainer,
+        data=data,
+        checkpointer=checkpointer,
+        snapshots=folder / "snapshots",
+        rank_zero=zero,
+    )
+    status = loop.run()
+    reason = zero.leader.state.stop_reason if zero is not None else ""
+    with suppress(RuntimeError):  # the others may be gone already
+        channel.close()
+    return status, reason
+
+
+def _resume(
+    trainer: Any, checkpointer: Any, facts: StartFacts, outside: network.Outside | None
+) -> dict[str, Any]:
+    """Weights: the checkpoint where it belongs to the global epoch, else the global state.
+
+    A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
+    validator's publication; comparing epochs later decides. Returns what rank 0 kept in it.
+    """
+    restored: tuple[Progress, dict[str, Any]] | None = checkpointer.restore()
+    if restored is not None:
+        progress, extra = restored
+        if progress.outer_step in (facts.global_outer_step, facts.global_outer_step + 1):
+            log.info(
+                "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
+            )
+            return dict(extra.get("rank_zero", {}))
+        log.info(lines.epochs_differ(progress.outer_step, facts.global_outer_step))
+    folder = outside.global_folder if outside is not None else None
+    trainer.load_weights(folder / "model.safetensors" if folder else None)
+    trainer.load_outer_optimizer(folder / "outer_optimizer.pt" if folder else None)
+    trainer.begin_epoch(facts.global_outer_step)
+    return {}
+
+
+def _rank_zero(
+    config: Config,
+    folder: Path,
+    outside: network.Outside,
+    channel: ControlChannel,
+    data: Any,
+    trainer: Any,
+    restored: dict[str, Any],
+    device: torch.device,
+    stop: _Stop,
+    stack: ExitStack,
+) -> RankZeroSide:
+    events = EventLog.from_settings(config.telemetry, folder)
+    record = events.write if events is not None else (lambda kind, **fields: None)
+    blocks = BlockFeed(
+        chain_block=outside.chain.block,
+        data=data,
+        channel=channel,
+        micro_batch_size=trainer.micro_batch_size,
+        prefetch=config.data.prefetch_blocks,
+    )
+    blocks.restore(restored.get("blocks", {}))
+    swarm = outside.open_swarm(trainer.schema)
+    stack.callback(swarm.close)
+    publisher = outside.open_publisher(folder / "snapshots")
+    stack.callback(publisher.close)
+    watch = outside.watch(lambda event: leader.post(event))
+    stack.callback(watch.close)
+    behind = trainer.outer_step != outside.global_outer_step
+    leader = Leader(
+        state=st.MinerState(
+            mode=st.Mode.AWAITING_GLOBAL if behind else st.Mode.TRAINING,
+            outer_step=trainer.outer_step,
+            global_due=time.time() + config.miner.round_reload_timeout.total_seconds(),
+        ),
+        timing=st.Timing(config.miner.round_reload_timeout.total_seconds()),
+        channel=channel,
+        swarm=swarm,
+        publisher=publisher,
+        global_watch=watch,
+        blocks=blocks,
+        chain_block=outside.chain.block,
+        record=record,
+    )
+    server = outside.open_server(
+        epoch=lambda: leader.state.outer_step,
+        on_all_reduce=lambda request: leader.post(st.AllReduceCalled(request)),
+        round_phase=lambda: "averaging" if leader.in_round() else None,
+    )
+    stack.callback(server.close)
+    outside.follow_registration(
+        lambda reason: leader.post(st.StopRequested(reason, DEREGISTERED)), stack
+    )
+
+    def submit(folder: Path, revision: Revision) -> None:
+        publisher.submit(folder, revision, channel.world_size, peer_id=swarm.peer_id)
+
+    zero = RankZeroSide(
+        leader=leader,
+        blocks=blocks,
+        swarm=swarm,
+        gate=outside.gate,
+        submit=submit,
+        run=names.RUN,
+        bucket=outside.bucket,
+        cadence=Cadence(config.miner.checkpoint_steps, config.training.nan_limit),
+        record=record,
+        warnings=lambda report: step_warnings(
+            report, config.diagnostics, expect_gpu=device.type == "cuda"
+        ),
+        round_over=server.round_ended,
+        reload_timeout=config.miner.round_reload_timeout,
+    )
+    leader.on_publication = zero.publication
+    leader.on_round_failed = lambda fault, detail: zero.round_ended(
+        ok=False, detail=detail, fault=fault.name
+    )
+    stop.leader = leader
+    if stop.wanted:
+        leader.post(st.StopRequested("asked to stop"))
+    publisher.publish_peer_id(swarm.peer_id)
+    server.start()
+    outside.announce(server.port)
+    watch.start()
+    record(
+        "start",
+        uid=outside.uid,
+        hotkey=outside.hotkey,
+        peer_id=swarm.peer_id,
+        outer_step=trainer.outer_step,
+        inner_step=trainer.inner_step,
+        world_size=channel.world_size,
+        resumed=bool(restored),
+    )
+    return zero
