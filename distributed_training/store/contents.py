@@ -1,8 +1,8 @@
 """What is inside the files of a snapshot or a download, without torch.
 
 The uploader is a small process beside training; importing torch there would cost more memory than
-all the rest of it. A ``.pt`` file is a zip of a pickle and raw tensor data. The pickle is read by an
-unpickler that resolves no name to real code: every class and function in it becomes an inert
+all the rest of it. A ``.pt`` file is a zip of a pickle and raw tensor data. The pickle is read by
+an unpickler that resolves no name to real code: every class and function in it becomes an inert
 stand-in, so nothing in a file of a stranger can run.
 """
 

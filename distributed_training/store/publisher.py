@@ -1,0 +1,216 @@
+"""Rank 0's handle on the uploader process. No method waits for the network."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.protocol.types import PublicationReport, Revision
+
+from .messages import Busy, Close, Pause, PeerId, Resume, Said, Start
+from .publication import Submission
+
+log = logging.getLogger(__name__)
+
+_RESTART_WAIT = (1.0, 60.0)  # seconds: first, longest
+
+
+class Publisher:
+    """``folder``: for the journal, kept across restarts. ``snapshots``: where local snapshots lie
+    that may be deleted once a newer one is published; None: they are the caller's to delete.
+    ``notify``: called from a thread of this object when a report has come.
+
+    An uploader that dies is started again and goes on where its journal stands.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: StoreSettings,
+        bucket: str,
+        folder: Path,
+        snapshots: Path | None = None,
+        notify: Callable[[], None] = lambda: None,
+        ca_bundle: str | None = None,
+    ) -> None:
+        self._start = Start(
+            settings, bucket, folder.absolute() / "uploads.json", snapshots, ca_bundle
+        )
+        self._notify = notify
+        self._reports: queue.SimpleQueue[PublicationReport] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._closed = threading.Event()
+        self._paused = False
+        self._peer_id = ""
+        self._outstanding: dict[Revision, Submission] = {}
+        self._busy = False
+        self._launch()
+        self._thread = threading.Thread(target=self._listen, name="publisher", daemon=True)
+        self._thread.start()
+
+    # --- what the loop calls ----------------------------------------------------------------------
+
+    def submit(
+        self,
+        folder: Path,
+        revision: Revision,
+        world_size: int,
+        *,
+        peer_id: str = "",
+        preview_delta: float | None = None,
+    ) -> None:
+        """Publish the snapshot in ``folder`` once all ranks' files are there.
+
+        A newer one supersedes one that waits; each ends in exactly one report. ``peer_id``: empty
+        means the last one given.
+        """
+        submission = Submission(
+            folder.absolute(), revision, world_size, peer_id or self._peer_id, preview_delta
+        )
+        with self._lock:
+            self._outstanding[revision] = submission
+            self._send(submission)
+
+    def publish_peer_id(self, peer_id: str) -> None:
+        """Root metadata gets this peer id and keeps everything else; so will later publications."""
+        with self._lock:
+            self._peer_id = peer_id
+            self._send(PeerId(peer_id))
+
+    def pause(self) -> None:
+        """Free the line within a second. Parts under way are sent again after :meth:`resume`."""
+        with self._lock:
+            self._paused = True
+            self._send(Pause())
+
+    def resume(self) -> None:
+        with self._lock:
+            self._paused = False
+            self._send(Resume())
+
+    def reports(self) -> list[PublicationReport]:
+        """Those that came since the last call, oldest first."""
+        found = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._reports.get_nowait())
+        return found
+
+    @property
+    def busy(self) -> bool:
+        """A publication is under way or waiting (also one gone on with after a restart)."""
+        return self._busy or bool(self._outstanding)
+
+    @property
+    def pid(self) -> int | None:
+        """Of the uploader process."""
+        return self._process.pid if self._process else None
+
+    def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Stop at once; an upload under way stays in the journal. Idempotent.
+
+        ``timeout`` covers the uploader's end; after it the process is killed, which loses nothing.
+        """
+        if self._closed.is_set():
+            return
+        with self._lock:
+            self._closed.set()
+            self._send(Close())
+        process = self._process
+        if process is not None:
+            try:
+                process.wait(timeout.total_seconds())
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._thread.join(1)
+
+    # --- the process ------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        """Call with the lock held (or before the thread starts)."""
+        ours, theirs = socket.socketpair()
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "AWS_"))}
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "distributed_training.store.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment
+                | {
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    "OMP_NUM_THREADS": "1",
+                    "OPENBLAS_NUM_THREADS": "1",
+                },
+            )
+        self._connection = Connection(ours.detach())
+        self._send(self._start)
+        if self._peer_id:
+            self._send(PeerId(self._peer_id))
+        if self._paused:
+            self._send(Pause())
+        for submission in self._outstanding.values():
+            self._send(submission)
+
+    def _send(self, message: Any) -> None:
+        """A message to a dead uploader is lost here and sent again by the relaunch."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(message)
+
+    def _listen(self) -> None:
+        wait = _RESTART_WAIT[0]
+        while not self._closed.is_set():
+            began = time.monotonic()
+            assert self._connection is not None
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._take(self._connection.recv())
+            assert self._process is not None
+            self._process.wait()
+            if self._closed.is_set():
+                return
+            if time.monotonic() - began > 600:
+                wait = _RESTART_WAIT[0]
+            log.warning(
+                "The uploader ended (status %s); it is started again in %.0f s and goes on where "
+                "it was",
+                self._process.returncode,
+                wait,
+            )
+            if self._closed.wait(wait):
+                return
+            wait = min(2 * wait, _RESTART_WAIT[1])
+            with self._lock:
+                if self._closed.is_set():
+                    return
+                self._connection.close()
+                self._launch()
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case PublicationReport():
+                with self._lock:
+                    self._outstanding.pop(message.revision, None)
+                self._reports.put(message)
+                self._notify()
+            case Busy():
+                self._busy = message.busy
+            case Said():
+                level = {"error": logging.ERROR, "warning": logging.WARNING}
+                log.log(level.get(message.level, logging.INFO), "%s", message.text)

@@ -1,0 +1,305 @@
+"""Reading a bucket: the global state, or one's own after a lost disk.
+
+What is fetched is a stranger's until it is checked: sizes are bounded before anything is read, the
+files are written aside, checked (size, form, finite values, one revision) and renamed together. The
+last good state stays until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.types import Revision
+
+from .base import Line, ObjectInfo, ObjectStore
+from .contents import PtFile, safetensors_not_finite
+from .errors import IntegrityError, ObjectMissingError, PreconditionError, StoreError
+from .files import disk_allows, sync_folder, write_durably, write_json
+from .retry import deadline_in, retrying
+from .snapshot import read_config
+
+RANGE = 16 * 1024 * 1024
+MOST_BYTES = 256 * 1024**3  # of one file, where the caller knows no better bound
+
+
+class StateUnavailable(StoreError):
+    """The state asked for is not there, not whole or not sound; the text says which."""
+
+
+class RemoteState:
+    """One bucket, read with read credentials. ``deadline`` covers one call with all its retries.
+
+    ``concurrency`` ranges of 16 MiB are fetched at once, each held in memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: ObjectStore,
+        deadline: timedelta = timedelta(minutes=40),
+        concurrency: int = 6,
+        line: Line | None = None,
+    ) -> None:
+        self._store = store
+        self._deadline = deadline
+        self._concurrency = concurrency
+        self._line = line or Line()
+        self._fetching = threading.Lock()
+
+    def stop(self) -> None:
+        """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
+        self._line.stop()
+
+    def metadata(self) -> Metadata | None:
+        """The root metadata, None if there is none. Raises StoreError, StateUnavailable."""
+        return self._metadata(keys.ROOT_METADATA)
+
+    def epoch_metadata(self, outer_step: int) -> Metadata | None:
+        return self._metadata(keys.epoch_key(outer_step, keys.METADATA))
+
+    def has(self, revision: Revision) -> bool:
+        """Whether the epoch's folder is whole and of exactly this revision."""
+        found = self.epoch_metadata(revision.outer_step)
+        return found is not None and found.revision == revision
+
+    def age(self, outer_step: int) -> timedelta | None:
+        """Age of ``gradients.pt`` by the store's clock, as validators look at it."""
+        deadline = deadline_in(min(self._deadline, timedelta(minutes=1)))
+        key = keys.epoch_key(outer_step, keys.GRADIENTS)
+        info = retrying(f"look at {key}", lambda: self._store.head(key), deadline=deadline)
+        return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
+
+    def _metadata(self, key: str) -> Metadata | None:
+        deadline = deadline_in(min(self._deadline, timedelta(minutes=1)))
+        data = retrying(
+            f"read {key}",
+            lambda: self._store.get(key, limit=MAX_METADATA_BYTES),
+            deadline=deadline,
+            line=self._line,
+        )
+        if data is None:
+            return None
+        try:
+            return Metadata.parse(data)
+        except MetadataError as error:
+            raise StateUnavailable(f"{self._store.bucket}/{key}: {error}") from None
+
+    # --- whole states ---------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        outer_step: int,
+        destination: Path,
+        names: Collection[str] = keys.GLOBAL_DATA_FILES,
+        *,
+        limits: Mapping[str, int] | None = None,
+    ) -> Path:
+        """The files of an outer step, checked, as ``destination/epoch-N``; that folder.
+
+        A folder of the same revision that is there already is returned as it is. ``limits``: most
+        bytes by name. Raises StateUnavailable (not there, unsound, changed meanwhile), other
+        StoreErrors when the store does not answer, StoppedError.
+        """
+        with self._fetching:
+            return self._fetch(outer_step, destination, names, limits or {})
+
+    def _fetch(
+        self, outer_step: int, destination: Path, names: Collection[str], limits: Mapping[str, int]
+    ) -> Path:
+        deadline = deadline_in(self._deadline)
+        before = self.epoch_metadata(outer_step)
+        if before is None:
+            raise StateUnavailable(
+                f"bucket {self._store.bucket} holds no whole outer step {outer_step}"
+            )
+        if before.outer_step != outer_step:
+            raise StateUnavailable(
+                f"epoch-{outer_step} of bucket {self._store.bucket} holds {before.revision.tag}"
+            )
+        final = destination / keys.epoch_folder(outer_step)
+        if _is_whole(final, before.revision, names):
+            return final
+        aside = destination / f".{final.name}.{before.revision.tag}"
+        aside.mkdir(parents=True, exist_ok=True)
+        for stale in destination.glob(f".{final.name}.*"):
+            if stale != aside:
+                shutil.rmtree(stale, ignore_errors=True)
+        for name in names:
+            key = keys.epoch_key(outer_step, name)
+            try:
+                download(
+                    self._store,
+                    key,
+                    aside / name,
+                    limit=limits.get(name, MOST_BYTES),
+                    deadline=deadline,
+                    concurrency=self._concurrency,
+                    line=self._line,
+                )
+                check_file(aside / name)
+            except ObjectMissingError:
+                raise StateUnavailable(f"{self._store.bucket}/{key} is missing") from None
+            except IntegrityError as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise StateUnavailable(
+                    f"{self._store.bucket}/{key} is refused: {error}; the last good state stays"
+                ) from None
+        after = self.epoch_metadata(outer_step)
+        if after is None or after.revision != before.revision:
+            raise StateUnavailable(
+                f"outer step {outer_step} of bucket {self._store.bucket} was published anew while "
+                "it was fetched: try again"
+            )
+        if keys.CONFIG in names:
+            extras = read_config(aside / keys.CONFIG)
+            if extras.inner_step != before.inner_step:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise StateUnavailable(
+                    f"epoch-{outer_step} of bucket {self._store.bucket} is a mixture: metadata "
+                    f"says {before.revision.tag}, config.json inner step {extras.inner_step}"
+                )
+        write_durably(aside / keys.METADATA, before.to_json())
+        sync_folder(aside)
+        if final.exists():
+            old = destination / f".old.{final.name}"
+            shutil.rmtree(old, ignore_errors=True)
+            final.rename(old)
+            aside.rename(final)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            aside.rename(final)
+        sync_folder(destination)
+        return final
+
+
+def _is_whole(folder: Path, revision: Revision, names: Collection[str]) -> bool:
+    try:
+        held = Metadata.parse((folder / keys.METADATA).read_bytes())
+    except (OSError, MetadataError):
+        return False
+    return held.revision == revision and all((folder / name).is_file() for name in names)
+
+
+def check_file(path: Path) -> None:
+    """Form and finite values, by the file's kind. Raises IntegrityError."""
+    bad = None
+    if path.suffix == ".safetensors":
+        bad = safetensors_not_finite(path)
+    elif path.suffix == ".pt":
+        bad = PtFile(path).not_finite()
+    elif path.name == keys.CONFIG:
+        read_config(path)
+    if bad is not None:
+        raise IntegrityError(f"NaN or Inf in {bad}")
+
+
+# --- one object -----------------------------------------------------------------------------------
+
+
+def download(
+    store: ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    limit: int,
+    deadline: float,
+    concurrency: int = 6,
+    line: Line | None = None,
+) -> ObjectInfo:
+    """One object into ``path``, in parallel ranges, complete or not at all.
+
+    An interrupted download of the same object goes on where it was, also in another process.
+    Raises ObjectMissingError, IntegrityError (larger than ``limit``, the disk is too full, replaced
+    twice meanwhile), DeadlineError, StoppedError.
+    """
+    line = line or Line()
+    for _ in range(2):
+        info = retrying(f"look at {key}", lambda: store.head(key), deadline=deadline, line=line)
+        if info is None:
+            raise ObjectMissingError(f"{store.bucket}/{key}: no such object")
+        if info.size > limit:
+            raise IntegrityError(f"it has {info.size} bytes, more than the {limit} allowed")
+        try:
+            _download(store, info, path, deadline=deadline, concurrency=concurrency, line=line)
+            return info
+        except PreconditionError:
+            continue  # replaced between two ranges: once more, from its beginning
+    raise IntegrityError("it was replaced again and again while it was read")
+
+
+def _download(
+    store: ObjectStore,
+    info: ObjectInfo,
+    path: Path,
+    *,
+    deadline: float,
+    concurrency: int,
+    line: Line,
+) -> None:
+    part = path.with_name(f".{path.name}.part")
+    notes = path.with_name(f".{path.name}.part.json")
+    done = _ranges_done(notes, part, info)
+    lack = disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0)
+    if lack:
+        raise IntegrityError(f"no room to download it: {info.size} bytes into {path.parent}")
+    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = threading.Lock()
+    try:
+        os.ftruncate(handle, info.size)
+
+        def fetch(start: int) -> None:
+            length = min(RANGE, info.size - start)
+            data = retrying(
+                f"read {info.key}",
+                lambda: store.get_range(info.key, start, length, etag=info.etag),
+                deadline=deadline,
+                line=line,
+            )
+            if len(data) != length:
+                raise IntegrityError(f"the store sent {len(data)} bytes instead of {length}")
+            view = memoryview(data)
+            at = start
+            while view:
+                written = os.pwrite(handle, view, at)
+                view, at = view[written:], at + written
+            with lock:
+                done.add(start)
+                # Bytes of a range are on disk before it is called done.
+                os.fdatasync(handle)
+                write_json(notes, {"etag": info.etag, "size": info.size, "done": sorted(done)})
+
+        missing = [start for start in range(0, info.size, RANGE) if start not in done]
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
+            futures = [pool.submit(fetch, start) for start in missing]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    part.replace(path)
+    notes.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
+    try:
+        raw = json.loads(notes.read_text())
+        if (raw["etag"], raw["size"]) == (info.etag, info.size) and part.exists():
+            return {int(start) for start in raw["done"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    part.unlink(missing_ok=True)
+    return set()

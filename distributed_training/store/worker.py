@@ -1,0 +1,236 @@
+"""The uploader: a process of its own, at low CPU and I/O priority.
+
+Started by :class:`~.publisher.Publisher` as ``python -m distributed_training.store.worker FD`` with
+one end of a socket; settings with their secrets come through it. When the other end closes, however
+rank 0 ended, the uploader stops: multipart uploads stay at the store, the journal knows them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from distributed_training.protocol.types import PublicationReport
+
+from .base import Line
+from .cleanup import prune_snapshots, sweep_uploads
+from .errors import StoppedError, StoreError
+from .journal import Journal
+from .messages import Busy, Close, Pause, PeerId, Resume, Said, Start
+from .owner import RENEW_EVERY, claim_bucket, release_bucket
+from .publication import Publication, Submission
+from .s3 import S3ObjectStore
+
+SWEEP_EVERY = timedelta(hours=1)
+_FIRST_CLAIM_RETRY = timedelta(seconds=5)
+
+
+class Worker:
+    """One thread works; :meth:`receive` may be called from another."""
+
+    def __init__(self, start: Start, store: S3ObjectStore, send: Callable[[Any], None]) -> None:
+        self._settings = start.settings
+        self._snapshots = start.snapshots
+        self._send = send
+        self._store = store
+        self._journal = Journal(start.journal)
+        self._line = Line()
+        self._publication = Publication(store, self._journal, start.settings, self._line, self._say)
+        self._wake = threading.Condition()
+        self._waiting: Submission | None = None
+        self._peer_id: str | None = None
+        self._closing: Close | None = None
+        self._current: Submission | None = None
+        self._next_claim = 0.0
+        self._next_sweep = 0.0
+        self._complaint = ""
+        pending = self._journal.pending
+        if pending is not None and Path(pending.folder).is_dir():
+            self._waiting = Submission.of(pending)
+            self._say("info", f"Going on with the upload of {self._waiting.revision.tag}")
+
+    def receive(self, message: Any) -> None:
+        match message:
+            case Pause():
+                self._line.pause()
+            case Resume():
+                self._line.resume()
+            case _:
+                with self._wake:
+                    if isinstance(message, Submission):
+                        self._take(message)
+                    elif isinstance(message, PeerId):
+                        self._peer_id = message.peer_id
+                    elif isinstance(message, Close):
+                        self._closing = message
+                        self._line.stop()
+                    self._wake.notify()
+
+    def _take(self, new: Submission) -> None:
+        if self._current is not None and self._current.revision == new.revision:
+            return  # found in the journal already, and sent again by a restart
+        if self._waiting is not None and self._waiting.revision != new.revision:
+            self._superseded(self._waiting, new)
+        self._waiting = new
+
+    def _superseded(self, old: Submission, new: Submission) -> None:
+        reason = f"superseded by {new.revision.tag} before it was sent"
+        self._send(PublicationReport(old.revision, False, 0.0, 0, reason, time.time()))
+
+    def run(self) -> None:
+        """Until closed."""
+        while self._closing is None:
+            try:
+                self._housekeeping()
+                submission, peer_id = self._next()
+                if peer_id is not None:
+                    self._publish_peer_id(peer_id)
+                if submission is not None:
+                    self._publish(submission)
+            except StoppedError:
+                break
+            except Exception as error:
+                logging.exception("uploader")
+                self._say("error", f"Uploader: {type(error).__name__}; it goes on with the next")
+                time.sleep(1)
+        if self._closing is not None and self._closing.release:
+            with contextlib.suppress(StoreError):
+                release_bucket(self._store, self._journal.instance)
+
+    def _next(self) -> tuple[Submission | None, str | None]:
+        with self._wake:
+            if self._waiting is None and self._peer_id is None and self._closing is None:
+                self._send(Busy(False))
+                due = min(self._next_claim, self._next_sweep) - time.monotonic()
+                self._wake.wait(max(0.05, due))
+            submission, self._waiting = self._waiting, None
+            self._current = submission
+            peer_id, self._peer_id = self._peer_id, None
+            if self._closing is not None:
+                raise StoppedError("closing")
+        return submission, peer_id
+
+    def _publish(self, submission: Submission) -> None:
+        self._send(Busy(True))
+        report = self._publication.run(submission)
+        self._send(report)
+        if report.ok and self._snapshots is not None:
+            with self._wake:
+                spare = [self._waiting.folder] if self._waiting else []
+            prune_snapshots(
+                self._snapshots, keep=submission.revision, spare=[*spare, submission.folder]
+            )
+
+    def _publish_peer_id(self, peer_id: str) -> None:
+        try:
+            self._publication.publish_peer_id(peer_id)
+        except StoppedError:
+            raise
+        except StoreError as error:
+            self._say("warning", f"The peer id is not published yet: {error}")
+
+    def _housekeeping(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_claim:
+            self._next_claim = now + RENEW_EVERY.total_seconds()
+            try:
+                claim_bucket(self._store, self._journal.instance, take=self._settings.take_bucket)
+                self._complaint = ""
+            except StoreError as error:
+                self._next_claim = now + _FIRST_CLAIM_RETRY.total_seconds()
+                if str(error) != self._complaint:  # once, not every few seconds
+                    self._complaint = str(error)
+                    self._say("error", str(error))
+        if now >= self._next_sweep:
+            self._next_sweep = now + SWEEP_EVERY.total_seconds()
+            sweep_uploads(self._store, spare=self._journal.owned())
+
+    def _say(self, level: str, text: str) -> None:
+        self._send(Said(level, text))
+
+
+class _Forward(logging.Handler):
+    """Log records of this process become lines of rank 0's log, which masks and formats them."""
+
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        super().__init__(logging.INFO)
+        self._send_message = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "error" if record.levelno >= 40 else "warning" if record.levelno >= 30 else "info"
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            # The type and place only: texts of foreign exceptions may quote a request.
+            error = record.exc_info[1]
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            place = (
+                f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+            )
+            text = f"{text}: {type(error).__name__} at {place}"
+        self._send_message(Said(level, text))
+
+
+def lower_priority() -> None:
+    """Training comes first, for the CPU and for the disk."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    try:
+        import psutil
+
+        process = psutil.Process()
+        process.ionice(psutil.IOPRIO_CLASS_BE, 7)  # idle could starve on a busy disk
+    except (ImportError, AttributeError, OSError):
+        return  # not Linux
+
+
+def main() -> int:
+    connection = Connection(int(sys.argv[1]))
+    lock = threading.Lock()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    lower_priority()
+
+    def send(message: Any) -> None:
+        with lock, contextlib.suppress(OSError):  # nobody listens any more: the reader ends us
+            connection.send(message)
+
+    start: Start = connection.recv()
+    logging.getLogger().addHandler(_Forward(send))
+    logging.getLogger("distributed_training").setLevel(logging.INFO)
+    try:
+        store = S3ObjectStore.from_settings(
+            start.settings, bucket=start.bucket, write=True, ca_bundle=start.ca_bundle
+        )
+    except ValueError as error:
+        send(Said("error", str(error)))
+        return 2
+    worker = Worker(start, store, send)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # the journal is always in order
+    thread = threading.Thread(target=worker.run, name="uploader", daemon=True)
+    thread.start()
+    try:
+        while True:
+            message = connection.recv()
+            worker.receive(message)
+            if isinstance(message, Close):
+                thread.join()
+                return 0
+    except (EOFError, OSError):  # rank 0 is gone
+        return 0
+
+
+if __name__ == "__main__":
+    # Threads in the middle of a request must not hold up the end.
+    status = main()
+    os._exit(status)

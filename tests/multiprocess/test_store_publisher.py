@@ -1,0 +1,122 @@
+"""The uploader process against the real server."""
+
+from __future__ import annotations
+
+import os
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store.publisher import Publisher
+from tests.support_store import (
+    PEER_ID,
+    assert_published,
+    finish_rank,
+    new_bucket,
+    server,
+    settings_for,
+    until,
+    write_snapshot,
+)
+
+__all__ = ["server"]
+pytestmark = pytest.mark.timeout(90)
+
+
+def wait_report(publisher: Publisher) -> PublicationReport:
+    return until(publisher.reports, what="a report")[0]
+
+
+def test_publishes_a_snapshot_once_the_last_rank_is_done(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    try:
+        assert psutil.Process(publisher.pid).nice() >= 0
+        revision = Revision(5, 3, 10)
+        files = write_snapshot(
+            tmp_path / "3.10", revision, world_size=2, rows=1600, late=frozenset({1})
+        )
+        publisher.submit(tmp_path / "3.10", revision, 2, peer_id=PEER_ID)
+        until(lambda: publisher.busy)
+        assert store.get(keys.ROOT_METADATA, limit=10_000) is None
+        finish_rank(tmp_path / "3.10", 1, 2)
+        report = wait_report(publisher)
+        assert report.ok, report.reason
+        assert report.revision == revision
+        assert report.bytes_sent >= sum(p.stat().st_size for p in files.values())
+        assert_published(store, revision, files)
+        assert store.list_multiparts() == []
+        until(lambda: not publisher.busy)
+        publisher.publish_peer_id("12D3KooWother")
+        until(
+            lambda: (
+                Metadata.parse(store.get(keys.ROOT_METADATA, limit=9999) or b"").peer_id
+                == "12D3KooWother"
+            )
+        )
+        assert psutil.Process(publisher.pid).nice() == 10
+    finally:
+        publisher.close()
+    assert not psutil.pid_exists(publisher.pid or 0)
+
+
+def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    revision = Revision(5, 4, 10)
+    files = write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=4000)
+    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    try:
+        publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
+        until(store.list_multiparts, what="the start of the upload")
+        assert publisher.pid
+        os.kill(publisher.pid, signal.SIGKILL)
+        report = wait_report(publisher)
+        assert report.ok, report.reason
+        assert_published(store, revision, files)
+        assert store.list_multiparts() == []
+    finally:
+        publisher.close()
+
+
+def test_pause_frees_the_line_and_resume_finishes(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    revision = Revision(5, 4, 10)
+    write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=2000)
+    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    try:
+        publisher.pause()
+        publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
+        newer = Revision(5, 4, 15)
+        publisher.submit(tmp_path / "4.15", newer, 1, peer_id=PEER_ID)
+        newest = Revision(5, 4, 20)
+        publisher.submit(tmp_path / "4.20", newest, 1, peer_id=PEER_ID)
+        # The first waits before its upload or is under way; the second is superseded in any case.
+        reports = list(until(publisher.reports, what="a report"))
+        until(lambda: newer in {r.revision for r in reports} or reports.extend(publisher.reports()))
+        assert not any(r.ok for r in reports)
+        assert all("superseded" in r.reason for r in reports)
+        assert store.list_objects("epoch-") == []
+        write_snapshot(tmp_path / "4.20", newest, world_size=1, rows=2000)
+        publisher.resume()
+        until(lambda: reports.extend(publisher.reports()) or len(reports) == 3, what="reports")
+        assert {r.revision for r in reports} == {revision, newer, newest}
+        assert reports[-1].revision == newest
+        assert reports[-1].ok, reports[-1].reason
+    finally:
+        publisher.close(timedelta(seconds=5))

@@ -1,0 +1,155 @@
+"""What the store's tests share: a server, buckets, snapshots, waiting with a deadline."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+from safetensors.torch import save_file
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import encode
+from distributed_training.protocol.metadata import ConfigExtras
+from distributed_training.protocol.payload import GradientMetadata, build_payload, save_payload
+from distributed_training.protocol.types import Revision
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.s3 import S3ObjectStore
+
+PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+RUN = 5
+
+
+def until(condition: Callable[[], Any], *, seconds: float = 20, what: str = "it") -> Any:
+    """The first true value of ``condition``; fails the test when the time is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            pytest.fail(f"{what} did not happen within {seconds} s")
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    with ObjectStoreServer(folder=tmp_path_factory.mktemp("object-store")) as running:
+        yield running
+
+
+def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
+    c = server.credentials
+    values: dict[str, Any] = {
+        "account_id": c.account_id,
+        "read_access_key_id": SecretStr(c.read_key),
+        "read_secret_access_key": SecretStr(c.read_secret),
+        "write_access_key_id": SecretStr(c.write_key),
+        "write_secret_access_key": SecretStr(c.write_secret),
+        "endpoint_url": server.endpoint,
+        "part_size": 5 * 1024 * 1024,
+        "concurrency": 3,
+        "write_interval": timedelta(0),
+        "minimum_valid_inner_step": 5,
+        "file_deadline": timedelta(seconds=30),
+        "snapshot_timeout": timedelta(seconds=10),
+        "connect_timeout": timedelta(seconds=3),
+        "read_timeout": timedelta(seconds=5),
+    }
+    return StoreSettings(**values | changes)
+
+
+def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectStore:
+    name = f"llama-test-{uuid.uuid4().hex[:10]}"
+    store = S3ObjectStore.from_settings(settings, bucket=name, write=True)
+    store.create_bucket()
+    return store
+
+
+def write_snapshot(
+    folder: Path,
+    revision: Revision,
+    *,
+    world_size: int = 2,
+    rows: int = 256,
+    blocks: tuple[int, ...] = (1000, 1003),
+    weights: torch.Tensor | None = None,
+    late: frozenset[int] = frozenset(),
+) -> dict[str, Path]:
+    """A whole snapshot folder as training leaves it; ranks in ``late`` have not finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(hash(revision) % 2**31)
+    model = {
+        "layer.weight": torch.randn(rows, 2048, generator=generator),
+        "norm.weight": torch.randn(64, generator=generator),
+    }
+    if weights is not None:
+        model["norm.weight"] = weights
+    save_file(model, folder / keys.MODEL, metadata=keys.SAFETENSORS_METADATA)
+    place = GradientMetadata(
+        block=max(blocks, default=0),
+        inner_step=revision.inner_step,
+        outer_step=revision.outer_step,
+        loss=3.5,
+    )
+    codes = {
+        name: encode(torch.randn(value.shape, generator=generator)) for name, value in model.items()
+    }
+    save_payload(build_payload(codes, place), folder / keys.GRADIENTS)
+    extras = ConfigExtras(blocks, revision.inner_step)
+    (folder / keys.CONFIG).write_bytes(extras.merge_into({"model_type": "llama"}))
+    files = {0: [keys.CONFIG, keys.MODEL, keys.GRADIENTS]}
+    for rank in range(world_size):
+        name = keys.inner_optimizer(rank, world_size)
+        state = {"state": {"layer.weight": {"exp_avg": torch.rand(16, 64, generator=generator)}}}
+        torch.save({"optimizer_state_dict": state, "epoch": revision.outer_step}, folder / name)
+        files.setdefault(rank, []).append(name)
+    for rank in range(world_size):
+        if rank not in late:
+            finish_rank(folder, rank, world_size, files[rank])
+    return {name: folder / name for names in files.values() for name in names}
+
+
+def finish_rank(folder: Path, rank: int, world_size: int, names: list[str] | None = None) -> None:
+    names = names or [keys.inner_optimizer(rank, world_size)]
+    done = {
+        "rank": rank,
+        "world_size": world_size,
+        "files": [
+            {"name": n, "size": (folder / n).stat().st_size, "sha256": digest(folder / n)}
+            for n in names
+        ],
+    }
+    (folder / f"rank-{rank}.done.json").write_text(json.dumps(done))
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def object_digest(store: ObjectStore, key: str) -> str:
+    data = store.get(key, limit=1 << 30)
+    assert data is not None, f"{key} is not there"
+    return hashlib.sha256(data).hexdigest()
+
+
+def assert_published(store: ObjectStore, revision: Revision, files: dict[str, Path]) -> None:
+    """Every object is the snapshot's, and both metadata documents name it."""
+    from distributed_training.protocol.metadata import Metadata
+
+    for name, path in files.items():
+        assert object_digest(store, keys.epoch_key(revision.outer_step, name)) == digest(path), name
+    for key in (keys.epoch_key(revision.outer_step, keys.METADATA), keys.ROOT_METADATA):
+        data = store.get(key, limit=10_000)
+        assert data is not None
+        assert Metadata.parse(data).revision == revision
