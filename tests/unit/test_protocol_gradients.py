@@ -191,3 +191,18 @@ def test_bad_codes_are_refused(idxs: torch.Tensor, vals: torch.Tensor, reason: s
 def test_shapes_without_a_code_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError):
         codec.encode(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_dct_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    codec._dct_basis.cache_clear()
+    codec._inverse_basis.cache_clear()
+    try:
+        for case in _cases():
+            if case["use_dct"]:
+                test_golden_vectors_bit_for_bit(case)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
