@@ -16,8 +16,12 @@ from distributed_training.training.loss import CausalLoss, linear_cross_entropy
 from distributed_training.training.model import hf_config, schema_of
 
 
-class Stopped(Exception):
-    """An evaluation was given up because the validator stops."""
+class Stopped(BaseException):
+    """The validator stops; what was under way is given up.
+
+    Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
+    (logging is one) swallow every Exception.
+    """
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:

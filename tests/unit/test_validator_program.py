@@ -86,6 +86,8 @@ class Outside:
 
         def open_bucket(uid: int, credentials: Any) -> MemoryBucket:
             assert credentials.account_id == f"{uid:032d}"
+            if uid not in self.miners:
+                raise BucketError("403")
             return self.miners[uid].bucket
 
         return program.Outside(

@@ -276,9 +276,10 @@ class TwinClient:
     def sweep_is_alive(
         self, neurons: Sequence[Neuron], timeout: timedelta
     ) -> dict[int, IsAliveReply | None]:
-        found = {n.uid: self.miners[n.uid] for n in neurons}
+        found = {n.uid: self.miners.get(n.uid) for n in neurons}
         return {
-            uid: IsAliveReply(True, m.outer_step) if m.answers else None for uid, m in found.items()
+            uid: IsAliveReply(True, m.outer_step) if m is not None and m.answers else None
+            for uid, m in found.items()
         }
 
     def sweep_all_reduce(
