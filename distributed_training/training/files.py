@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-_NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16"}
+_NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
 
 
 def sync_folder(folder: Path) -> None:

@@ -48,7 +48,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         original(module, name, param)
-        if param is not None:
+        if param is not None and not param.is_meta:  # a meta one is being tied: keep its identity
             module._parameters[name] = nn.Parameter(
                 param.detach().to("meta"), requires_grad=param.requires_grad
             )

@@ -553,7 +553,10 @@ class Trainer:
     # --- checkpoint ----------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """This rank's part of a checkpoint, in host memory; later steps do not change it."""
+        """This rank's part of a checkpoint, in host memory; later steps do not change it.
+
+        The micro-batches of an unfinished step are in it, so that none is lost or trained twice.
+        """
         return {
             "tensors": {
                 "weights": self._outer.current(),
@@ -563,6 +566,7 @@ class Trainer:
                 "momentum": self._outer.momentum,
                 "residual": self._feedback.residual,
             },
+            "pending": torch.stack(self._batches) if self._batches else None,
             "steps": self._optimizer.step_count,
             "schedule": self._schedule.state(),
             "outer_learning_rate": self._outer.learning_rate,
@@ -601,6 +605,11 @@ class Trainer:
             if state["cuda_rng"] is not None and self.device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda_rng"])
         self._drop_step()
+        pending = state["pending"]
+        if pending is not None and pending.shape[1] == self.micro_batch_size:
+            with torch.enable_grad():
+                for batch in pending[: self.micro_batches_per_step - 1]:
+                    self.add_micro_batch(batch)  # not their gradients were stored, but they
 
     def slow_down(self) -> None:
         """Half the learning rate for ``--neuron.nan_slow_steps`` inner steps."""

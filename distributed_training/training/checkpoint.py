@@ -1,0 +1,313 @@
+"""Checkpoints: all state of every rank, written beside training, loadable at another world size.
+
+Each rank writes its own row blocks and then ``rank-R.json``, which names them with their SHA-256.
+A checkpoint counts when all ranks' are there; so no rank waits for another, and a kill at any
+moment leaves the one before intact. torch.distributed.checkpoint does the same with collectives, which a
+background thread cannot share with training; and since every state here is rows of the first
+dimension, loading at another world size is reading other rows.
+
+Epoch-start weights and outer momentum change once per outer step. They are written once, into a
+folder named by the epoch's identity, which checkpoints refer to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from distributed_training.protocol.types import Progress
+
+from .files import sha256_of, sync_folder, write_json, write_safetensors
+from .shards import row_range
+from .trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+_BY_STEP = ("weights", "exp_avg", "exp_avg_sq", "residual")
+_BY_EPOCH = ("epoch_start", "momentum")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+class Checkpointer:
+    """One per rank; all ranks call the same methods in the same order.
+
+    ``folder`` is on a file system all ranks share. ``keep``: complete checkpoints to leave there.
+    ``ranks_timeout`` covers rank 0's wait for the other ranks' files before it deletes older ones.
+    """
+
+    def __init__(
+        self,
+        *,
+        trainer: Trainer,
+        folder: Path,
+        keep: int = 2,
+        ranks_timeout: timedelta = timedelta(minutes=10),
+    ) -> None:
+        self.hold_seconds = 0.0  # how long the last save held training
+        self.last_error: str | None = None
+        self._trainer = trainer
+        self._folder = folder
+        self._keep = max(1, keep)
+        self._timeout = ranks_timeout.total_seconds()
+        self._thread: threading.Thread | None = None
+
+    def save(self, extra: dict[str, Any], progress: Progress) -> None:
+        """Copy everything to host memory, then write in a thread. Collective.
+
+        ``extra``: this rank's own JSON-able things (data cursor). ``progress``: rank 0's counts.
+        Waits first for a write still under way. A failure to write is logged, not raised: training
+        goes on with the checkpoint before.
+        """
+        self.wait()
+        started = time.perf_counter()
+        name = f"checkpoint-{time.time_ns() // 1_000_000:015d}"
+        name = cast(str, self._trainer.from_rank_0(name))
+        state = self._trainer.state()
+        state["python_rng"] = random.getstate()
+        state["numpy_rng"] = np.random.get_state()
+        content = json.dumps({"extra": extra, "progress": asdict(progress)})
+        self.hold_seconds = time.perf_counter() - started
+        self._thread = threading.Thread(
+            target=self._write, args=(name, state, content), name="checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until this rank's write under way is over."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def restore(self) -> tuple[Progress, dict[str, Any]] | None:
+        """Load the newest usable checkpoint; None when there is none. Collective.
+
+        One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
+        world size the ``extra`` of a rank that did not exist is ``{}``, and random states stay.
+        """
+        self.wait()
+        names = cast("list[str]", self._trainer.from_rank_0(self._names()))
+        for name in names:
+            problem, read = None, None
+            try:
+                read = self._read(name)
+            except (CheckpointError, OSError, SafetensorError, KeyError, ValueError) as error:
+                problem = f"{type(error).__name__}: {error}"
+            problem = self._trainer.vote(problem)
+            if problem is not None:
+                log.warning("Checkpoint %s is skipped, the one before is tried: %s", name, problem)
+                continue
+            assert read is not None
+            state, content, same = read
+            self._trainer.load_state(state, same_world_size=same)
+            if same:
+                version, numbers, gauss = state["python_rng"]
+                random.setstate((version, tuple(numbers), gauss))
+                kind, keys, *rest = state["numpy_rng"]
+                np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+            return Progress(**content["progress"]), content["extra"]
+        return None
+
+    def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
+        """:meth:`restore` after NaN or Inf, then half the learning rate for a while. Collective."""
+        restored = self.restore()
+        self._trainer.slow_down()
+        log.warning(
+            "%s; the learning rate is halved for %d inner steps",
+            "Rolled back to the last good checkpoint"
+            if restored is not None
+            else "No usable checkpoint to roll back to: training goes on from the present weights",
+            self._trainer.settings.nan_slow_steps,
+        )
+        return restored
+
+    # --- writing --------------------------------------------------------------------------------
+
+    def _write(self, name: str, state: dict[str, Any], content: str) -> None:
+        try:
+            self._write_files(self._folder / name, state, json.loads(content))
+            self.last_error = None
+            if self._trainer.rank == 0:
+                self._prune(name)
+        except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
+            self.last_error = f"{type(error).__name__}: {error}"
+            log.error(
+                "Checkpoint %s was not written (%s); a restart would resume from the one before: "
+                "check the disk of %s",
+                name,
+                self.last_error,
+                self._folder,
+            )
+
+    def _write_files(self, folder: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
+        rank, world = self._trainer.rank, self._trainer.world_size
+        epoch = self._folder / f"epoch-{state['epoch_id']}-of-{world}"
+        if not (epoch / f"rank-{rank}.json").exists():
+            self._write_part(epoch, self._named(state, _BY_EPOCH), {})
+        tensors = self._named(state, _BY_STEP)
+        tensors["rng"] = state["rng"]
+        if state["cuda_rng"] is not None:
+            tensors["cuda_rng"] = state["cuda_rng"]
+        if state["pending"] is not None:
+            tensors["pending"] = state["pending"]
+        numpy_state = state["numpy_rng"]
+        scalars = {
+            key: state[key]
+            for key in ("steps", "schedule", "outer_learning_rate", "outer_momentum", "epoch_id",
+                        "outer_step", "inner_step", "total_inner_steps", "python_rng")
+        }  # fmt: skip
+        scalars["numpy_rng"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
+        self._write_part(folder, tensors, {"state": scalars, **content})
+        sync_folder(self._folder)
+
+    def _write_part(self, folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        rank = self._trainer.rank
+        path = folder / f"rank-{rank}.safetensors"
+        digest = write_safetensors(path, tensors)
+        manifest = {
+            "format": FORMAT,
+            "rank": rank,
+            "world_size": self._trainer.world_size,
+            "size": path.stat().st_size,
+            "sha256": digest,
+        }
+        write_json(folder / f"rank-{rank}.json", manifest | more)
+
+    def _named(self, state: dict[str, Any], kinds: Sequence[str]) -> dict[str, Tensor]:
+        named: dict[str, Tensor] = {}
+        for kind in kinds:
+            rows = state["tensors"][kind]
+            if rows is not None:
+                names = (f"{kind}/{name}" for name, _ in self._trainer.schema)
+                named.update(zip(names, rows, strict=True))
+        return named
+
+    def _prune(self, newest: str) -> None:
+        """Once ``newest`` is complete: leave ``keep`` complete ones and what they refer to."""
+        deadline = time.monotonic() + self._timeout
+        while not self._complete(newest):
+            if time.monotonic() > deadline:
+                return  # a rank failed to write; nothing is deleted on the strength of it
+            time.sleep(0.02)
+        keep: list[str] = []
+        for name in self._names():
+            if len(keep) < self._keep and self._complete(name):
+                keep.append(name)
+            elif name != newest:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        used = set()
+        for name in keep:
+            manifest = _manifest(self._folder / name / "rank-0.json")
+            used.add(f"epoch-{manifest['state']['epoch_id']}-of-{manifest['world_size']}")
+        for folder in self._folder.glob("epoch-*-of-*"):
+            if folder.name not in used:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def _complete(self, name: str) -> bool:
+        try:
+            world = int(_manifest(self._folder / name / "rank-0.json")["world_size"])
+        except (OSError, ValueError, KeyError):
+            return False
+        return all((self._folder / name / f"rank-{r}.json").exists() for r in range(world))
+
+    def _names(self) -> list[str]:
+        """Newest first."""
+        return sorted((p.name for p in self._folder.glob("checkpoint-*")), reverse=True)
+
+    # --- reading --------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
+        """State of this rank at this world size, progress and extra, and whether ranks match."""
+        folder = self._folder / name
+        if not self._complete(name):
+            raise CheckpointError("it is incomplete: the miner stopped while writing it")
+        lead = _manifest(folder / "rank-0.json")
+        if lead["format"] != FORMAT:
+            raise CheckpointError(f"format {lead['format']}, this miner reads {FORMAT}")
+        world, rank = int(lead["world_size"]), self._trainer.rank
+        same = world == self._trainer.world_size
+        mine = _manifest(folder / f"rank-{rank}.json") if rank < world else {}
+        epoch = self._folder / f"epoch-{lead['state']['epoch_id']}-of-{world}"
+        tensors: dict[str, Any] = {
+            **self._rows(folder, world, _BY_STEP),
+            **self._rows(epoch, world, _BY_EPOCH),
+        }
+        state = {**lead["state"], "tensors": tensors, "pending": None, "cuda_rng": None}
+        if same:
+            state |= {key: mine["state"][key] for key in ("python_rng", "numpy_rng")}
+            with safe_open(folder / f"rank-{rank}.safetensors", "pt") as file:
+                present = set(file.keys())
+                for key in ("rng", "cuda_rng", "pending"):
+                    state[key] = file.get_tensor(key) if key in present else None
+        content = {"progress": lead["progress"], "extra": mine.get("extra", {})}
+        return state, content, same
+
+    def _rows(
+        self, folder: Path, world: int, kinds: Sequence[str]
+    ) -> dict[str, list[Tensor] | None]:
+        """This rank's rows of every parameter, out of the parts that hold them."""
+        ours, rank = self._trainer.world_size, self._trainer.rank
+        overlap: list[list[tuple[int, int, int]]] = []  # per parameter: part, first, last of part
+        for _, shape in self._trainer.schema:
+            start, stop = row_range(shape[0], ours, rank)
+            pieces = []
+            for part in range(world):
+                first, last = row_range(shape[0], world, part)
+                low, high = max(start, first), min(stop, last)
+                if low < high:
+                    pieces.append((part, low - first, high - first))
+            overlap.append(pieces)
+        needed = sorted({part for pieces in overlap for part, _, _ in pieces} | {0})
+        files = {part: _checked(folder, part) for part in needed}
+        result: dict[str, list[Tensor] | None] = {}
+        present = set(files[0].keys())
+        for kind in kinds:
+            if not any(key.startswith(f"{kind}/") for key in present):
+                result[kind] = None
+                continue
+            rows = []
+            for (name, shape), pieces in zip(self._trainer.schema, overlap, strict=True):
+                key = f"{kind}/{name}"
+                slices = [files[part].get_slice(key)[low:high] for part, low, high in pieces]
+                if any(tuple(s.shape[1:]) != shape[1:] for s in slices):
+                    raise CheckpointError(f"{name} has another shape: it is of another model")
+                rows.append(torch.cat(slices) if slices else torch.empty((0, *shape[1:])))
+                start, stop = row_range(shape[0], ours, rank)
+                if rows[-1].shape[0] != stop - start:
+                    raise CheckpointError(f"{name} has another shape: it is of another model")
+            result[kind] = rows
+        return result
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path.name} is not a manifest")
+    return content
+
+
+def _checked(folder: Path, part: int) -> Any:
+    """The open file of one rank, after its size and SHA-256 were compared."""
+    path = folder / f"rank-{part}.safetensors"
+    manifest = _manifest(folder / f"rank-{part}.json")
+    if path.stat().st_size != manifest["size"] or sha256_of(path) != manifest["sha256"]:
+        raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written")
+    return safe_open(path, "pt")

@@ -1,0 +1,77 @@
+"""Two ranks as processes of their own, against one rank and against the whole tensors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from training_world import Ranks
+
+from distributed_training.protocol import gradients
+
+# Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). A change of more than
+# rounding here is a change of what training does: say why in the commit.
+GOLDEN = json.loads((Path(__file__).parent / "training_golden.json").read_text())
+
+
+@pytest.mark.timeout(120)
+def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
+    runs = [Ranks("losses", world, tmp_path) for world in (1, 2)]
+    for run in runs:
+        run.finish()
+    for world in (1, 2):
+        content = json.loads((tmp_path / f"losses-{world}.json").read_text())
+        assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
+        assert content["evaluated"] == pytest.approx(GOLDEN["evaluated"], abs=2e-4)
+    assert GOLDEN["losses"][-1] < GOLDEN["losses"][0] - 0.7
+
+
+@pytest.mark.timeout(120)
+def test_an_outer_step_commits_or_leaves_every_bit(tmp_path: Path) -> None:
+    Ranks("outer", 2, tmp_path).finish()
+
+
+@pytest.mark.timeout(120)
+def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
+    Ranks("snapshot", 2, tmp_path).finish()
+    for mode in ("round", "upload", "off"):
+        folder = tmp_path / mode
+        kept = torch.load(tmp_path / f"{mode}.pt", weights_only=True)
+        code = torch.load(folder / "gradients.pt", weights_only=True)
+        assert code["metadata"] == {"block": 9, "inner_step": 2, "outer_step": 0, "loss": 1.25}
+        if mode != "upload":  # whose second upload holds the residual of the first
+            for (name, _), a, b in zip(kept["schema"], kept["start"], kept["now"], strict=True):
+                idxs, vals = gradients.encode(0.8 * (a - b))
+                assert torch.equal(code[name + "idxs"], idxs), name
+                assert torch.allclose(code[name + "vals"], vals, rtol=1e-6, atol=0)
+        for rank in range(2):
+            done = json.loads((folder / f"rank-{rank}.done.json").read_text())
+            assert (done["rank"], done["world_size"]) == (rank, 2)
+            for entry in done["files"]:
+                assert (folder / entry["name"]).stat().st_size == entry["size"]
+        assert not list(folder.glob(".*")), "parts and temporary files are gone"
+
+
+@pytest.mark.timeout(120)
+def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
+    killed = Ranks("until_killed", 2, tmp_path)
+    plain = Ranks("straight", 2, tmp_path)
+    for process in killed.processes:
+        assert process.wait(timeout=90) == -9, process.communicate()[0]
+    plain.finish()
+    both = [Ranks("resume", 2, tmp_path), Ranks("resume", 1, tmp_path)]
+    for run in both:
+        run.finish()
+    straight = torch.load(tmp_path / "straight.pt", weights_only=True)
+    resumed = torch.load(tmp_path / "resumed-2.pt", weights_only=True)
+    assert resumed["extra"] == {"rank": 0}
+    assert resumed["losses"] == straight["losses"]  # to the last bit
+    for a, b in zip(resumed["weights"], straight["weights"], strict=True):
+        assert torch.equal(a, b)
+    alone = torch.load(tmp_path / "resumed-1.pt", weights_only=True)  # another world size
+    assert alone["losses"] == pytest.approx(straight["losses"], abs=1e-4)

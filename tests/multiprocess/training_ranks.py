@@ -1,0 +1,162 @@
+"""One rank of a scenario: ``training_ranks.py SCENARIO FOLDER STORE [ARGUMENTS]``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from training_world import sequences, train, trainer, whole_weights
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.outer import nesterov_sgd
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def losses(folder: Path) -> None:
+    made = trainer(rank=RANK, world_size=WORLD)
+    reports = train(made, 0, 20)
+    evaluated = made.evaluate(sequences(99, count=3))
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
+        (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
+
+
+def outer(folder: Path) -> None:
+    """A round, and every way in which it can fail, each leaving the bits as they were."""
+    made = trainer(rank=RANK, world_size=WORLD, error_feedback="round")
+    start = whole_weights(made)
+    train(made, 0, 2)
+    before = whole_weights(made)
+    buffers = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
+    norm = made.write_pseudo_gradient(buffers)
+    if RANK == 0:
+        for a, b, g in zip(start, before, buffers, strict=True):
+            assert torch.equal(a - b, g)
+        square = sum(float(g.double().square().sum()) for g in buffers)
+        assert abs(norm - square**0.5) < 1e-9
+    made.prepare_outer_step(buffers)
+    made.roll_back_outer_step()
+    bad = [b.clone() for b in buffers] if buffers is not None else None
+    if bad is not None:
+        bad[-1][0] = float("nan")
+    expect(AllReduceFault.NOT_FINITE, lambda: made.prepare_outer_step(bad))
+    expect(AllReduceFault.SCHEMA, lambda: made.prepare_outer_step(bad[1:] if bad else None))
+    shard = made._shards[0]
+    kept = shard.local.clone()
+    if RANK == WORLD - 1:
+        shard.local[0, 0] = float("inf")
+    expect(AllReduceFault.LOCAL, lambda: made.write_pseudo_gradient(buffers))
+    shard.local.copy_(kept)
+    assert made._feedback.residual is None and made._outer.momentum is None
+    same(before, whole_weights(made))
+    assert (made.outer_step, made.inner_step) == (0, 2)
+    made.write_pseudo_gradient(buffers)
+    made.prepare_outer_step(buffers)
+    made.commit_outer_step()
+    assert (made.outer_step, made.inner_step, made.total_inner_steps) == (1, 0, 2)
+    after = whole_weights(made)
+    if RANK == 0:
+        same(after, [nesterov_sgd(a, g, None)[0] for a, g in zip(start, buffers, strict=True)])
+    zero = made.write_pseudo_gradient(buffers)
+    assert zero == 0.0, zero  # epoch start moved with the weights
+    assert made._feedback.residual is not None
+    # training goes on from the committed weights, not from gathered copies of the old ones
+    fresh = trainer(rank=RANK, world_size=WORLD)
+    for item, other in zip(fresh._shards, made._shards, strict=True):
+        item.local.copy_(other.local)
+    fresh._drop_step()
+    assert fresh.evaluate(sequences(5)) == made.evaluate(sequences(5))
+
+
+def snapshot(folder: Path) -> None:
+    for mode in ("round", "upload", "off"):
+        made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
+        start = whole_weights(made)
+        train(made, 0, 2)
+        now = whole_weights(made)
+        for _ in range(2):
+            handle = made.snapshot(
+                folder / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
+            )
+            train(made, 2, 3)  # goes on while files are written
+            handle.wait(timedelta(seconds=60))
+            dist.barrier()
+            for item, rows in zip(made._shards, made._outer.current(), strict=True):
+                item.local.copy_(rows)
+            if mode != "upload":
+                break
+            now = whole_weights(made)
+        if RANK == 0:
+            torch.save({"start": start, "now": now, "schema": made.schema}, folder / f"{mode}.pt")
+        dist.barrier()
+
+
+def until_killed(folder: Path) -> None:
+    """Five steps, a checkpoint, one and a half steps more, then SIGKILL to itself."""
+    made = trainer(rank=RANK, world_size=WORLD)
+    keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
+    train(made, 0, 5)
+    keeper.save({"rank": RANK}, Progress(0, 5, 5, [3]))
+    keeper.wait()
+    dist.barrier()
+    train(made, 5, 6)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(folder: Path, last: str = "10") -> None:
+    made = trainer(rank=RANK, world_size=WORLD, seed=7)
+    keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
+    restored = keeper.restore()
+    assert restored is not None
+    progress, extra = restored
+    assert progress == Progress(0, 5, 5, [3]), progress
+    reports = train(made, progress.total_inner_steps, int(last))
+    weights = whole_weights(made)
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports], "weights": weights, "extra": extra}
+        torch.save(content, folder / f"resumed-{WORLD}.pt")
+
+
+def straight(folder: Path) -> None:
+    made = trainer(rank=RANK, world_size=WORLD)
+    reports = train(made, 0, 10)
+    weights = whole_weights(made)
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports[5:]], "weights": weights}
+        torch.save(content, folder / "straight.pt")
+
+
+def expect(fault: AllReduceFault, call: object) -> None:
+    try:
+        call()  # type: ignore[operator]
+    except AllReduceError as error:
+        assert error.fault is fault, error
+    else:
+        raise AssertionError(f"{fault} was not raised on rank {RANK}")
+
+
+def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> None:
+    if one is not None and two is not None:
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+if __name__ == "__main__":
+    name, where, store, *rest = sys.argv[1:]
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, WORLD),
+        rank=RANK,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
+    )
+    for scenario in name.split("+"):
+        globals()[scenario](Path(where), *rest)
+    dist.destroy_process_group()

@@ -1,0 +1,123 @@
+"""Small trainers for the training room's tests, alone in this process or as ranks of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.config.training import TrainingSettings
+from distributed_training.training.sizes import llama_config
+from distributed_training.training.trainer import Trainer
+
+SEQUENCE = 32
+EFFECTIVE = 8
+
+SETTINGS = TrainingSettings(
+    local_batch_size_train=2,
+    local_batch_size_train_effective=EFFECTIVE,
+    sequence_length=SEQUENCE,
+    learning_rate=2e-3,
+    warmup_steps=3,
+    total_steps=100,
+    precision="fp32",
+)
+
+
+def tiny(**changes: Any) -> dict[str, Any]:
+    """About 30,000 parameters; 3 key-value rows per head so that shards are uneven."""
+    shape: dict[str, Any] = {
+        "hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate": 48, "vocab": 67,
+        "max_positions": 64,
+    }  # fmt: skip
+    return llama_config(**(shape | changes))
+
+
+def trainer(
+    *, rank: int = 0, world_size: int = 1, model: dict[str, Any] | None = None, **changes: Any
+) -> Trainer:
+    """Initial weights, epoch 0 begun."""
+    made = Trainer(
+        settings=dataclasses.replace(SETTINGS, **changes),
+        model_config=model or tiny(),
+        device=torch.device("cpu"),
+        world_size=world_size,
+        rank=rank,
+    )
+    made.load_weights(None)
+    made.begin_epoch(0)
+    return made
+
+
+def sequences(step: int, *, count: int = EFFECTIVE, vocab: int = 67) -> torch.Tensor:
+    """The whole batch of a step, the same for every world size; learnable (counting)."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    start = torch.randint(0, vocab, (count, 1), generator=generator)
+    stride = torch.randint(1, 4, (count, 1), generator=generator)
+    return (start + stride * torch.arange(SEQUENCE)) % vocab
+
+
+def train(made: Trainer, first: int, last: int) -> list[Any]:
+    """Inner steps ``first`` up to but not including ``last``; their reports."""
+    reports = []
+    for step in range(first, last):
+        mine = sequences(step)[made.rank :: made.world_size]
+        for part in mine.split(made.micro_batch_size):
+            report = made.add_micro_batch(part, data_wait_seconds=0.0)
+        reports.append(report)
+    return reports
+
+
+def whole_weights(made: Trainer) -> list[torch.Tensor] | None:
+    """All parameters on rank 0, None elsewhere. Collective."""
+    lead = made.rank == 0
+    out = [torch.zeros(shape) for _, shape in made.schema] if lead else None
+    for i, item in enumerate(made._shards):
+        made._stream.gather(item.shape, item.local, out[i] if out is not None else None)
+    return out
+
+
+class Ranks:
+    """``world_size`` processes running one scenario of ``tests/multiprocess/training_ranks.py``."""
+
+    def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self._store = folder / f"store-{scenario}-{time.time_ns()}"
+        script = Path(__file__).parent / "multiprocess" / "training_ranks.py"
+        root = str(Path(__file__).parent.parent)
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, str(script), scenario, str(folder), str(self._store), *arguments],
+                env=os.environ
+                | {"RANK": str(r), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+                | {"PYTHONPATH": f"{root}{os.pathsep}{root}/tests"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for r in range(world_size)
+        ]
+
+    def finish(self, timeout: float = 90.0) -> str:
+        """Their output; fails the test unless all end with 0."""
+        output = []
+        try:
+            for process in self.processes:
+                output.append(process.communicate(timeout=timeout)[0])
+        finally:
+            self.kill()
+        text = "\n".join(output)
+        assert all(p.returncode == 0 for p in self.processes), text
+        return text
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()

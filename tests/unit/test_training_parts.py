@@ -1,0 +1,267 @@
+"""The training room's pure parts: schedule, outer arithmetic and file, loss, batch plan, layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from distributed_training.config.flags import ConfigError
+from distributed_training.config.training import TrainingSettings
+from distributed_training.training import loss as loss_module
+from distributed_training.training.files import write_safetensors
+from distributed_training.training.loss import linear_cross_entropy
+from distributed_training.training.model import (
+    build_meta_model,
+    checkpoint_activations,
+    hf_config,
+    parameter_schema,
+    plain_name,
+    schema_of,
+    tied_names,
+)
+from distributed_training.training.outer import (
+    OuterOptimizerState,
+    load_outer_optimizer,
+    nesterov_sgd,
+    save_outer_optimizer,
+)
+from distributed_training.training.plan import (
+    check_sequence_length,
+    compute_dtype,
+    plan_batch,
+    plan_memory,
+)
+from distributed_training.training.schedule import CosineSchedule
+from distributed_training.training.shards import row_range
+from distributed_training.training.sizes import local_llama_config, named_config
+from distributed_training.training.throughput import flops_per_token, peak_flops
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_schedule_warms_up_and_reaches_zero() -> None:
+    schedule = CosineSchedule(2.5e-4, 1000, 88000)
+    assert schedule.rate(0) == pytest.approx(2.5e-7)
+    assert schedule.rate(999) == pytest.approx(2.5e-4)
+    assert schedule.rate(1000 + 43500 - 1) == pytest.approx(1.25e-4)
+    assert schedule.rate(87999) == pytest.approx(0.0, abs=1e-12)
+    assert schedule.rate(200_000) == 0.0
+
+
+def test_schedule_slows_down_for_a_while_and_compounds() -> None:
+    schedule = CosineSchedule(1.0, 0, 10**9)
+    schedule.slow_down(10, steps=50)
+    assert schedule.rate(59) == pytest.approx(0.5)
+    assert schedule.rate(60) == pytest.approx(1.0)
+    schedule.slow_down(20, steps=50)
+    assert schedule.rate(21) == pytest.approx(0.25)
+    other = CosineSchedule(1.0, 0, 10**9)
+    other.load(schedule.state())
+    assert other.rate(21) == schedule.rate(21)
+
+
+def test_published_scheduler_state_is_that_of_lambda_lr() -> None:
+    real = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
+    ).state_dict()
+    ours = CosineSchedule(1.0, 1, 10).published_state(0)
+    assert set(ours) == set(real) - {"_is_initial"}
+    with pytest.raises(ValueError, match=r"--neuron\.warmup_steps"):
+        CosineSchedule(1.0, 10, 10)
+    with pytest.raises(ValueError, match=r"--neuron\.learning_rate"):
+        CosineSchedule(0.0, 1, 10)
+
+
+def test_nesterov_has_the_bits_of_torch() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(97, 33)
+    param = nn.Parameter(whole.clone())
+    reference = torch.optim.SGD([param], lr=0.8, momentum=0.9, nesterov=True)
+    top, bottom = whole[:49].clone(), whole[49:].clone()
+    momenta: list[torch.Tensor | None] = [None, None]
+    for _ in range(4):
+        grad = torch.randn_like(whole)
+        param.grad = grad.clone()
+        reference.step()
+        top, momenta[0] = nesterov_sgd(top, grad[:49], momenta[0])
+        bottom, momenta[1] = nesterov_sgd(bottom, grad[49:], momenta[1])
+    assert torch.equal(torch.cat([top, bottom]), param.detach())
+
+
+def test_outer_optimizer_file_is_sgds_own_and_comes_back(tmp_path: Path) -> None:
+    schema = [("a", (4, 3)), ("b", (5,))]
+    momentum = [torch.randn(4, 3), torch.randn(5)]
+    path = tmp_path / "outer_optimizer.pt"
+    save_outer_optimizer(path, OuterOptimizerState(momentum, 0.7, 0.9, 12))
+    content = torch.load(path, weights_only=True)
+    assert content["learning_rate"] == 0.7 and content["epoch"] == 12
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))], lr=1.0)
+    sgd.load_state_dict(content["optimizer_state_dict"])
+    assert sgd.param_groups[0]["nesterov"] and sgd.param_groups[0]["lr"] == 0.7
+    back = load_outer_optimizer(path, schema)
+    assert back.momentum is not None
+    assert all(torch.equal(a, b) for a, b in zip(back.momentum, momentum, strict=True))
+    save_outer_optimizer(path, OuterOptimizerState(None, 0.8, 0.9, 0))
+    assert load_outer_optimizer(path, schema).momentum is None
+
+
+def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "outer_optimizer.pt"
+    save_outer_optimizer(path, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
+    with pytest.raises(ValueError, match="another model"):
+        load_outer_optimizer(path, [("a", (3,))])
+    with pytest.raises(ValueError, match="another model"):
+        load_outer_optimizer(path, [("a", (2,)), ("b", (2,))])
+    path.write_bytes(b"no pickle")
+    with pytest.raises(ValueError, match="fetch it again"):
+        load_outer_optimizer(path, [("a", (2,))])
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_chunked_loss_and_gradients_are_those_of_the_whole(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", rows * 50)
+    torch.manual_seed(0)
+    hidden = torch.randn(33, 16, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(50, 16, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 50, (33,))
+    whole = nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="sum")
+    expected = torch.autograd.grad(whole / 7, (hidden, weight))
+    ours = linear_cross_entropy(hidden, weight, labels)
+    assert ours.item() == pytest.approx(whole.item(), rel=1e-6)
+    found = torch.autograd.grad(ours / 7, (hidden, weight))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    with torch.no_grad():
+        assert float(linear_cross_entropy(hidden, weight, labels)) == float(ours)
+
+
+def test_effective_batch_is_rounded_up_and_said() -> None:
+    exact = plan_batch(micro_batch=2, effective=512, world_size=4)
+    assert (exact.micro_batches, exact.effective, exact.note) == (64, 512, "")
+    rounded = plan_batch(micro_batch=3, effective=512, world_size=4)
+    assert (rounded.micro_batches, rounded.effective) == (43, 516)
+    assert "rounded up from 512 to 516" in rounded.note
+
+
+def test_bad_inputs_name_the_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--neuron\.local_batch_size_train 8 is larger"):
+        plan_batch(micro_batch=8, effective=4, world_size=1)
+    config = hf_config(local_llama_config())
+    with pytest.raises(ConfigError, match=r"--neuron\.sequence_length 4096"):
+        check_sequence_length(4096, config)
+    with pytest.raises(ConfigError, match="model_type"):
+        hf_config({"hidden_size": 3})
+    with pytest.raises(ConfigError, match="no model_type 'nonsense'"):
+        hf_config({"model_type": "nonsense"})
+
+
+def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(Path, "read_text", lambda _: "flags : fpu avx2 avx512f\nbugs:\n")
+    dtype, line = compute_dtype("bf16", cpu)
+    assert dtype is torch.float32 and "has no bf16" in line
+    monkeypatch.setattr(Path, "read_text", lambda _: "flags : fpu avx512_bf16\nbugs:\n")
+    assert compute_dtype("auto", cpu)[0] is torch.bfloat16
+    assert compute_dtype("fp32", cpu)[0] is torch.float32
+
+
+def test_memory_decides_what_is_kept() -> None:
+    config = hf_config(named_config("4b"))
+    settings = TrainingSettings()
+
+    def plan(gigabytes: float, world_size: int) -> tuple[bool, bool, bool]:
+        found = plan_memory(
+            settings,
+            parameters=3_900_000_000,
+            world_size=world_size,
+            config=config,
+            micro_batch=2,
+            device_bytes=int(gigabytes * 1e9),
+        )
+        return found.keep_unsharded, found.sync_every, found.offload_optimizer
+
+    assert plan(141, 1) == (True, False, False)
+    assert plan(80, 4) == (True, False, False)
+    assert plan(24, 8) == (False, True, False)
+    assert plan(24, 4)[2], "AdamW's state goes to host memory"
+    fixed = dataclasses.replace(settings, gradient_sync="every", keep_unsharded="off")
+    kept = plan_memory(
+        fixed, parameters=10**9, world_size=4, config=config, micro_batch=1, device_bytes=None
+    )
+    assert (kept.keep_unsharded, kept.sync_every) == (False, True)
+    small = plan_memory(
+        settings, parameters=10**6, world_size=2, config=config, micro_batch=1, device_bytes=None
+    )
+    assert not small.per_block
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_row_ranges_are_those_of_torch_chunk(rows: int, world: int) -> None:
+    chunks = list(torch.arange(rows).chunk(world))
+    chunks += [torch.empty(0)] * (world - len(chunks))
+    for rank, chunk in enumerate(chunks):
+        start, stop = row_range(rows, world, rank)
+        assert torch.arange(start, stop).tolist() == chunk.tolist()
+
+
+def test_schema_is_the_state_dict_without_wrappers() -> None:
+    config = local_llama_config()
+    schema = parameter_schema(config)
+    model = build_meta_model(config)
+    assert [n for n, _ in schema] == list(model.state_dict())
+    checkpoint_activations(model, "full")
+    assert schema_of(model) == schema
+    assert plain_name("_orig_mod.a._checkpoint_wrapped_module.w") == "a.w"
+    assert all(p.is_meta for p in model.parameters())
+    assert not any(b.is_meta for b in model.buffers())
+    assert 1e6 < sum(math.prod(s) for _, s in schema) < 2.5e6
+
+
+def test_tied_weights_appear_once() -> None:
+    config = local_llama_config() | {"tie_word_embeddings": True}
+    names = [n for n, _ in parameter_schema(config)]
+    assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
+    assert tied_names(build_meta_model(config)) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_named_sizes_are_what_their_names_say() -> None:
+    for name, low, high in (("125m", 1.1e8, 1.4e8), ("1b", 1e9, 1.2e9), ("4b", 3.5e9, 4.2e9)):
+        count = sum(math.prod(shape) for _, shape in parameter_schema(named_config(name)))
+        assert low < count < high, (name, count)
+    with pytest.raises(ValueError, match="tiny"):
+        named_config("7b")
+
+
+def test_peaks_are_found_by_whole_words_or_not_at_all() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L4") == 121e12
+    assert peak_flops("NVIDIA L40S") == 362e12
+    assert peak_flops("NVIDIA GeForce RTX 4090") == 165.2e12
+    for unknown in ("NVIDIA GeForce RTX 4090 D", "NVIDIA A4000", "NVIDIA Tesla T4", ""):
+        assert peak_flops(unknown) is None
+
+
+def test_flops_per_token_by_hand() -> None:
+    config = local_llama_config()
+    model = build_meta_model(config)
+    params = sum(p.numel() for p in model.parameters()) - 264 * 192
+    assert flops_per_token(model, 128) == 6 * params + 12 * 4 * 192 * 128
+
+
+def test_safetensors_written_by_hand_read_by_the_library(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 5), "b": torch.arange(7), "none": torch.empty(0, 4)}
+    write_safetensors(tmp_path / "x.safetensors", tensors)
+    back = load_file(tmp_path / "x.safetensors")
+    assert set(back) == set(tensors)
+    assert all(torch.equal(back[k], v) and back[k].shape == v.shape for k, v in tensors.items())
