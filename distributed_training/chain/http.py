@@ -131,6 +131,8 @@ class HttpThread:
         self._sock = sock
         config = uvicorn.Config(
             app,
+            # A bound method does not look like one to uvicorn, which would then call it as ASGI 2.
+            interface="asgi3",
             http=protocol,
             # asyncio's own loop: it accepts through the socket object, as GuardedSocket needs.
             loop="asyncio",

@@ -18,6 +18,9 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.device": "cpu",
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",
+        # Small enough that a miner goes through several blocks in each outer step.
+        "data.pages_per_block": "2",
+        "data.rows_per_page": "25",
         "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
         "neuron.local_batch_size_train_effective": "16",
@@ -25,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.learning_rate": "0.001",
         "neuron.warmup_steps": "20",
         "neuron.total_steps": "2000",
-        "neuron.upload_steps": "5",
+        "neuron.upload_steps": "10",
         "neuron.minimum_valid_inner_step": "5",
         "neuron.min_group_size": "2",
         "neuron.blocks_per_allreduce": "60",
