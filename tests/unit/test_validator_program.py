@@ -36,7 +36,7 @@ from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.buckets import BucketError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def _config(tmp_path: Path, *flags: str) -> Config:
     return load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
 
 
-def _wait(condition: Any, seconds: float = 30.0) -> None:
+def _wait(condition: Any, seconds: float = 80.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "not reached in time"
