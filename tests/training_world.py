@@ -78,8 +78,8 @@ def whole_weights(made: Trainer) -> list[torch.Tensor] | None:
     """All parameters on rank 0, None elsewhere. Collective."""
     lead = made.rank == 0
     out = [torch.zeros(shape) for _, shape in made.schema] if lead else None
-    for i, item in enumerate(made._shards):
-        made._stream.gather(item.shape, item.local, out[i] if out is not None else None)
+    for i, item in enumerate(made.shards):
+        made.stream.gather(item.shape, item.local, out[i] if out is not None else None)
     return out
 
 

@@ -2,9 +2,9 @@
 
 Each rank writes its own row blocks and then ``rank-R.json``, which names them with their SHA-256.
 A checkpoint counts when all ranks' are there; so no rank waits for another, and a kill at any
-moment leaves the one before intact. torch.distributed.checkpoint does the same with collectives, which a
-background thread cannot share with training; and since every state here is rows of the first
-dimension, loading at another world size is reading other rows.
+moment leaves the one before intact. torch.distributed.checkpoint does the same with collectives,
+which a background thread cannot share with training; and since every state here is rows of the
+first dimension, loading at another world size is reading other rows.
 
 Epoch-start weights and outer momentum change once per outer step. They are written once, into a
 folder named by the epoch's identity, which checkpoints refer to.

@@ -99,7 +99,7 @@ class Trainer:
         if device.type == "cuda":
             torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
             memory = torch.cuda.get_device_properties(device).total_memory
-        dtype, line = compute_dtype(settings.precision, device)
+        self.compute_dtype, line = compute_dtype(settings.precision, device)
         say(line)
         model = build_meta_model(model_config)
         self.model = model
@@ -118,7 +118,7 @@ class Trainer:
             device_bytes=memory,
         )
         say(self.plan.note)
-        say(attention_line(config, device, dtype))
+        say(attention_line(config, device, self.compute_dtype))
         checkpoint_activations(model, settings.activation_checkpointing)
         self._compiled = False
         if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
@@ -136,36 +136,36 @@ class Trainer:
             mesh=mesh,
             device=device,
             per_block=self.plan.per_block,
-            compute_dtype=dtype,
+            compute_dtype=self.compute_dtype,
             reshard_after_forward=not self.plan.keep_unsharded,
         )
         say(f"FSDP: {len(self._modules)} group(s) over {world_size} rank(s)")
-        self._shards = shards_of(model, world_size=world_size, rank=rank)
+        self.shards = shards_of(model, world_size=world_size, rank=rank)
 
         # optimizers
-        self._schedule = CosineSchedule(
+        self.schedule = CosineSchedule(
             settings.learning_rate, settings.warmup_steps, settings.total_steps
         )
         self._optimizer = InnerOptimizer(
-            self._shards,
+            self.shards,
             betas=(settings.adam_beta1, settings.adam_beta2),
             weight_decay=settings.weight_decay,
             offload=self.plan.offload_optimizer,
         )
         group = dist.new_group(backend="gloo", timeout=group_timeout)
         assert group is not None
-        self._stream = RowStream(group=group, world_size=world_size, rank=rank)
+        self.stream = RowStream(group=group, world_size=world_size, rank=rank)
         codec = Codec(settings.topk_compression, settings.target_chunk, settings.use_dct)
         self._feedback = ErrorFeedback(
             mode=settings.error_feedback,
             decay=settings.momentum_decay,
             codec=codec,
-            shards=self._shards,
-            stream=self._stream,
+            shards=self.shards,
+            stream=self.stream,
         )
         self._outer = OuterStep(
-            shards=self._shards,
-            stream=self._stream,
+            shards=self.shards,
+            stream=self.stream,
             learning_rate=settings.outer_learning_rate,
             momentum=settings.outer_momentum,
             feedback=self._feedback,
@@ -237,9 +237,9 @@ class Trainer:
         ValueError on all ranks alike when the file is not this model's; nothing changes then.
         """
         weights.load(
-            self._shards,
+            self.shards,
             path,
-            self._stream,
+            self.stream,
             tied=self._tied,
             config=self.model.config,
             seed=self.settings.seed,
@@ -292,7 +292,7 @@ class Trainer:
             self._seconds += time.perf_counter() - started
             return None
         loss, norm = self._read_step()
-        rate = self._schedule.rate(self.total_inner_steps)
+        rate = self.schedule.rate(self.total_inner_steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
             self._apply_step(norm, rate)
@@ -376,7 +376,7 @@ class Trainer:
         norms = torch._foreach_norm([g for g in self._gradients() if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
         sums = torch.stack([self._loss_sum.double(), square]).tolist()
-        total_loss, total_square = self._stream.sum(sums)
+        total_loss, total_square = self.stream.sum(sums)
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
 
@@ -387,7 +387,7 @@ class Trainer:
         if clip and norm > clip:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
         self._optimizer.step(gradients, rate)
-        for item in self._shards:
+        for item in self.shards:
             item.dtensor.grad = None
         self.inner_step += 1
         self.total_inner_steps += 1
@@ -426,7 +426,7 @@ class Trainer:
 
     def _gradients(self) -> list[Tensor]:
         result = []
-        for item in self._shards:
+        for item in self.shards:
             grad: Any = item.dtensor.grad
             result.append(torch.zeros_like(item.local) if grad is None else grad.to_local())
         return result
@@ -462,7 +462,7 @@ class Trainer:
             index = i + self.rank if i + self.rank < len(batches) else i
             value = float(self._root(batches[index : index + 1].to(self.device)))
             total += value if index == i + self.rank else 0.0
-        return self._stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
+        return self.stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
 
     # --- outer step ----------------------------------------------------------------------------
 
@@ -502,14 +502,14 @@ class Trainer:
         if self.rank == 0:
             prepare_folder(folder)
         codes = self._codes(self._outer.epoch_start, current)
-        self._stream.first_error(None)  # the folder is there before any rank writes into it
-        rate = self._schedule.rate(self.total_inner_steps)
+        self.stream.first_error(None)  # the folder is there before any rank writes into it
+        rate = self.schedule.rate(self.total_inner_steps)
         model_config: Any = self.model.config
         config = {**self.model_config, **model_config.to_dict()}
         state = SnapshotState(
             rank=self.rank,
             world_size=self.world_size,
-            shards=self._shards,
+            shards=self.shards,
             weights=current,
             codes=codes,
             codec=self._feedback.codec,
@@ -525,9 +525,9 @@ class Trainer:
             exp_avg_sq=[t.to("cpu", copy=True) for t in self._optimizer.exp_avg_sq],
             steps=self._optimizer.step_count,
             param_group=self._optimizer.published_group(
-                [item.name for item in self._shards], rate, self._schedule.peak
+                [item.name for item in self.shards], rate, self.schedule.peak
             ),
-            scheduler_state=self._schedule.published_state(self.total_inner_steps),
+            scheduler_state=self.schedule.published_state(self.total_inner_steps),
         )
         handle = SnapshotHandle(folder, time.perf_counter() - started)
         handle.start(partial(write_snapshot, state, folder, parts_timeout=timedelta(minutes=10)))
@@ -542,7 +542,7 @@ class Trainer:
             self._feedback.residual = residual
             return list(made)
         codes: list[Callable[[], Code] | Code | None] = []
-        for i in range(len(self._shards)):
+        for i in range(len(self.shards)):
             if self._feedback.by_rows(i):
                 codes.append(self._feedback.encoder(i, start[i], current[i], rate))
             else:
@@ -568,7 +568,7 @@ class Trainer:
             },
             "pending": torch.stack(self._batches) if self._batches else None,
             "steps": self._optimizer.step_count,
-            "schedule": self._schedule.state(),
+            "schedule": self.schedule.state(),
             "outer_learning_rate": self._outer.learning_rate,
             "outer_momentum": self._outer.mu,
             "epoch_id": self._outer.epoch_id,
@@ -587,7 +587,7 @@ class Trainer:
         """
         discard_gradients(self._modules)
         tensors = state["tensors"]
-        for item, rows in zip(self._shards, tensors["weights"], strict=True):
+        for item, rows in zip(self.shards, tensors["weights"], strict=True):
             item.local.copy_(rows)
         self._optimizer.load(tensors["exp_avg"], tensors["exp_avg_sq"], int(state["steps"]))
         self._outer.epoch_start = tensors["epoch_start"]
@@ -596,7 +596,7 @@ class Trainer:
         self._outer.mu = float(state["outer_momentum"])
         self._outer.epoch_id = state["epoch_id"]
         self._feedback.residual = tensors["residual"]
-        self._schedule.load(state["schedule"])
+        self.schedule.load(state["schedule"])
         self.outer_step = int(state["outer_step"])
         self.inner_step = int(state["inner_step"])
         self.total_inner_steps = int(state["total_inner_steps"])
@@ -613,19 +613,19 @@ class Trainer:
 
     def slow_down(self) -> None:
         """Half the learning rate for ``--neuron.nan_slow_steps`` inner steps."""
-        self._schedule.slow_down(self.total_inner_steps, steps=self.settings.nan_slow_steps)
+        self.schedule.slow_down(self.total_inner_steps, steps=self.settings.nan_slow_steps)
         self.skipped_in_a_row = 0
 
     def row_ranges(self) -> list[tuple[int, int]]:
         """First and one past the last row of this rank, per parameter."""
-        return [(item.start, item.stop) for item in self._shards]
+        return [(item.start, item.stop) for item in self.shards]
 
     def vote(self, problem: str | None) -> str | None:
         """None if no rank has a problem, else the first one's, on all ranks."""
-        return self._stream.first_error(problem)
+        return self.stream.first_error(problem)
 
     def from_rank_0(self, value: object) -> object:
-        return self._stream.from_rank_0(value)
+        return self.stream.from_rank_0(value)
 
 
 def with_micro_batch(settings: TrainingSettings, micro_batch: int) -> TrainingSettings:

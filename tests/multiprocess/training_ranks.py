@@ -49,7 +49,7 @@ def outer(folder: Path) -> None:
         bad[-1][0] = float("nan")
     expect(AllReduceFault.NOT_FINITE, lambda: made.prepare_outer_step(bad))
     expect(AllReduceFault.SCHEMA, lambda: made.prepare_outer_step(bad[1:] if bad else None))
-    shard = made._shards[0]
+    shard = made.shards[0]
     kept = shard.local.clone()
     if RANK == WORLD - 1:
         shard.local[0, 0] = float("inf")
@@ -70,7 +70,7 @@ def outer(folder: Path) -> None:
     assert made._feedback.residual is not None
     # training goes on from the committed weights, not from gathered copies of the old ones
     fresh = trainer(rank=RANK, world_size=WORLD)
-    for item, other in zip(fresh._shards, made._shards, strict=True):
+    for item, other in zip(fresh.shards, made.shards, strict=True):
         item.local.copy_(other.local)
     fresh._drop_step()
     assert fresh.evaluate(sequences(5)) == made.evaluate(sequences(5))
@@ -89,7 +89,7 @@ def snapshot(folder: Path) -> None:
             train(made, 2, 3)  # goes on while files are written
             handle.wait(timedelta(seconds=60))
             dist.barrier()
-            for item, rows in zip(made._shards, made._outer.current(), strict=True):
+            for item, rows in zip(made.shards, made._outer.current(), strict=True):
                 item.local.copy_(rows)
             if mode != "upload":
                 break

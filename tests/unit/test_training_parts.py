@@ -1,4 +1,4 @@
-"""The training room's pure parts: schedule, outer arithmetic and file, loss, batch plan, layouts."""
+"""The training room's pure parts: schedule, outer arithmetic and file, loss, plans, layouts."""
 
 from __future__ import annotations
 

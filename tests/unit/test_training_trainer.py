@@ -123,7 +123,7 @@ def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan, "_cpu_has_bf16", lambda: True)
     low = trainer(precision="bf16")
     assert losses(low, 0, 6) == pytest.approx(losses(trainer(), 0, 6), abs=0.02)
-    assert all(item.local.dtype == torch.float32 for item in low._shards)
+    assert all(item.local.dtype == torch.float32 for item in low.shards)
 
 
 def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
@@ -135,7 +135,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     keeper.save({}, Progress(0, 2, 2, [1]))
     keeper.wait()
     good = whole_weights(made)
-    made._shards[-1].local[0] = float("nan")
+    made.shards[-1].local[0] = float("nan")
     made._drop_step()
     before = made._optimizer.step_count
     for n in range(1, 4):
@@ -143,7 +143,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
         assert report.skipped and report.inner_step == 2 and report.grad_norm is None
         assert made.skipped_in_a_row == n and made.wants_roll_back == (n == 3)
     assert made._optimizer.step_count == before and made.skipped_steps == 3
-    normal = made._schedule.rate(2)
+    normal = made.schedule.rate(2)
     restored = keeper.roll_back()
     assert restored is not None and restored[0].inner_step == 2
     assert not made.wants_roll_back
