@@ -1,0 +1,97 @@
+#!/usr/bin/env python3
+"""List and abort multipart uploads that were never completed; they are billed but not visible.
+
+    python scripts/abort_multipart_uploads.py BUCKET [--older-than 1h] [--prefix epoch-12/]
+                                              [--dry-run] [--yes]
+
+Keys are read from the environment and ``.env`` as the miner reads them. The miner cleans its own
+bucket each hour; this is for other buckets, or for a miner that is gone. An upload that a running
+miner is in the middle of is younger than --older-than, or should be.
+
+Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from distributed_training.config.flags import ConfigError
+from distributed_training.config.loader import exit_with, load_config
+from distributed_training.config.units import parse_duration
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="List and abort multipart uploads that were never completed."
+    )
+    parser.add_argument("bucket", help="e.g. llama-4b-ws-4-007")
+    parser.add_argument(
+        "--older-than",
+        type=parse_duration,
+        default=timedelta(hours=1),
+        help="only uploads started longer ago, e.g. 30m, 1h, 2d (default 1h)",
+    )
+    parser.add_argument("--prefix", default="", help="only keys that start with this")
+    parser.add_argument("--dry-run", action="store_true", help="list only")
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--endpoint-url", default=None, help="object store to use instead of R2")
+    return parser.parse_args()
+
+
+def _age(age: timedelta) -> str:
+    minutes = int(age.total_seconds() // 60)
+    days, hours = divmod(minutes // 60, 24)
+    return f"{days}d {hours:02d}h" if days else f"{hours}h {minutes % 60:02d}m"
+
+
+def main() -> int:
+    arguments = _parse()
+    flags = ["--r2.endpoint_url", arguments.endpoint_url] if arguments.endpoint_url else []
+    try:
+        settings = load_config("miner", flags, check=False).store
+    except ConfigError as error:
+        return exit_with(error)
+
+    from distributed_training.store.cleanup import abort_uploads, stuck_uploads
+    from distributed_training.store.errors import StoreError
+    from distributed_training.store.s3 import S3ObjectStore
+
+    try:
+        store = S3ObjectStore.from_settings(settings, bucket=arguments.bucket, write=True)
+    except ValueError as error:
+        return exit_with(ConfigError(str(error)))
+    try:
+        found = stuck_uploads(store, older_than=arguments.older_than, prefix=arguments.prefix)
+        if not found:
+            print(f"No multipart uploads older than {_age(arguments.older_than)} in {store.bucket}")
+            return 0
+        width = max(len(u.key) for u in found)
+        print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
+        for u in found:
+            size = f"{u.size / 1e6:.1f} MB"
+            print(f"{u.key:{width}}  {_age(u.age):>9}  {u.parts:>5}  {size:>10}  {u.upload_id:.16}")
+        total = sum(u.size for u in found)
+        print(f"{len(found)} uploads, {total / 1e6:.1f} MB")
+        if arguments.dry_run:
+            return 0
+        if not arguments.yes:
+            if not sys.stdin.isatty():
+                print("error: nobody to ask, so nothing was aborted: add --yes", file=sys.stderr)
+                return 2
+            if input("Abort them? [y/N] ").strip().lower() not in ("y", "yes"):
+                print("Nothing was aborted")
+                return 0
+        print(f"Aborted {abort_uploads(store, found)} uploads")
+    except StoreError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,179 @@
+"""The S3 client against the real server, and its twin in memory, do the same."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.store.base import Line, ObjectStore, Section
+from distributed_training.store.errors import (
+    AccessDeniedError,
+    BucketMissingError,
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    UploadMissingError,
+)
+from distributed_training.store.memory import MemoryObjectStore
+from distributed_training.store.multipart import multipart_etag
+from distributed_training.store.s3 import S3ObjectStore
+from tests.support_store import new_bucket, server, settings_for
+
+__all__ = ["server"]
+pytestmark = pytest.mark.timeout(60)
+MIB = 1024 * 1024
+
+
+@pytest.fixture(params=["s3", "memory"])
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    if request.param == "memory":
+        yield MemoryObjectStore()
+        return
+    running = request.getfixturevalue("server")
+    yield new_bucket(running, settings_for(running))
+
+
+def test_objects(store: ObjectStore) -> None:
+    store.create_bucket()  # again: fine
+    assert store.head("a/b") is None
+    assert store.get("a/b", limit=10) is None
+    etag = store.put("a/b", b"0123456789")
+    info = store.head("a/b")
+    assert info is not None
+    assert (info.size, info.etag) == (10, etag)
+    assert info.age_seconds is not None
+    assert 0 <= info.age_seconds < 30
+    assert store.get("a/b", limit=10) == b"0123456789"
+    with pytest.raises(IntegrityError):
+        store.get("a/b", limit=9)
+    assert store.get_range("a/b", 3, 4, etag=etag) == b"3456"
+    assert store.get_range("a/b", 8, 10) == b"89"
+    with pytest.raises(PreconditionError):
+        store.get_range("a/b", 0, 1, etag="0" * 32)
+    with pytest.raises(ObjectMissingError):
+        store.get_range("none", 0, 1)
+    store.put("a/c", b"")
+    store.put("d", b"x")
+    assert [(o.key, o.size) for o in store.list_objects("a/")] == [("a/b", 10), ("a/c", 0)]
+    store.delete(["a/b", "a/b", "none"])
+    assert [o.key for o in store.list_objects()] == ["a/c", "d"]
+
+
+def test_multipart(store: ObjectStore, tmp_path: Path) -> None:
+    data = os.urandom(12 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    upload_id = store.create_multipart("big")
+    assert [u.upload_id for u in store.list_multiparts()] == [upload_id]
+    assert store.list_multiparts("other") == []
+    with path.open("rb") as handle:
+        parts = [
+            store.upload_part(
+                "big",
+                upload_id,
+                n + 1,
+                Section(handle.fileno(), n * 5 * MIB, min(5, 12 - 5 * n) * MIB),
+            )
+            for n in range(3)
+        ]
+    assert store.list_parts("big", upload_id) == parts
+    assert store.head("big") is None
+    assert store.complete_multipart("big", upload_id, parts) == multipart_etag(parts)
+    info = store.head("big")
+    assert info is not None
+    assert (info.size, info.etag) == (len(data), multipart_etag(parts))
+    assert store.get("big", limit=len(data)) == data
+    assert store.list_multiparts() == []
+    other = store.create_multipart("big")
+    store.upload_part("big", other, 1, data[:MIB])
+    store.abort_multipart("big", other)
+    with pytest.raises(UploadMissingError):
+        store.upload_part("big", other, 2, data[:MIB])
+    with pytest.raises(UploadMissingError):
+        store.list_parts("big", other)
+    with pytest.raises(UploadMissingError):
+        store.complete_multipart("big", other, parts[:1])
+
+
+def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:
+    store = S3ObjectStore.from_settings(settings_for(server), bucket="not-there-1", write=True)
+    for operation in (
+        lambda: store.put("a", b"x"),
+        lambda: store.get("a", limit=1),
+        lambda: store.list_objects(),
+        lambda: store.create_multipart("a"),
+    ):
+        with pytest.raises(BucketMissingError, match="bucket not-there-1 does not exist"):
+            operation()
+
+
+def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
+    server: ObjectStoreServer,
+) -> None:
+    settings = settings_for(server)
+    writer = new_bucket(server, settings)
+    writer.put("a", b"x")
+    reader = S3ObjectStore.from_settings(settings, bucket=writer.bucket, write=False)
+    assert reader.get("a", limit=1) == b"x"
+    assert reader.list_objects()[0].key == "a"
+    for operation in (
+        lambda: reader.put("a", b"y"),
+        lambda: reader.delete(["a"]),
+        lambda: reader.create_multipart("b"),
+    ):
+        with pytest.raises(AccessDeniedError, match=r"R2_READ_ACCESS_KEY_ID.*Read & Write"):
+            operation()
+    assert reader.get("a", limit=1) == b"x"
+
+
+def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -> None:
+    settings = settings_for(server, write_secret_access_key=None)
+    with pytest.raises(ValueError, match="R2_WRITE_SECRET_ACCESS_KEY is not set"):
+        S3ObjectStore.from_settings(settings, bucket="b", write=True)
+    store = S3ObjectStore(
+        bucket="not-there-2",
+        endpoint_url=server.endpoint,
+        access_key_id=server.credentials.write_key,
+        secret_access_key="wrong-secret-value",
+        what="R2_WRITE",
+    )
+    with pytest.raises(AccessDeniedError) as caught:
+        store.put("a", b"x")
+    assert "copy R2_WRITE_ACCESS_KEY_ID" in str(caught.value)
+    assert "wrong-secret-value" not in repr(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_writes_of_one_key_keep_their_distance(server: ObjectStoreServer) -> None:
+    import time
+    from datetime import timedelta
+
+    base = new_bucket(server, settings_for(server))
+    settings = settings_for(server, write_interval=timedelta(seconds=0.5))
+    store = S3ObjectStore.from_settings(settings, bucket=base.bucket, write=True)
+    began = time.monotonic()
+    threads = [threading.Thread(target=store.put, args=("k", b"x")) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    store.put("other", b"x")
+    assert time.monotonic() - began < 0.5
+    for thread in threads:
+        thread.join()
+    assert time.monotonic() - began >= 1.0
+
+
+def test_a_closed_line_interrupts_a_body(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(b"x" * 100)
+    line = Line()
+    with path.open("rb") as handle:
+        body = Section(handle.fileno(), 10, 20, line)
+        assert len(body.read()) == 20
+        line.pause()
+        with pytest.raises(OSError, match="line is closed"):
+            body.read()

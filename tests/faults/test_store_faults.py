@@ -1,0 +1,433 @@
+"""What may happen to an upload: killed, cut, refused, slowed. The object ends up whole, or a line
+says why not. The real server, with a proxy before it that enforces R2's rules."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store.cleanup import stuck_uploads, sweep_uploads
+from distributed_training.store.journal import Journal
+from distributed_training.store.owner import OWNER_KEY, claim_bucket
+from distributed_training.store.publication import Publication, Submission
+from distributed_training.store.publisher import Publisher
+from distributed_training.store.s3 import S3ObjectStore
+from tests.store_shim import DROP, Call, Shim, make_certificate
+from tests.support_store import (
+    PEER_ID,
+    assert_published,
+    digest,
+    new_bucket,
+    server,
+    settings_for,
+    until,
+    write_snapshot,
+)
+
+__all__ = ["server"]
+pytestmark = pytest.mark.timeout(60)
+REVISION = Revision(5, 4, 10)
+
+
+def publish(
+    store: S3ObjectStore,
+    folder: Path,
+    *,
+    settings: Any,
+    journal: Path,
+    revision: Revision = REVISION,
+) -> PublicationReport:
+    publication = Publication(store, Journal(journal), settings)
+    return publication.run(Submission(folder, revision, 1, PEER_ID))
+
+
+def through(shim: Shim, settings: Any, bucket: str, **more: Any) -> tuple[Any, S3ObjectStore]:
+    import dataclasses
+
+    changed = dataclasses.replace(settings, endpoint_url=shim.endpoint)
+    return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True, **more)
+
+
+class Reader(threading.Thread):
+    """Polls as validators do and notes every contradiction it sees."""
+
+    def __init__(self, store: S3ObjectStore, digests: dict[Revision, dict[str, str]]) -> None:
+        super().__init__(daemon=True)
+        self.store, self.digests = store, digests
+        self.problems: list[str] = []
+        self.looks = 0
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        newest = (0, 0, 0)
+        while not self.done.is_set():
+            self.looks += 1
+            data = self.store.get(keys.ROOT_METADATA, limit=9999)
+            if data is not None:
+                root = Metadata.parse(data).revision
+                now = (root.run, root.outer_step, root.inner_step)
+                if now < newest:
+                    self.problems.append(f"root went back from {newest} to {now}")
+                newest = now
+                for name in self.digests[root]:
+                    if self.store.head(keys.epoch_key(root.outer_step, name)) is None:
+                        self.problems.append(f"{root.tag} names {name}, which is missing")
+            self._look_at_epoch()
+
+    def _look_at_epoch(self) -> None:
+        import hashlib
+
+        key = keys.epoch_key(4, keys.METADATA)
+        before = self.store.get(key, limit=9999)
+        files = {}
+        for name in (keys.GRADIENTS, keys.CONFIG):
+            content = self.store.get(keys.epoch_key(4, name), limit=1 << 26)
+            files[name] = hashlib.sha256(content or b"").hexdigest()
+        if before is None or self.store.get(key, limit=9999) != before:
+            return
+        revision = Metadata.parse(before).revision
+        for name, found in files.items():
+            if found != self.digests[revision][name]:
+                self.problems.append(f"{revision.tag} vouches for a foreign {name}")
+
+
+POINTS = {
+    "at the first part": lambda call: call.what == "part" and call.count == 0,
+    "in the middle of the parts": lambda call: call.what == "part" and call.count == 2,
+    "at the first complete": lambda call: call.what == "complete" and call.count == 0,
+    "while verifying": lambda call: call.what == "head" and call.key.endswith(keys.CONFIG),
+    "at the root metadata": lambda call: (call.what, call.key) == ("put", keys.ROOT_METADATA),
+}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["SIGKILL", "SIGTERM"])
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_a_point_the_next_process_goes_on(
+    server: ObjectStoreServer, tmp_path: Path, point: str, how: signal.Signals
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    older = Revision(5, 4, 5)
+    digests = {}
+    for revision, rows in ((older, 400), (REVISION, 2000)):
+        files = write_snapshot(tmp_path / revision.tag, revision, world_size=1, rows=rows)
+        digests[revision] = {name: digest(path) for name, path in files.items()}
+    journal = tmp_path / "store" / "uploads.json"
+    journal.parent.mkdir()
+    assert publish(direct, tmp_path / older.tag, settings=base, journal=journal, revision=older).ok
+    killed = threading.Event()
+    pids: list[int] = []
+
+    def fault(call: Call) -> int | None:
+        if not killed.is_set() and POINTS[point](call):
+            killed.set()
+            os.kill(pids[0], how)
+            return DROP
+        return None
+
+    reader = Reader(direct, digests)
+    with Shim(server.endpoint, fault) as shim:
+        settings, _ = through(shim, base, direct.bucket)
+        publisher = Publisher(settings=settings, bucket=direct.bucket, folder=tmp_path / "store")
+        try:
+            assert publisher.pid
+            pids.append(publisher.pid)
+            reader.start()
+            publisher.submit(tmp_path / REVISION.tag, REVISION, 1, peer_id=PEER_ID)
+            (report,) = until(publisher.reports, seconds=25, what="the report")
+            assert killed.is_set()
+            assert publisher.pid != pids[0]
+            assert report.ok, report.reason
+            assert_published(direct, REVISION, files)
+            assert direct.list_multiparts() == []
+            sizes = [path.stat().st_size for path in files.values()]
+            parts = sum(-(-s // settings.part_size) for s in sizes if s > settings.part_size)
+            assert shim.count("part") <= parts + settings.concurrency
+        finally:
+            publisher.close()
+            reader.done.set()
+            reader.join(10)
+    assert reader.problems == []
+    assert reader.looks > 2
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        (
+            "connection dropped",
+            lambda call: DROP if call.what == "part" and call.count < 3 else None,
+        ),
+        ("500", lambda call: 500 if call.count < 2 else None),
+        ("503", lambda call: 503 if call.what == "part" and call.count % 3 == 0 else None),
+        ("429", lambda call: 429 if call.what in ("part", "put") and call.count < 4 else None),
+        ("slow", lambda call: time.sleep(0.3) if call.what == "part" else None),
+    ],
+)
+def test_what_passes_is_survived(
+    server: ObjectStoreServer, tmp_path: Path, name: str, fault: Any
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    with Shim(server.endpoint, fault) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+    assert report.ok, report.reason
+    assert_published(direct, REVISION, files)
+    assert direct.list_multiparts() == []
+
+
+def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    base = settings_for(server, file_deadline=timedelta(seconds=3))
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    with Shim(
+        server.endpoint, lambda c: 503 if c.what == "part" and c.count >= 3 else None
+    ) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        began = time.monotonic()
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert time.monotonic() - began < 10
+        assert not report.ok
+        assert "503" in report.reason
+        assert direct.get(keys.ROOT_METADATA, limit=9999) is None
+        sent = len(direct.list_parts(*_only_upload(direct)))
+        assert sent >= 1
+        shim.fault = lambda call: None
+        before = shim.count("part")
+        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert again.ok, again.reason
+        assert shim.count("part") - before <= 4 + 1 - sent + 1
+    assert_published(direct, REVISION, files)
+
+
+def _only_upload(store: S3ObjectStore) -> tuple[str, str]:
+    (upload,) = store.list_multiparts()
+    return upload.key, upload.upload_id
+
+
+def test_a_complete_whose_answer_was_lost_counts_by_the_etag(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    with Shim(server.endpoint, lose_complete=True) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+    assert report.ok, report.reason
+    assert shim.refusals == ["complete 404"] * shim.count("complete")
+    assert_published(direct, REVISION, files)
+
+
+def test_an_upload_aborted_by_someone_else_is_not_success(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+
+    def abort(call: Call) -> None:
+        if call.what == "complete":
+            for upload in direct.list_multiparts():
+                direct.abort_multipart(upload.key, upload.upload_id)
+
+    with Shim(server.endpoint, abort) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert not report.ok
+        assert "lost the multipart upload" in report.reason
+        assert direct.get(keys.ROOT_METADATA, limit=9999) is None
+        shim.fault = lambda call: None
+        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert again.ok, again.reason
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [(403, "R2_WRITE_ACCESS_KEY_ID lacks the permission"), (401, "does not accept these keys")],
+)
+def test_a_refusal_ends_at_once_and_names_the_permission(
+    server: ObjectStoreServer, tmp_path: Path, status: int, text: str
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    with Shim(server.endpoint, lambda c: status if c.method == "PUT" else None) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        began = time.monotonic()
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+    assert not report.ok
+    assert text in report.reason
+    assert time.monotonic() - began < 5
+
+
+def test_a_bucket_deleted_meanwhile_is_named(server: ObjectStoreServer, tmp_path: Path) -> None:
+    settings = settings_for(server)
+    store = S3ObjectStore.from_settings(settings, bucket="llama-gone-7", write=True)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+    assert not report.ok
+    assert "bucket llama-gone-7 does not exist" in report.reason
+
+
+def test_a_wrong_clock_is_called_a_wrong_clock(
+    server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import botocore.auth
+
+    from distributed_training.store.errors import ClockSkewError
+
+    store = new_bucket(server, settings_for(server))
+    real = botocore.auth.get_current_datetime
+    monkeypatch.setattr(
+        botocore.auth, "get_current_datetime", lambda *a, **k: real(*a, **k) + timedelta(hours=2)
+    )
+    with pytest.raises(ClockSkewError, match="set the clock"):
+        store.put("a", b"x")
+
+
+def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    first, second = Journal(tmp_path / "1.json"), Journal(tmp_path / "2.json")
+    assert first.instance != second.instance
+    claim_bucket(store, first.instance)
+    claim_bucket(store, first.instance)  # its own restart
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    report = Publication(store, second, settings).run(
+        Submission(tmp_path / "s", REVISION, 1, PEER_ID)
+    )
+    assert not report.ok
+    assert "another miner claimed bucket" in report.reason
+    assert "--r2.take_bucket" in report.reason
+    assert [o.key for o in store.list_objects()] == [OWNER_KEY]
+    claim_bucket(store, second.instance, take=True)
+    assert (
+        not Publication(store, first, settings)
+        .run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
+        .ok
+    )
+
+
+def test_over_tls_no_trailers_are_sent(server: ObjectStoreServer, tmp_path: Path) -> None:
+    """botocore's default checksums are trailers, and only over TLS; R2 refuses them."""
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    certificate = make_certificate(tmp_path)
+    with Shim(server.endpoint, certificate=certificate, write_interval=1.0) as shim:
+        settings, store = through(shim, base, direct.bucket, ca_bundle=str(certificate))
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert report.ok, report.reason
+        assert_published(direct, REVISION, files)
+        assert not any("401" in r for r in shim.refusals)
+        defaults = S3ObjectStore(
+            bucket=direct.bucket,
+            endpoint_url=shim.endpoint,
+            access_key_id=server.credentials.write_key,
+            secret_access_key=server.credentials.write_secret,
+            checksum_mode="when_supported",
+            ca_bundle=str(certificate),
+        )
+        upload_id = direct.create_multipart("x")
+        with pytest.raises(Exception, match=r"Unauthorized|no answer"):
+            with (tmp_path / "s" / keys.MODEL).open("rb") as body:
+                defaults.upload_part("x", upload_id, 1, _section(body))
+        direct.abort_multipart("x", upload_id)
+
+
+def _section(body: Any) -> Any:
+    from distributed_training.store.base import Section
+
+    return Section(body.fileno(), 0, 1024)
+
+
+def test_a_full_disk_blocks_the_download_and_keeps_what_is_there(
+    server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    from distributed_training.store.errors import IntegrityError
+    from distributed_training.store.remote import download
+    from distributed_training.store.retry import deadline_in
+
+    store = new_bucket(server, settings_for(server))
+    store.put("a", b"x" * 1000)
+    (tmp_path / "a").write_bytes(b"old")
+    full = shutil._ntuple_diskusage(10, 10, 500)  # type: ignore[attr-defined]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(IntegrityError, match="no room"):
+        download(store, "a", tmp_path / "a", limit=9999, deadline=deadline_in(timedelta(seconds=5)))
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+def test_cleanup_aborts_what_is_stuck_and_spares_the_journals_own(
+    server: ObjectStoreServer,
+) -> None:
+    store = new_bucket(server, settings_for(server))
+    mine, stuck = store.create_multipart("epoch-1/a"), store.create_multipart("epoch-1/b")
+    store.upload_part("epoch-1/b", stuck, 1, b"x" * 1000)
+    now = time.time() + 7200
+    found = stuck_uploads(store, older_than=timedelta(hours=1), spare=[mine], now=now)
+    assert [(u.upload_id, u.size, u.parts) for u in found] == [(stuck, 1000, 1)]
+    sweep_uploads(store, spare=[mine])  # nothing is an hour old
+    assert len(store.list_multiparts()) == 2
+    assert stuck_uploads(store, older_than=timedelta(hours=1)) == []
+
+
+def test_no_secret_in_arguments_logs_or_files(
+    server: ObjectStoreServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", logger="distributed_training")
+    base = settings_for(server)
+    store = new_bucket(server, base)
+    secrets = [
+        value.get_secret_value() for value in vars(base).values() if isinstance(value, SecretStr)
+    ]
+    assert len(secrets) == 4
+    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    seen = [repr(base), repr(store)]
+    counter = itertools.count()
+    with Shim(server.endpoint, lambda c: (500, 403, None)[next(counter) % 3]) as shim:
+        settings, _ = through(shim, base, store.bucket)
+        publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+        try:
+            publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
+
+            def look() -> list[PublicationReport]:
+                for path in Path("/proc").glob("[0-9]*/cmdline"):
+                    try:
+                        seen.append(path.read_bytes().decode(errors="replace"))
+                    except OSError:
+                        continue
+                return publisher.reports()
+
+            reports = until(look, what="a report")
+            seen.append(Path(f"/proc/{publisher.pid}/environ").read_text())
+        finally:
+            publisher.close()
+    seen += [repr(reports), caplog.text]
+    seen += [
+        path.read_bytes().decode(errors="replace")
+        for path in (tmp_path / "store").rglob("*")
+        if path.is_file()
+    ]
+    for secret in secrets:
+        assert not any(secret in text for text in seen)

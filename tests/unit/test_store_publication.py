@@ -1,0 +1,354 @@
+"""Publication and reading back over the twin in memory: what is refused, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store.cleanup import prune_epochs, prune_snapshots
+from distributed_training.store.errors import StoreError, TransientError
+from distributed_training.store.journal import Journal, PendingRecord, UploadRecord
+from distributed_training.store.memory import MemoryObjectStore
+from distributed_training.store.publication import Publication, Submission
+from distributed_training.store.remote import RemoteState, StateUnavailable
+from tests.support_store import PEER_ID, assert_published, finish_rank, write_snapshot
+
+pytestmark = pytest.mark.timeout(30)
+REVISION = Revision(5, 3, 50)
+MINER_FILES = keys.data_files(1)
+SETTINGS = StoreSettings(
+    file_deadline=timedelta(seconds=2),
+    snapshot_timeout=timedelta(seconds=0.3),
+    write_interval=timedelta(0),
+)
+
+
+def run(
+    store: MemoryObjectStore,
+    folder: Path,
+    revision: Revision = REVISION,
+    *,
+    world_size: int = 1,
+    preview_delta: float | None = None,
+    **changes: object,
+) -> PublicationReport:
+    settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
+    publication = Publication(store, Journal(folder.parent / "uploads.json"), settings)
+    return publication.run(Submission(folder, revision, world_size, PEER_ID, preview_delta))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> None:
+    order: list[str] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation in ("put", "complete_multipart"):
+            order.append(key)
+
+    store = MemoryObjectStore(before=before)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=world_size)
+    report = run(store, tmp_path / "s", world_size=world_size)
+    assert report.ok, report.reason
+    assert_published(store, REVISION, files)
+    assert order[-2:] == ["epoch-3/metadata.json", "metadata.json"]
+    assert {o.key for o in store.list_objects()} == {
+        *(f"epoch-3/{name}" for name in keys.data_files(world_size)),
+        "epoch-3/metadata.json",
+        "metadata.json",
+    }
+
+
+def spoil(folder: Path, name: str, content: object) -> None:
+    if name.endswith(".safetensors"):
+        save_file(content, folder / name)  # type: ignore[arg-type]
+    else:
+        torch.save(content, folder / name)
+    finish_rank(folder, 0, 1, list(MINER_FILES))
+
+
+def gradients(folder: Path) -> dict:
+    return torch.load(folder / keys.GRADIENTS, weights_only=True)
+
+
+def test_nan_anywhere_is_not_sent(tmp_path: Path) -> None:
+    for number, where in enumerate(("model", "gradients", "optimizer")):
+        folder = tmp_path / str(number) / "s"
+        bad = torch.ones(64)
+        bad[7] = float("inf")
+        write_snapshot(folder, REVISION, world_size=1, weights=bad if where == "model" else None)
+        if where == "gradients":
+            content = gradients(folder)
+            content["layer.weightvals"][0, 0, 3] = float("nan")
+            spoil(folder, keys.GRADIENTS, content)
+        if where == "optimizer":
+            spoil(folder, keys.inner_optimizer(0, 1), {"state": {"a": bad.bfloat16()}})
+        store = MemoryObjectStore()
+        report = run(store, folder)
+        assert not report.ok
+        assert "UPLOAD BLOCKED: NaN or Inf in" in report.reason
+        assert store.list_objects() == []
+
+
+@pytest.mark.parametrize(
+    ("break_it", "text"),
+    [
+        (lambda c: c.pop("metadata"), "metadata is missing"),
+        (lambda c: c.pop("layer.weightidxs"), "layer.weight is missing"),
+        (lambda c: c.update({"norm.weightvals": c["norm.weightvals"].half()}), "float32"),
+        (lambda c: c["metadata"].update(inner_step=45), "gradients.pt is of step 3.45"),
+        (lambda c: c["metadata"].update(loss=torch.tensor(1.0)), "plain finite numbers"),
+    ],
+)
+def test_gradients_validators_would_reset_are_not_sent(
+    tmp_path: Path, break_it: object, text: str
+) -> None:
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    content = gradients(tmp_path / "s")
+    break_it(content)  # type: ignore[operator]
+    spoil(tmp_path / "s", keys.GRADIENTS, content)
+    store = MemoryObjectStore()
+    report = run(store, tmp_path / "s")
+    assert not report.ok
+    assert text in report.reason
+    assert store.list_objects() == []
+
+
+def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
+    store = MemoryObjectStore()
+    early = Revision(5, 3, 15)
+    write_snapshot(tmp_path / "a", early, world_size=1)
+    assert "inner_step (15) < minimum (50)" in run(store, tmp_path / "a", early).reason
+    write_snapshot(tmp_path / "b", REVISION, world_size=1, blocks=())
+    assert "block list is empty" in run(store, tmp_path / "b").reason
+    write_snapshot(tmp_path / "c", REVISION, world_size=1)
+    blocked = run(store, tmp_path / "c", preview_delta=0.2, block_on_preview=True)
+    assert "UPLOAD DOUBTFUL" in blocked.reason
+    assert store.list_objects() == []
+    assert run(store, tmp_path / "c", preview_delta=0.2).ok  # warns only
+    zero = Revision(5, 4, 0)
+    write_snapshot(tmp_path / "d", zero, world_size=1)
+    refused = run(store, tmp_path / "d", zero, minimum_valid_inner_step=0)
+    assert "inner_step is 0" in refused.reason
+    root = Metadata.parse(store.get(keys.ROOT_METADATA, limit=9999) or b"")
+    assert root.revision == REVISION
+
+
+def test_an_incomplete_or_changed_snapshot_is_not_sent(tmp_path: Path) -> None:
+    store = MemoryObjectStore()
+    write_snapshot(tmp_path / "a", REVISION, world_size=2, late=frozenset({1}))
+    assert "rank 1 did not finish" in run(store, tmp_path / "a", world_size=2).reason
+    write_snapshot(tmp_path / "b", REVISION, world_size=1)
+    config = tmp_path / "b" / keys.CONFIG
+    config.write_bytes(config.read_bytes().replace(b"llama", b"lluma"))
+    assert "changed after it was written" in run(store, tmp_path / "b").reason
+    write_snapshot(tmp_path / "c", REVISION, world_size=1)
+    model = tmp_path / "c" / keys.MODEL
+    model.write_bytes(model.read_bytes()[:-1])
+    assert "another size" in run(store, tmp_path / "c").reason
+    assert store.list_objects() == []
+
+
+def test_a_store_that_loses_an_object_gets_no_metadata(tmp_path: Path) -> None:
+    def before(operation: str, key: str) -> None:
+        if operation == "head" and key.endswith(keys.GRADIENTS):
+            store._objects.pop(key, None)
+
+    store = MemoryObjectStore(before=before)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    report = run(store, tmp_path / "s")
+    assert "is not what was sent" in report.reason
+    assert store.get(keys.ROOT_METADATA, limit=9999) is None
+
+
+def test_while_files_change_no_metadata_vouches_for_them(tmp_path: Path) -> None:
+    """Killed between two files of the second revision: the epoch's metadata is gone, not wrong."""
+
+    def before(operation: str, key: str) -> None:
+        if armed and operation == "put" and key.endswith(keys.GRADIENTS):
+            raise StoreError("cut")
+
+    armed = False
+    store = MemoryObjectStore(before=before)
+    write_snapshot(tmp_path / "a", REVISION, world_size=1)
+    assert run(store, tmp_path / "a").ok
+    later = Revision(5, 3, 55)
+    files = write_snapshot(tmp_path / "b", later, world_size=1)
+    armed = True
+    assert run(store, tmp_path / "b", later).reason == "cut"
+    assert store.get("epoch-3/metadata.json", limit=9999) is None
+    armed = False
+    assert run(store, tmp_path / "b", later).ok
+    assert_published(store, later, files)
+
+
+def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
+    deleted: list[str] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "delete":
+            deleted.append(key)
+
+    store = MemoryObjectStore(before=before)
+    for epoch in range(6):
+        for name in ("config.json", "metadata.json", "model.safetensors"):
+            store.put(f"epoch-{epoch}/{name}", b"x")
+    store.put(keys.ROOT_METADATA, b"x")
+    assert prune_epochs(store, newest=4, keep=3) == 6
+    assert deleted[:2] == ["epoch-0/metadata.json", "epoch-1/metadata.json"]
+    assert {o.key.split("/")[0] for o in store.list_objects("epoch-")} == {
+        f"epoch-{n}" for n in (2, 3, 4, 5)
+    }
+    for name in ("3.45", "3.50", "2.90", "4.5", "notes", "x.y"):
+        (tmp_path / name).mkdir()
+    assert prune_snapshots(tmp_path, keep=REVISION, spare=[tmp_path / "2.90"]) == 1
+    assert not (tmp_path / "3.45").exists()
+
+
+def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
+    store = MemoryObjectStore()
+    publication = Publication(store, Journal(tmp_path / "j.json"), SETTINGS)
+    publication.publish_peer_id("12D3abc")
+    assert store.list_objects() == []
+    store.put(keys.ROOT_METADATA, Metadata(5, 3, 50, PEER_ID).to_json())
+    publication.publish_peer_id("12D3abc")
+    assert Metadata.parse(store.get(keys.ROOT_METADATA, limit=999) or b"") == Metadata(
+        5, 3, 50, "12D3abc"
+    )
+
+
+def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "x" / "uploads.json"
+    journal = Journal(path)
+    record = UploadRecord("b", "epoch-1/a", "id", 10, "sha", 5)
+    journal.put(record)
+    pending = PendingRecord("/s", 5, 1, 50, 1, PEER_ID)
+    journal.set_pending(pending)
+    again = Journal(path)
+    assert again.instance == journal.instance
+    assert (again.uploads(), again.pending, again.owned()) == ([record], pending, {"id"})
+    path.write_text(path.read_text()[:-20])
+    fresh = Journal(path)
+    assert fresh.uploads() == []
+    assert path.with_suffix(".damaged").exists()
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(tmp_path: Path) -> MemoryObjectStore:
+    store = MemoryObjectStore()
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    assert run(store, tmp_path / "s").ok
+    return store
+
+
+def remote(store: MemoryObjectStore) -> RemoteState:
+    return RemoteState(store=store, deadline=timedelta(seconds=2), concurrency=2)
+
+
+def test_fetch_gives_the_same_files_and_is_not_repeated(
+    published: MemoryObjectStore, tmp_path: Path
+) -> None:
+    reader = remote(published)
+    root = reader.metadata()
+    assert root is not None
+    assert root.revision == REVISION
+    assert reader.has(REVISION)
+    assert not reader.has(Revision(5, 3, 55))
+    assert reader.age(3) is not None
+    folder = reader.fetch(3, tmp_path / "g", MINER_FILES)
+    for name in MINER_FILES:
+        assert (folder / name).read_bytes() == (tmp_path / "s" / name).read_bytes()
+    stamp = (folder / keys.MODEL).stat().st_mtime_ns
+    assert reader.fetch(3, tmp_path / "g", MINER_FILES) == folder
+    assert (folder / keys.MODEL).stat().st_mtime_ns == stamp
+    assert [p.name for p in (tmp_path / "g").iterdir()] == ["epoch-3"]
+    with pytest.raises(StateUnavailable, match="no whole outer step 9"):
+        reader.fetch(9, tmp_path / "g")
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "text"),
+    [
+        ("epoch-3/model.safetensors", lambda d: d[:-5], "not a whole safetensors file"),
+        ("epoch-3/model.safetensors", lambda d: b"\xff" * 8 + d[8:], "header's length"),
+        ("epoch-3/model.safetensors", lambda d: d[:-4] + b"\x00\x00\xc0\x7f", "NaN or Inf"),
+        ("epoch-3/gradients.pt", lambda d: d[: len(d) // 2], "not a whole .pt file"),
+        ("epoch-3/config.json", lambda d: b"[]", "not a JSON object"),
+        (
+            "epoch-3/config.json",
+            lambda d: d.replace(b'"inner_step": 50', b'"inner_step": 45'),
+            "mixture",
+        ),
+        ("epoch-3/metadata.json", lambda d: b"{", "not JSON"),
+    ],
+)
+def test_a_poisoned_object_is_refused_and_the_last_good_state_stays(
+    published: MemoryObjectStore, tmp_path: Path, key: str, change: object, text: str
+) -> None:
+    good = remote(published).fetch(3, tmp_path / "g", MINER_FILES)
+    held = {name: (good / name).read_bytes() for name in MINER_FILES}
+    data = published.get(key, limit=1 << 30)
+    assert data is not None
+    published.put(key, change(data))  # type: ignore[operator]
+    with pytest.raises(StateUnavailable, match=text):
+        remote(published).fetch(3, tmp_path / "other", MINER_FILES)
+    assert not (tmp_path / "other" / "epoch-3").exists()
+    assert {name: (good / name).read_bytes() for name in MINER_FILES} == held
+
+
+def test_a_pickle_that_would_run_code_does_not(
+    published: MemoryObjectStore, tmp_path: Path
+) -> None:
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> tuple:
+            import os
+
+            return os.system, (f"touch {marker}",)
+
+    torch.save({"metadata": Evil()}, tmp_path / "evil.pt")
+    published.put("epoch-3/gradients.pt", (tmp_path / "evil.pt").read_bytes())
+    remote(published).fetch(3, tmp_path / "g", [keys.GRADIENTS])
+    assert not marker.exists()
+
+
+def test_sizes_are_bounded_before_reading(published: MemoryObjectStore, tmp_path: Path) -> None:
+    with pytest.raises(StateUnavailable, match="more than the 1000 allowed"):
+        remote(published).fetch(3, tmp_path / "g", MINER_FILES, limits={keys.MODEL: 1000})
+
+
+def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
+    reads: list[str] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get_range":
+            reads.append(key)
+            if broken and len(reads) > 2:
+                raise TransientError("cut")
+
+    broken = True
+    store = MemoryObjectStore(before=before)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=9000)
+    data = (tmp_path / "s" / keys.MODEL).read_bytes()
+    store.put("epoch-3/model.safetensors", data)
+    store.put("epoch-3/metadata.json", Metadata.of(REVISION, PEER_ID).to_json())
+    with pytest.raises(StoreError, match="cut"):
+        remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
+    broken = False
+    reads.clear()
+    folder = remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
+    assert (folder / keys.MODEL).read_bytes() == data
+    ranges = -(-len(data) // (16 * 1024 * 1024))
+    assert len(reads) == ranges - 2
