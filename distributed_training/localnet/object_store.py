@@ -228,9 +228,7 @@ def _write_configuration(folder: Path, port: int, credentials: StoreCredentials)
         body = keys if settings is None else settings
         text += f"[filter:{name}]\nuse = egg:swift#{name}\n{body}"
     files["proxy"] = folder / "proxy.conf"
-    with open(
-        os.open(files["proxy"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w"
-    ) as handle:
+    with open(os.open(files["proxy"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)
     return files
 

@@ -114,11 +114,11 @@ class Rig:
             global_watch=self.watch,
             blocks=self.blocks,
             chain_block=lambda: 777,
-            on_publication=self.reports.append,
             record=lambda kind, **fields: self.recorded.append(kind),
             clock=lambda: self.now,
             idle_wait=timedelta(milliseconds=20),
         )
+        self.leader.on_publication = self.reports.append
 
     def order(self) -> Order:
         return self.leader.next_order()
