@@ -89,8 +89,10 @@ class ObjectStoreServer:
         log_path = self.folder / "log.txt"
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__]
-                + ["--folder", str(self.folder), "--port", str(self.port)],
+                [
+                    *(sys.executable, "-m", __name__),
+                    *("--folder", str(self.folder), "--port", str(self.port)),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
