@@ -1,4 +1,4 @@
-"""uvicorn on a thread of its own, with a listening socket and a protocol that mistrust strangers."""
+"""uvicorn on a thread of its own, with a socket and a protocol that mistrust strangers."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ before now; it is a replay when the same nonce was accepted before. For each hot
 the highest accepted nonce and every accepted one less than a window older; anything older still is
 refused without asking a clock, so a wall clock that is set back opens no gap.
 
-After a restart the accepted nonces are gone, so each hotkey's highest one of before (the floor, from
-a small file) is refused together with everything below it.
+After a restart the accepted nonces are gone, so each hotkey's highest one of before (the floor,
+from a small file) is refused together with everything below it.
 """
 
 from __future__ import annotations

@@ -57,9 +57,9 @@ class SignedServer:
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
     ``epoch``: local outer step, asked for each IsAlive from the server's thread; must not block.
-    ``on_all_reduce``: gets each accepted call, in the server's thread; must not block (put it into a
-    queue). ``round_phase``: a word for the running round, or None. ``nonce_file``: where the replay
-    memory keeps its floor over restarts. ``clock``: wall clock in ns.
+    ``on_all_reduce``: gets each accepted call, in the server's thread; must not block (put it into
+    a queue). ``round_phase``: a word for the running round, or None. ``nonce_file``: where the
+    replay memory keeps its floor over restarts. ``clock``: wall clock in ns.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class SignedServer:
         return RoundState(self._round_phase() or "accepted", running.caller, running.received_at)
 
     def counters(self) -> Mapping[str, int]:
-        """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce``, ``refused.<reason>``
-        and ``connections``; the counts only grow."""
+        """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce`` and
+        ``refused.<reason>`` only grow; ``connections`` are the open ones."""
         counts = dict(self._counts)
         for reason, count in dict(self._admission.refused).items():
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
@@ -226,9 +226,9 @@ class SignedServer:
             raise Refused(Refusal.OWN_HOTKEY)
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
-        if self._known(claim.hotkey) is None and claim.hotkey != self._master:
-            if not self._settings.allow_non_registered:
-                raise Refused(Refusal.UNKNOWN_HOTKEY)
+        known = claim.hotkey == self._master or self._known(claim.hotkey) is not None
+        if not known and not self._settings.allow_non_registered:
+            raise Refused(Refusal.UNKNOWN_HOTKEY)
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         age = (self._clock() - claim.nonce) / 1e9
