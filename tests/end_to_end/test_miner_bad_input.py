@@ -1,0 +1,150 @@
+"""Bad input: one line naming cause, consequence and remedy, status 2, nothing left behind.
+
+Against real services of a local subnet, through the real launcher and torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from distributed_training.chain.wallet import create_wallet
+from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
+from distributed_training.localnet.processes import MARK, marked
+from distributed_training.localnet.services import Services, s3_client
+
+pytestmark = pytest.mark.timeout(150)
+
+
+@dataclass
+class Run:
+    status: int
+    output: str
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.output.splitlines() if "error:" in line]
+
+
+@dataclass
+class World:
+    services: Services
+    plan: NeuronPlan
+    folder: Path
+    mark: str
+
+    def miner(self, *more: str, drop: tuple[str, ...] = (), **environ: str) -> Run:
+        """Run the miner with the plan's flags, ``more`` after them."""
+        environment = self.services.environment(self.plan) | environ
+        done = subprocess.run(
+            [sys.executable, *self.services.arguments(self.plan), *more],
+            env={k: v for k, v in environment.items() if k not in drop},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            cwd=self.folder,
+        )
+        return Run(done.returncode, done.stdout + done.stderr)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("world")
+    mark = secrets.token_hex(8)
+    before = os.environ.get(MARK)
+    os.environ[MARK] = mark
+    options = SubnetOptions(folder=folder, ranks=(1,))
+    plans = plan_neurons(options, folder)
+    services = Services(folder=folder, options=options, plans=plans)
+    try:
+        services.start()
+        for plan in plans:
+            plan.folder.mkdir(exist_ok=True)
+        yield World(services, plans[1], folder, mark)
+    finally:
+        services.stop()
+        os.environ.pop(MARK)
+        if before is not None:
+            os.environ[MARK] = before
+
+
+def assert_one_line(run: Run, *words: str) -> None:
+    assert run.status == 2, run.output[-3000:]
+    assert "Traceback" not in run.output, run.output[-3000:]
+    assert len({re.sub(r"^.*error:", "", line) for line in run.errors}) == 1, run.output[-3000:]
+    for word in words:
+        assert word in run.errors[-1]
+
+
+def leaves_nothing(world: World) -> bool:
+    folder = str(world.plan.folder)
+    return not [p for p in marked(world.mark) if folder in " ".join(p.cmdline())]
+
+
+def test_missing_keys(world: World) -> None:
+    run = world.miner(drop=("R2_WRITE_SECRET_ACCESS_KEY",))
+    assert_one_line(run, "R2_WRITE_SECRET_ACCESS_KEY", ".env")
+
+
+def test_an_unknown_flag_names_the_nearest(world: World) -> None:
+    assert_one_line(world.miner("--neuron.upload_step", "3"), "--neuron.upload_steps")
+
+
+def test_dct_on_the_public_network(world: World) -> None:
+    run = world.miner("--preset", "public", "--neuron.use_dct")
+    assert_one_line(run, "--neuron.use_dct")
+
+
+def test_a_micro_batch_larger_than_the_effective_batch(world: World) -> None:
+    run = world.miner("--neuron.local_batch_size_train", "64")
+    assert_one_line(run, "--neuron.local_batch_size_train", "64")
+
+
+def test_ports_in_use(world: World) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_one_line(world.miner("--axon.port", port), "--axon.port", port)
+        assert_one_line(world.miner("--dht.port", port), "--dht.port", port)
+    assert leaves_nothing(world)
+
+
+def test_a_hotkey_that_is_not_registered(world: World) -> None:
+    create_wallet(world.folder / "wallets", "stranger")
+    run = world.miner("--wallet.name", "stranger")
+    assert_one_line(run, "not registered", "btcli subnet register")
+    assert leaves_nothing(world)
+
+
+def test_a_hotkey_that_is_not_there(world: World) -> None:
+    assert_one_line(world.miner("--wallet.hotkey", "nobody"), "nobody", "--wallet")
+    assert leaves_nothing(world)
+
+
+def test_no_bucket(world: World) -> None:
+    run = world.miner("--neuron.global_model_name", "no-such-model")
+    assert_one_line(run, "no-such-model-000", "does not exist")
+    assert leaves_nothing(world)
+
+
+def test_wrong_write_key(world: World) -> None:
+    run = world.miner(R2_WRITE_SECRET_ACCESS_KEY="0" * 64)
+    assert_one_line(run, "R2_WRITE")
+    assert "0" * 64 not in run.output
+
+
+def test_the_services_were_untouched(world: World) -> None:
+    keys = world.services.environment(world.plan)
+    client = s3_client(world.services.store_endpoint, keys)
+    found = client.list_objects_v2(Bucket=world.services.bucket(world.plan))
+    assert found["KeyCount"] == 0
