@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.config.flags import ConfigError
 
+from . import attention
+
 OUT_OF_MEMORY_ADVICE = (
     "lower --neuron.local_batch_size_train (or give auto), add --neuron.activation_checkpointing "
     "full or --neuron.offload_optimizer on; --neuron.local_batch_size_train_effective does not "
@@ -48,7 +50,8 @@ def make_mesh(group: dist.ProcessGroup | None, device: torch.device, world_size:
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Which of PyTorch's SDPA kernels runs, and why not flash attention."""
     if device.type != "cuda":
-        return "attention: SDPA, PyTorch's CPU kernel"
+        short = config._attn_implementation == attention.NAME
+        return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
     from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
     heads = config.num_attention_heads

@@ -80,13 +80,16 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
-    """The Hugging Face model with parameters on the meta device (no memory) and real buffers."""
+def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa") -> nn.Module:
+    """The Hugging Face model with parameters on the meta device (no memory) and real buffers.
+
+    ``attention``: as transformers names it.
+    """
     from transformers import AutoModelForCausalLM
 
     with _parameters_on_meta():
         model: nn.Module = AutoModelForCausalLM.from_config(
-            hf_config(model_config), dtype=torch.float32, attn_implementation="sdpa"
+            hf_config(model_config), dtype=torch.float32, attn_implementation=attention
         )
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     config: Any = model.config

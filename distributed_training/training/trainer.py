@@ -24,6 +24,7 @@ from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress, StepReport
 
 from . import weights
+from .attention import implementation
 from .feedback import Code, Codec, ErrorFeedback
 from .hardware import (
     OUT_OF_MEMORY_ADVICE,
@@ -101,7 +102,9 @@ class Trainer:
             memory = torch.cuda.get_device_properties(device).total_memory
         self.compute_dtype, line = compute_dtype(settings.precision, device)
         say(line)
-        model = build_meta_model(model_config)
+        dropout = float(model_config.get("attention_dropout") or 0.0)
+        attention = implementation(device, settings.sequence_length, dropout)
+        model = build_meta_model(model_config, attention=attention)
         self.model = model
         config: Any = model.config
         check_sequence_length(settings.sequence_length, config)
