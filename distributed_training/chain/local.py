@@ -117,6 +117,7 @@ class LocalChain:
                 headers=headers,
                 timeout=self._timeout,
                 trust_env=False,
+                verify=False,
             )
         except httpx.HTTPError as error:
             raise ChainError(f"{path[1:]}: {type(error).__name__} at {self._url}") from error
@@ -129,7 +130,7 @@ class LocalChain:
     def _refresh(self) -> None:
         """See our own write: one poll, in this thread, whose failure is the poller's business."""
         try:
-            with httpx.Client(timeout=self._timeout, trust_env=False) as client:
+            with httpx.Client(timeout=self._timeout, trust_env=False, verify=False) as client:
                 self._read(client)
         except (httpx.HTTPError, ValueError, KeyError, TypeError):
             self._poke.set()
@@ -138,7 +139,7 @@ class LocalChain:
 
     def _poll(self) -> None:
         reported = False
-        with httpx.Client(timeout=self._timeout, trust_env=False) as client:
+        with httpx.Client(timeout=self._timeout, trust_env=False, verify=False) as client:
             while not self._stop.is_set():
                 try:
                     self._read(client)

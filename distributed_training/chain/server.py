@@ -115,7 +115,8 @@ class SignedServer:
             ),
             name="signed-server",
         )
-        self._stopping = threading.Event()
+        self._stopping = False
+        self._save_now = threading.Event()
         self._saver = threading.Thread(target=self._save, name="nonce-floor", daemon=True)
 
     # life
@@ -127,7 +128,8 @@ class SignedServer:
     def close(self) -> None:
         """Idempotent; ends the thread and writes the replay floor."""
         self._http.stop()
-        self._stopping.set()
+        self._stopping = True
+        self._save_now.set()
         if self._saver.is_alive():
             self._saver.join(5)
         self._nonces.save()
@@ -141,7 +143,9 @@ class SignedServer:
 
     def _save(self) -> None:
         # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
-        while not self._stopping.wait(_SAVE_INTERVAL):
+        while not self._stopping:
+            self._save_now.wait(_SAVE_INTERVAL)
+            self._save_now.clear()
             self._nonces.save()
 
     # what the loop asks and tells
@@ -268,14 +272,14 @@ class SignedServer:
             if not master and stake < self._settings.min_stake:
                 raise Refused(Refusal.LOW_STAKE)
             reply = synapses.answer_all_reduce(fields)
-            repeated = self._all_reduce(claim, fields, master)
+            repeated = self._all_reduce(claim, fields)
             if repeated is not None:
                 reply["answer"] = repeated
         if permit:
             self._admission.trust(address)
         return reply
 
-    def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any], master: bool) -> str | None:
+    def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
         now = self._clock() / 1e9
         try:
             request = synapses.parse_all_reduce(
@@ -299,7 +303,7 @@ class SignedServer:
                 f"called by {running.caller}: {phase}"
             )
         self._counts["accepted.AllReduce"] += 1
-        log.info("Received %s All Reduce Call", "Main" if master else "Local")
+        self._save_now.set()
         self._on_all_reduce(request)
         return None
 

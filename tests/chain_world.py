@@ -1,0 +1,129 @@
+"""What the chain room's tests share: development keys, requests of both schemes, a poll helper."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bittensor import http_auth
+from bittensor.sp_core import Keypair
+
+from distributed_training.chain import auth
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+from distributed_training.chain.server import SignedServer
+from distributed_training.chain.wallet import Wallet
+from distributed_training.config.chain import ChainSettings
+from distributed_training.protocol.types import RoundRequest
+
+VECTORS = json.loads(
+    (Path(__file__).parent / "vectors" / "legacy_dendrite_requests.json").read_text()
+)
+MINER_IP = "127.0.0.1"
+
+
+def wallet_of(uri: str) -> Wallet:
+    keypair = Keypair.create_from_uri(uri)
+    return Wallet(uri, uri, keypair, None)
+
+
+MINER = wallet_of("//miner")
+VALIDATOR = wallet_of("//validator")  # the master
+SECOND = wallet_of("//second-validator")  # permit and stake
+POOR = wallet_of("//poor-validator")  # permit, no stake
+PEER = wallet_of("//peer")  # registered, no permit
+STRANGER = wallet_of("//stranger")
+EPOCH = 12
+# Nothing in the way of tests that send much from one address.
+SETTINGS = replace(
+    ChainSettings(),
+    axon_ip=MINER_IP,
+    axon_port=0,
+    requests_per_address=10_000.0,
+    requests_per_hotkey=10_000.0,
+)
+
+
+def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
+    """Wait for a true result; AssertionError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        if result:
+            return result
+        assert time.monotonic() < deadline, f"did not come true within {seconds} s"
+        time.sleep(0.01)
+
+
+class World:
+    """A server, its chain and the events it posted. ``now`` is the server's wall clock, in ns."""
+
+    def __init__(self, settings: ChainSettings = SETTINGS, nonce_file: Path | None = None) -> None:
+        self.ledger = MemoryLedger()
+        self.ledger.register(MINER.ss58, uid=7)
+        self.ledger.register(VALIDATOR.ss58, stake=1e6, validator_permit=True)
+        self.ledger.register(SECOND.ss58, stake=1e6, validator_permit=True)
+        self.ledger.register(POOR.ss58, stake=1.0, validator_permit=True)
+        self.ledger.register(PEER.ss58)
+        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
+        self.events: list[RoundRequest] = []
+        self.offset = 0  # ns
+        self.server = SignedServer(
+            settings=settings,
+            wallet=MINER,
+            chain=self.chain,
+            master_hotkey=VALIDATOR.ss58,
+            epoch=lambda: EPOCH,
+            on_all_reduce=self.events.append,
+            nonce_file=nonce_file,
+            clock=lambda: time.time_ns() + self.offset,
+        )
+
+    @property
+    def url(self) -> str:
+        return f"http://{MINER_IP}:{self.server.port}"
+
+    def refused(self, reason: str) -> int:
+        return self.server.counters().get(f"refused.{reason}", 0)
+
+
+@contextmanager
+def world(settings: ChainSettings = SETTINGS, nonce_file: Path | None = None):
+    made = World(settings, nonce_file)
+    with made.server:
+        yield made
+
+
+def sign(
+    scheme: str,
+    wallet: Wallet,
+    path: str,
+    body: bytes,
+    *,
+    receiver: str = MINER.ss58,
+    nonce: int | None = None,
+    timeout: float = 2.3,
+) -> dict[str, str]:
+    """Headers of a call signed by ``wallet``; btauth through the SDK's own ``sign``."""
+    if scheme == "btauth":
+        return http_auth.sign(
+            wallet.hotkey,
+            method="POST",
+            path=path,
+            body=body,
+            receiver_ss58=receiver,
+            nonce_ns=nonce,
+        )
+    return auth.sign_legacy(
+        wallet,
+        route=path[1:],
+        receiver=receiver,
+        ip=MINER_IP,
+        port=1,
+        timeout=timeout,
+        nonce=nonce,
+    )

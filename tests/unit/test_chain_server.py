@@ -1,0 +1,267 @@
+"""Who may call the signed server, over HTTP, for both schemes."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+
+from distributed_training.chain.server import SignedServer
+from distributed_training.config.flags import ConfigError
+from tests.chain_world import (
+    EPOCH,
+    MINER,
+    PEER,
+    POOR,
+    SECOND,
+    SETTINGS,
+    STRANGER,
+    VALIDATOR,
+    VECTORS,
+    World,
+    sign,
+    world,
+)
+
+pytestmark = pytest.mark.timeout(60)
+SCHEMES = ("btauth", "legacy")
+ALIVE = b'{"answer": null, "completion": "", "epoch": null}'
+REDUCE = b'{"completion": false, "min_group_size": 32, "allreduce_timeout": 795.0}'
+SECOND_NS = 10**9
+
+
+@pytest.fixture
+def server():
+    with world() as made:
+        yield made
+
+
+def post(made: World, path: str, body: bytes, headers: dict[str, str]) -> httpx.Response:
+    # verify=False: no TLS here, and loading certificates takes longer than the call.
+    return httpx.post(made.url + path, content=body, headers=headers, trust_env=False, verify=False)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_is_alive_tells_the_epoch(server: World, scheme: str) -> None:
+    reply = post(server, "/IsAlive", ALIVE, sign(scheme, PEER, "/IsAlive", ALIVE))
+    assert reply.status_code == 200
+    assert reply.headers["content-type"] == "application/json"
+    assert reply.headers["bt_header_axon_status_code"] == "200"
+    assert reply.json() == {"answer": None, "completion": "True", "epoch": EPOCH}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("caller", [VALIDATOR, SECOND])
+def test_a_validator_starts_one_round(server: World, scheme: str, caller) -> None:
+    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
+    assert reply.status_code == 200 and reply.json()["completion"] is False
+    (event,) = server.events
+    assert event.caller == caller.ss58
+    assert event.min_group_size == 32
+    assert event.allreduce_timeout is not None
+    assert event.allreduce_timeout.total_seconds() == 795
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str) -> None:
+    for caller in (VALIDATOR, SECOND):
+        reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
+        assert reply.status_code == 200
+    assert VALIDATOR.ss58 in reply.json()["answer"]
+    assert len(server.events) == 1
+    state = server.server.round_state()
+    assert state is not None and state.caller == VALIDATOR.ss58
+    server.server.round_ended()
+    post(server, "/AllReduce", REDUCE, sign(scheme, SECOND, "/AllReduce", REDUCE))
+    assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
+
+
+def test_a_round_nobody_ends_is_over_after_its_timeout(server: World) -> None:
+    call = lambda: post(server, "/AllReduce", b"{}", sign("btauth", VALIDATOR, "/AllReduce", b"{}"))
+    call()
+    server.offset = 900 * SECOND_NS
+    # The caller's clock is the real one, so a fresh nonce is signed on the server's.
+    nonce = time.time_ns() + server.offset
+    headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}", nonce=nonce)
+    assert post(server, "/AllReduce", b"{}", headers).json()["answer"] is None
+    assert len(server.events) == 2
+
+
+def _refused(server: World, reply: httpx.Response, status: int, reason: str) -> None:
+    assert reply.status_code == status
+    assert set(reply.json()) == {"message"} and "Traceback" not in reply.text
+    assert server.refused(reason) == 1
+    assert server.events == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(
+    ("caller", "status", "reason"),
+    [
+        (STRANGER, 403, "unknown_hotkey"),
+        (PEER, 403, "no_permit"),
+        (POOR, 403, "low_stake"),
+        (MINER, 403, "own_hotkey"),
+    ],
+)
+def test_who_may_not_start_a_round(server: World, scheme, caller, status, reason) -> None:
+    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
+    _refused(server, reply, status, reason)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_another_receiver(server: World, scheme: str) -> None:
+    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, receiver=PEER.ss58)
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "receiver")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_receiver_header_exchanged_after_signing(server: World, scheme: str) -> None:
+    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, receiver=PEER.ss58)
+    name = "X-Bittensor-Receiver" if scheme == "btauth" else "bt_header_axon_hotkey"
+    headers[name] = MINER.ss58
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "signature")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_sender_who_is_somebody_else(server: World, scheme: str) -> None:
+    headers = sign(scheme, STRANGER, "/AllReduce", REDUCE)
+    name = "X-Bittensor-Hotkey" if scheme == "btauth" else "bt_header_dendrite_hotkey"
+    headers[name] = VALIDATOR.ss58
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "signature")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("seconds", "reason"), [(-20, "stale"), (30, "future")])
+def test_freshness(server: World, scheme: str, seconds: int, reason: str) -> None:
+    nonce = time.time_ns() + seconds * SECOND_NS
+    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, nonce=nonce, timeout=1e9)
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, reason)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_replay_is_refused_also_after_a_restart(tmp_path, scheme: str) -> None:
+    file = tmp_path / "nonces.json"
+    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, timeout=840.0)
+    with world(nonce_file=file) as first:
+        assert post(first, "/AllReduce", REDUCE, headers).status_code == 200
+        assert post(first, "/AllReduce", REDUCE, headers).status_code == 401
+        assert first.refused("replay") == 1
+    with world(nonce_file=file) as second:
+        _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
+        fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
+        assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
+
+
+def test_btauth_covers_the_body(server: World) -> None:
+    headers = sign("btauth", VALIDATOR, "/AllReduce", REDUCE)
+    tampered = REDUCE.replace(b"32", b"99")
+    _refused(server, post(server, "/AllReduce", tampered, headers), 401, "signature")
+
+
+def test_btauth_covers_the_path(server: World) -> None:
+    headers = sign("btauth", VALIDATOR, "/IsAlive", ALIVE)
+    _refused(server, post(server, "/AllReduce", ALIVE, headers), 401, "signature")
+
+
+def test_what_the_legacy_signature_does_not_cover_is_bounded(server: World) -> None:
+    body = json.dumps(
+        {
+            "min_group_size": 10**9,
+            "request_timeout": -5,
+            "allreduce_timeout": 1e300,
+            "next_chunk_timeout": 0,
+            "min_matchmaking_time": 1e9,
+        }
+    ).encode()
+    headers = sign("legacy", VALIDATOR, "/AllReduce", b"", timeout=1e12)
+    assert post(server, "/AllReduce", body, headers).status_code == 200
+    (event,) = server.events
+    assert event.min_group_size == SETTINGS.clamp_min_group_size[1]
+    for given, bound in (
+        (event.timeout, SETTINGS.clamp_round_timeout[1]),
+        (event.request_timeout, SETTINGS.clamp_request_timeout[0]),
+        (event.allreduce_timeout, SETTINGS.clamp_allreduce_timeout[1]),
+        (event.next_chunk_timeout, SETTINGS.clamp_next_chunk_timeout[0]),
+        (event.min_matchmaking_time, SETTINGS.clamp_min_matchmaking_time[1]),
+    ):
+        assert given is not None and given.total_seconds() == bound
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_scheme_can_be_turned_off(scheme: str) -> None:
+    other = next(s for s in SCHEMES if s != scheme)
+    with world(replace(SETTINGS, auth_schemes=(other,))) as made:
+        headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
+        _refused(made, post(made, "/AllReduce", REDUCE, headers), 401, "unsigned")
+
+
+@pytest.mark.parametrize("request_", VECTORS["requests"], ids=lambda r: r["path"])
+def test_recorded_requests_of_a_real_dendrite(server: World, request_) -> None:
+    headers = {k: v for k, v in request_["headers"].items() if k not in ("Host", "Content-Length")}
+    body = request_["body"].encode()
+    recorded = int(headers["bt_header_dendrite_nonce"])
+    server.offset = recorded + SECOND_NS - time.time_ns()  # one second after it was signed
+    assert VECTORS["miner_hotkey"] == MINER.ss58
+    reply = post(server, request_["path"], body, headers)
+    assert reply.status_code == 200, reply.text
+    if request_["path"] == "/AllReduce":
+        (event,) = server.events
+        assert event.timeout is not None and event.timeout.total_seconds() == 840
+        assert event.allreduce_timeout is not None
+        assert event.allreduce_timeout.total_seconds() == 795
+        assert event.min_group_size == 32
+    else:
+        assert reply.json()["epoch"] == EPOCH
+    assert post(server, request_["path"], body, headers).status_code == 401
+    assert server.refused("replay") == 1
+    server.offset += 60 * SECOND_NS
+    assert post(server, request_["path"], body, headers).status_code == 401
+    assert server.refused("stale") == 1
+    assert len(server.events) == (request_["path"] == "/AllReduce")
+
+
+def test_is_alive_by_flags() -> None:
+    headers = lambda: sign("btauth", PEER, "/IsAlive", ALIVE)
+    with world(replace(SETTINGS, force_validator_permit=True)) as made:
+        _refused(made, post(made, "/IsAlive", ALIVE, headers()), 403, "no_permit")
+    stranger = sign("btauth", STRANGER, "/IsAlive", ALIVE)
+    with world(replace(SETTINGS, allow_non_registered=True)) as made:
+        assert post(made, "/IsAlive", ALIVE, stranger).status_code == 200
+
+
+def test_the_master_is_heard_before_the_chain_answers() -> None:
+    with world() as made:
+        made.ledger.up = False
+        peer = sign("btauth", PEER, "/IsAlive", ALIVE)
+        _refused(made, post(made, "/IsAlive", ALIVE, peer), 403, "unknown_hotkey")
+        headers = sign("btauth", VALIDATOR, "/AllReduce", REDUCE)
+        assert post(made, "/AllReduce", REDUCE, headers).status_code == 200
+
+
+def test_one_hotkey_may_not_flood() -> None:
+    with world(replace(SETTINGS, requests_per_hotkey=0.5)) as made:  # a burst of three
+        call = lambda w: post(made, "/IsAlive", ALIVE, sign("btauth", w, "/IsAlive", ALIVE))
+        assert [call(PEER).status_code for _ in range(5)] == [200, 200, 200, 429, 429]
+        # Junk in the name of a validator does not use up what the validator may send.
+        for _ in range(5):
+            headers = sign("btauth", STRANGER, "/IsAlive", ALIVE)
+            headers["X-Bittensor-Hotkey"] = VALIDATOR.ss58
+            assert post(made, "/IsAlive", ALIVE, headers).status_code == 401
+        assert call(VALIDATOR).status_code == 200
+
+
+def test_a_port_in_use_is_one_line(server: World) -> None:
+    with pytest.raises(ConfigError, match=r"--axon\.port") as caught:
+        SignedServer(
+            settings=replace(SETTINGS, axon_port=server.server.port),
+            wallet=MINER,
+            chain=server.chain,
+            master_hotkey=VALIDATOR.ss58,
+            epoch=lambda: 0,
+            on_all_reduce=server.events.append,
+        )
+    assert "\n" not in str(caught.value)
