@@ -70,13 +70,15 @@ class BlockedError(StoreError):
 
 @dataclass
 class Publication:
-    """``say(level, text)`` receives lines for the operator. Used from one thread."""
+    """``say(level, text)`` receives lines for the operator. ``newer()``: a newer snapshot waits, so
+    one that is not even complete need not be waited for. Used from one thread."""
 
     store: ObjectStore
     journal: Journal
     settings: StoreSettings
     line: Line = field(default_factory=Line)
     say: Callable[[str, str], None] = lambda level, text: None
+    newer: Callable[[], bool] = lambda: False
 
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.
@@ -123,6 +125,7 @@ class Publication:
             submission.world_size,
             timeout=settings.snapshot_timeout,
             line=self.line,
+            give_up=self.newer,
         )
         extras, not_finite = check_files(submission.folder, files, revision)
         self._gate(revision.inner_step, extras.block_list, not_finite, submission.preview_delta)

@@ -33,7 +33,8 @@ class Publisher:
     that may be deleted once a newer one is published; None: they are the caller's to delete.
     ``notify``: called from a thread of this object when a report has come.
 
-    An uploader that dies is started again and goes on where its journal stands.
+    An uploader that dies is started again and goes on where its journal stands. Raises ValueError,
+    naming the variable, if a key is not set.
     """
 
     def __init__(
@@ -46,6 +47,12 @@ class Publisher:
         notify: Callable[[], None] = lambda: None,
         ca_bundle: str | None = None,
     ) -> None:
+        for name in ("write_access_key_id", "write_secret_access_key"):
+            if not getattr(settings, name):
+                raise ValueError(
+                    f"R2_{name.upper()} is not set, so nothing could be published: put it into "
+                    ".env (R2 dashboard, Manage API tokens)"
+                )
         self._start = Start(
             settings, bucket, folder.absolute() / "uploads.json", snapshots, ca_bundle
         )

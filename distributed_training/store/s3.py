@@ -180,10 +180,7 @@ class S3ObjectStore:
 
     def create_bucket(self) -> None:
         with self._errors("create", self._bucket) as call:
-            try:
-                call(self._client.create_bucket)
-            except self._client.exceptions.BucketAlreadyOwnedByYou:
-                return
+            call(self._client.create_bucket)
 
     # --- objects --------------------------------------------------------------------------------
 
@@ -330,7 +327,7 @@ class S3ObjectStore:
         try:
             yield call
         except self._client.exceptions.BucketAlreadyOwnedByYou:
-            return
+            return  # what create_bucket() wants
         except ClientError as error:
             raise self._translate(verb, key, error.response) from None
         except (BotoCoreError, HTTPError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -39,11 +39,17 @@ class FileRecord:
 
 
 def wait_complete(
-    folder: Path, world_size: int, *, timeout: timedelta, line: Line
+    folder: Path,
+    world_size: int,
+    *,
+    timeout: timedelta,
+    line: Line,
+    give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, FileRecord]:
     """All ranks' records once the last is there; the protocol's files, each exactly once.
 
-    ``timeout`` covers the wait for all ranks. Raises IntegrityError, StoppedError.
+    ``timeout`` covers the wait for all ranks; ``give_up`` ends it early, when a newer snapshot
+    waits. Raises IntegrityError, StoppedError.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     files: dict[str, FileRecord] = {}
@@ -55,6 +61,8 @@ def wait_complete(
                     f"rank {rank} did not finish its files of the snapshot within "
                     f"{timeout.total_seconds():.0f} s, so it is not published: see that rank's log"
                 )
+            if give_up():
+                raise IntegrityError(f"superseded by a newer snapshot before rank {rank} finished")
             line.sleep(0.1)
         for record in _read_done(path, rank, world_size):
             if record.name in files:

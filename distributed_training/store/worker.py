@@ -32,7 +32,8 @@ from .publication import Publication, Submission
 from .s3 import S3ObjectStore
 
 SWEEP_EVERY = timedelta(hours=1)
-_FIRST_CLAIM_RETRY = timedelta(seconds=5)
+_CLAIM_RETRY = timedelta(seconds=15)
+_PEER_ID_RETRY = timedelta(seconds=30)
 
 
 class Worker:
@@ -45,15 +46,16 @@ class Worker:
         self._store = store
         self._journal = Journal(start.journal)
         self._line = Line()
-        self._publication = Publication(store, self._journal, start.settings, self._line, self._say)
+        self._publication = Publication(
+            store, self._journal, start.settings, self._line, self._say, self._newer_waits
+        )
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
         self._peer_id: str | None = None
         self._closing: Close | None = None
         self._current: Submission | None = None
-        self._next_claim = 0.0
         self._next_sweep = 0.0
-        self._complaint = ""
+        self._peer_id_after = 0.0
         pending = self._journal.pending
         if pending is not None and Path(pending.folder).is_dir():
             self._waiting = Submission.of(pending)
@@ -71,10 +73,11 @@ class Worker:
                         self._take(message)
                     elif isinstance(message, PeerId):
                         self._peer_id = message.peer_id
+                        self._peer_id_after = 0.0
                     elif isinstance(message, Close):
                         self._closing = message
                         self._line.stop()
-                    self._wake.notify()
+                    self._wake.notify_all()
 
     def _take(self, new: Submission) -> None:
         if self._current is not None and self._current.revision == new.revision:
@@ -87,8 +90,23 @@ class Worker:
         reason = f"superseded by {new.revision.tag} before it was sent"
         self._send(PublicationReport(old.revision, False, 0.0, 0, reason, time.time()))
 
+    def _give_up(self, reason: str) -> None:
+        """Whoever submitted must hear of the end, or nothing would ever be submitted again."""
+        current = self._current
+        if current is not None:
+            self._journal.set_pending(None)
+            self._send(PublicationReport(current.revision, False, 0.0, 0, reason, time.time()))
+        time.sleep(1)
+
+    def _newer_waits(self) -> bool:
+        with self._wake:
+            return self._waiting is not None
+
     def run(self) -> None:
         """Until closed."""
+        # In a thread of its own: an upload takes longer than a claim lasts.
+        claim = threading.Thread(target=self._keep_claim, name="claim", daemon=True)
+        claim.start()
         while self._closing is None:
             try:
                 self._housekeeping()
@@ -99,26 +117,33 @@ class Worker:
                     self._publish(submission)
             except StoppedError:
                 break
-            except Exception as error:
+            except Exception as error:  # one defect must not end publication for weeks
                 logging.exception("uploader")
-                self._say("error", f"Uploader: {type(error).__name__}; it goes on with the next")
-                time.sleep(1)
+                self._give_up(
+                    f"a defect of the uploader ({type(error).__name__}), see its log line"
+                )
         if self._closing is not None and self._closing.release:
             with contextlib.suppress(StoreError):
                 release_bucket(self._store, self._journal.instance)
 
     def _next(self) -> tuple[Submission | None, str | None]:
+        """What to do now; nothing when only housekeeping is due. Raises StoppedError."""
         with self._wake:
-            if self._waiting is None and self._peer_id is None and self._closing is None:
-                self._send(Busy(False))
-                due = min(self._next_claim, self._next_sweep) - time.monotonic()
-                self._wake.wait(max(0.05, due))
-            submission, self._waiting = self._waiting, None
-            self._current = submission
-            peer_id, self._peer_id = self._peer_id, None
+            self._current = None
+            if self._waiting is None and self._closing is None:
+                due = self._next_sweep
+                if self._peer_id is not None:
+                    due = min(due, self._peer_id_after)
+                if due > time.monotonic():
+                    self._send(Busy(False))
+                    self._wake.wait(due - time.monotonic())
             if self._closing is not None:
                 raise StoppedError("closing")
-        return submission, peer_id
+            self._current, self._waiting = self._waiting, None
+            peer_id = None
+            if time.monotonic() >= self._peer_id_after:
+                peer_id, self._peer_id = self._peer_id, None
+            return self._current, peer_id
 
     def _publish(self, submission: Submission) -> None:
         self._send(Busy(True))
@@ -138,22 +163,31 @@ class Worker:
             raise
         except StoreError as error:
             self._say("warning", f"The peer id is not published yet: {error}")
+            with self._wake:
+                self._peer_id = self._peer_id or peer_id
+                self._peer_id_after = time.monotonic() + _PEER_ID_RETRY.total_seconds()
 
     def _housekeeping(self) -> None:
         now = time.monotonic()
-        if now >= self._next_claim:
-            self._next_claim = now + RENEW_EVERY.total_seconds()
-            try:
-                claim_bucket(self._store, self._journal.instance, take=self._settings.take_bucket)
-                self._complaint = ""
-            except StoreError as error:
-                self._next_claim = now + _FIRST_CLAIM_RETRY.total_seconds()
-                if str(error) != self._complaint:  # once, not every few seconds
-                    self._complaint = str(error)
-                    self._say("error", str(error))
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_EVERY.total_seconds()
             sweep_uploads(self._store, spare=self._journal.owned())
+
+    def _keep_claim(self) -> None:
+        complaint = ""
+        take = self._settings.take_bucket
+        while self._closing is None:
+            wait = RENEW_EVERY
+            try:
+                claim_bucket(self._store, self._journal.instance, take=take)
+                complaint, take = "", False
+            except StoreError as error:
+                wait = _CLAIM_RETRY
+                if str(error) != complaint:  # once, not every few seconds
+                    complaint = str(error)
+                    self._say("error", complaint)
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing is not None, wait.total_seconds())
 
     def _say(self, level: str, text: str) -> None:
         self._send(Said(level, text))

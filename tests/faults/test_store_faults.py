@@ -191,6 +191,42 @@ def test_what_passes_is_survived(
     assert direct.list_multiparts() == []
 
 
+def test_a_pause_in_the_middle_of_parts_frees_the_line(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    begun = threading.Event()
+    answered: list[float] = []
+
+    def slow(call: Call) -> None:
+        if call.what == "part":
+            begun.set()
+            time.sleep(0.2)
+            answered.append(time.monotonic())
+
+    with Shim(server.endpoint, slow) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        publication = Publication(store, Journal(tmp_path / "j.json"), settings)
+        reports: list[PublicationReport] = []
+        submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
+        thread = threading.Thread(target=lambda: reports.append(publication.run(submission)))
+        thread.start()
+        assert begun.wait(10)
+        publication.line.pause()
+        paused = time.monotonic()
+        until(lambda: time.monotonic() - max(answered, default=paused) > 1.0)
+        quiet_from = max(answered)
+        assert quiet_from - paused < 1.0
+        parts = shim.count("part")
+        publication.line.resume()
+        thread.join(20)
+    assert shim.count("part") > parts or parts >= 4
+    assert reports[0].ok, reports[0].reason
+    assert_published(direct, REVISION, files)
+
+
 def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:

@@ -20,6 +20,7 @@ from distributed_training.store.journal import Journal, PendingRecord, UploadRec
 from distributed_training.store.memory import MemoryObjectStore
 from distributed_training.store.publication import Publication, Submission
 from distributed_training.store.remote import RemoteState, StateUnavailable
+from distributed_training.store.s3 import endpoint_of
 from tests.support_store import PEER_ID, assert_published, finish_rank, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
@@ -239,6 +240,21 @@ def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> 
     fresh = Journal(path)
     assert fresh.uploads() == []
     assert path.with_suffix(".damaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("jurisdiction", "host"),
+    [("default", "r2"), ("eu", "eu.r2"), ("fedramp", "fedramp.r2"), ("us", "us.r2")],
+)
+def test_endpoints(jurisdiction: str, host: str) -> None:
+    ours, theirs = "a" * 32, "b" * 32
+    settings = StoreSettings(account_id=ours, jurisdiction=jurisdiction)
+    assert endpoint_of(settings) == f"https://{ours}.{host}.cloudflarestorage.com"
+    assert endpoint_of(settings, theirs) == f"https://{theirs}.r2.cloudflarestorage.com"
+    local = StoreSettings(account_id=ours, endpoint_url="http://127.0.0.1:1")
+    assert endpoint_of(local, theirs) == "http://127.0.0.1:1"
+    with pytest.raises(ValueError, match="32 hexadecimal"):
+        endpoint_of(StoreSettings(account_id="evil.example/"))
 
 
 # --- reading --------------------------------------------------------------------------------------
