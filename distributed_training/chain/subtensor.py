@@ -1,0 +1,329 @@
+"""The public chain through bittensor 11. The only module that knows the SDK's client.
+
+One thread with its own event loop holds one connection, reads the block every few seconds and
+neurons with commitments every few minutes. Each call has a deadline of ours: a node that accepts
+the connection and stays silent would hold the SDK for minutes. When a call fails the connection is
+dropped and the next endpoint of the list is tried, with growing pauses; meanwhile readers get what
+was last known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from distributed_training.config.chain import ChainSettings
+
+from .base import ChainError, ChainUnavailable, Neuron
+from .wallet import Wallet
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 60.0
+_CLOSE_TIMEOUT = 5.0
+_LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
+
+
+class BittensorChain:
+    """A :class:`~.base.Chain` over a Subtensor.
+
+    ``settings.call_timeout`` covers connecting and each read, ``settings.write_timeout`` a write
+    from the call to its finalized block, waiting for a connection included. ``substrate`` makes the
+    SDK's chain access for an endpoint (the SDK's own seam, for tests); None: a websocket.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: ChainSettings,
+        wallet: Wallet | None,
+        substrate: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._wallet = wallet
+        self._substrate = substrate
+        self._netuid = settings.netuid
+        self._ready = threading.Event()
+        self._block = 0
+        self._read_at: float | None = None  # monotonic
+        self._neurons: tuple[Neuron, ...] = ()
+        self._uids: dict[str, int] = {}
+        self._commitments: dict[str, str] = {}
+        self._client: Any = None
+        self._connected: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(started,), name="subtensor", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+
+    # reads
+
+    def wait_ready(self, timeout: timedelta) -> bool:
+        return self._ready.wait(timeout.total_seconds())
+
+    def _check(self) -> None:
+        if not self._ready.is_set():
+            raise ChainUnavailable("the chain has not answered yet")
+
+    def block(self) -> int:
+        self._check()
+        return self._block
+
+    def neurons(self) -> Sequence[Neuron]:
+        self._check()
+        return self._neurons
+
+    def uid(self, hotkey: str) -> int | None:
+        self._check()
+        return self._uids.get(hotkey)
+
+    def commitment(self, hotkey: str) -> str | None:
+        self._check()
+        return self._commitments.get(hotkey)
+
+    def age(self) -> timedelta:
+        read_at = self._read_at
+        return timedelta.max if read_at is None else timedelta(seconds=time.monotonic() - read_at)
+
+    # writes
+
+    def commit(self, text: str) -> None:
+        import bittensor
+
+        raw = text.encode()
+        call = bittensor.calls.Commitments.set_commitment(
+            netuid=self._netuid, info={"fields": [{f"Raw{len(raw)}": raw}]}
+        )
+        # The default signer would be the coldkey.
+        self._write("commit", lambda c: c.submit_call(call, self._keys(), signer="hotkey"))
+
+    def serve(self, ip: str, port: int) -> None:
+        import bittensor
+
+        intent = bittensor.ServeAxon(netuid=self._netuid, ip=ip, port=port)
+        self._write("serve", lambda c: c.execute(intent, self._keys()))
+
+    def set_weights(self, weights: Mapping[int, float]) -> None:
+        import bittensor
+
+        intent = bittensor.SetWeights(
+            netuid=self._netuid, uids=list(weights), weights=[float(w) for w in weights.values()]
+        )
+        self._write("weights", lambda c: c.execute(intent, self._keys()))
+
+    def _keys(self) -> Any:
+        if self._wallet is None:
+            raise ChainError("no wallet was given, so nothing can be signed")
+        return self._wallet.sdk
+
+    def _write(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
+        if self._closed:
+            raise ChainError(f"{kind}: the chain was closed")
+        seconds = self._settings.write_timeout.total_seconds()
+        future = asyncio.run_coroutine_threadsafe(self._submit(kind, submit, seconds), self._loop)
+        try:
+            future.result(seconds + _CLOSE_TIMEOUT)
+        except FutureTimeout:
+            future.cancel()
+            raise ChainError(f"{kind}: no answer of the chain within {seconds:.0f} s") from None
+        except CancelledError:
+            raise ChainError(f"{kind}: the chain was closed") from None
+
+    async def _submit(
+        self, kind: str, submit: Callable[[Any], Awaitable[Any]], seconds: float
+    ) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                assert self._connected is not None
+                await self._connected.wait()
+                result = await submit(self._client)
+        except ChainError:
+            raise
+        except TimeoutError:
+            raise ChainError(
+                f"{kind}: no answer of the chain within {seconds:.0f} s; whether it was written "
+                "is seen at the next read"
+            ) from None
+        except Exception as error:
+            # The SDK's own errors, those of its transport and those of its decoder: to the caller
+            # each of them means that nothing was written.
+            raise ChainError(f"{kind}: {_describe(error)}") from error
+        if not result.success:
+            raise ChainError(f"{kind}: refused by the chain: {_describe(result.error)}")
+        # Make our own write visible; that this read fails is the poller's business.
+        with suppress(Exception):
+            await self._read_neurons(self._client)
+
+    # the thread
+
+    def _run(self, started: threading.Event) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            with suppress(asyncio.CancelledError):
+                self._loop.run_until_complete(self._main(started))
+            # Writes that wait for a connection end with the chain.
+            writes = asyncio.all_tasks(self._loop)
+            for write in writes:
+                write.cancel()
+            self._loop.run_until_complete(asyncio.gather(*writes, return_exceptions=True))
+        finally:
+            self._loop.close()
+
+    async def _main(self, started: threading.Event) -> None:
+        self._connected = asyncio.Event()
+        self._task = asyncio.current_task()
+        started.set()
+        pause = FIRST_PAUSE
+        said_at = float("-inf")
+        turn = 0
+        while True:
+            endpoints = self._endpoints()
+            endpoint = endpoints[turn % len(endpoints)]
+            turn += 1
+            before = self._read_at
+            try:
+                await self._follow(endpoint)
+            except Exception as error:  # noqa: BLE001 - whatever a node or the SDK's decoder does
+                # must not end this thread: training goes on with what is known.
+                now = time.monotonic()
+                if now - said_at > _LOG_INTERVAL or self._read_at != before:
+                    said_at = now
+                    log.warning("%s", self._stale_line(endpoint, error))
+            if self._read_at != before:  # it did answer: start the pauses anew
+                pause = FIRST_PAUSE
+            await asyncio.sleep(pause)
+            # All endpoints are tried before the pause grows.
+            if turn % len(endpoints) == 0:
+                pause = min(LONGEST_PAUSE, 2 * pause)
+
+    def _stale_line(self, endpoint: str, error: Exception) -> str:
+        known = (
+            f"going on with what was known {self.age().total_seconds():.0f} s ago"
+            if self._ready.is_set()
+            else "nothing is known yet"
+        )
+        return (
+            f"The chain at {endpoint} failed ({_describe(error)}): {known}; trying again, also at "
+            "other endpoints. If it lasts, name a node with --subtensor.chain_endpoint"
+        )
+
+    def _endpoints(self) -> list[str]:
+        from bittensor.settings import default_fallback_endpoints, resolve_endpoint
+
+        settings = self._settings
+        network, first = resolve_endpoint(settings.chain_endpoint or settings.network)
+        more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
+        return [first, *(url for url in more if url != first)]
+
+    async def _follow(self, endpoint: str) -> None:
+        """Connect and read until something fails or the chain is closed."""
+        import bittensor
+
+        assert self._connected is not None
+        client = bittensor.Client(
+            endpoint,
+            # We go through the endpoints ourselves, with our deadlines.
+            fallback_endpoints=[],
+            substrate=self._substrate(endpoint) if self._substrate is not None else None,
+        )
+        interval = self._settings.poll_interval.total_seconds()
+        neurons_at = float("-inf")
+        reported = self._ready.is_set()
+        try:
+            await self._timed(client.connect())
+            while True:
+                block = int(await self._timed(client.block()))
+                if time.monotonic() - neurons_at >= (
+                    self._settings.neurons_interval.total_seconds()
+                ):
+                    await self._read_neurons(client)
+                    neurons_at = time.monotonic()
+                # A reorganization or a node that lags must not turn the clock back.
+                self._block = max(self._block, block)
+                self._read_at = time.monotonic()
+                self._client = client
+                self._connected.set()
+                if not self._ready.is_set() or reported:
+                    reported = False
+                    log.info("Chain at %s: block %d", endpoint, self._block)
+                self._ready.set()
+                await asyncio.sleep(interval)
+        finally:
+            self._connected.clear()
+            self._client = None
+            # A connection that failed may fail to close; it is dropped either way.
+            with suppress(Exception):
+                await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
+
+    async def _timed(self, call: Awaitable[T]) -> T:
+        seconds = self._settings.call_timeout.total_seconds()
+        try:
+            return await asyncio.wait_for(call, seconds)
+        except TimeoutError:
+            raise ChainError(f"no answer within {seconds:.0f} s") from None
+
+    async def _read_neurons(self, client: Any) -> None:
+        graph = await self._timed(client.subnets.metagraph(self._netuid, commitments=False))
+        if graph is None:
+            raise ChainError(f"there is no subnet {self._netuid}: check --netuid")
+        committed = await self._timed(client.subnets.commitments(self._netuid))
+        neurons = tuple(_neuron(n) for n in graph.neurons)
+        self._commitments = {
+            str(hotkey): entry.value for hotkey, entry in committed.items() if entry.value
+        }
+        if neurons != self._neurons:
+            self._uids = {n.hotkey: n.uid for n in neurons}
+            self._neurons = neurons
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(RuntimeError):  # the loop has ended by itself
+            if self._task is not None:
+                self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_CLOSE_TIMEOUT + 1)
+
+
+def _neuron(found: Any) -> Neuron:
+    ip, port = "0.0.0.0", None
+    if found.axon:
+        host, _, port_text = found.axon.rpartition(":")
+        ip, port = host.strip("[]"), int(port_text)
+    return Neuron(
+        uid=found.uid,
+        hotkey=found.hotkey,
+        ip=ip,
+        port=port or None,
+        stake=float(found.total_stake.amount),
+        validator_permit=found.validator_permit,
+        incentive=found.incentive,
+        trust=found.trust,
+        consensus=found.consensus,
+        emission=float(found.emission.amount),
+        last_update=found.last_update,
+    )
+
+
+def _describe(error: object) -> str:
+    """One line; the SDK's texts may have several."""
+    text = " ".join(str(error).split())[:200]
+    if isinstance(error, ChainError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

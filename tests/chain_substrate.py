@@ -1,0 +1,193 @@
+"""A chain behind the SDK's own seam: an in-memory ``Substrate`` that applies the calls it is given.
+
+The SDK's client, its intents and call builders and its decoding of neurons and commitments run as
+in production; only the node and its SCALE encoding are missing. State is a :class:`MemoryLedger`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import AsyncIterator
+from typing import Any
+
+from bittensor import RpcConnectionError
+from bittensor.balance import Balance
+from bittensor.result import ExtrinsicResult
+
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+
+RAO = 10**9
+
+
+class LedgerSubstrate:
+    """``silent``: accepts calls and never answers them, as a hung node does."""
+
+    def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
+        self.ledger = ledger
+        self.netuid = netuid
+        self.token_symbols: dict[int, str] = {}
+        self.silent = False
+        self.connections = 0
+        self.signers: list[str] = []
+
+    def balance(self, rao: int, netuid: int = 0) -> Balance:
+        return Balance(int(rao), netuid, None)
+
+    async def _answer(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+        if not self.ledger.up:
+            raise RpcConnectionError("connection refused")
+
+    async def connect(self) -> None:
+        await self._answer()
+        self.connections += 1
+
+    async def close(self) -> None:
+        return None
+
+    async def block_number(self) -> int:
+        await self._answer()
+        return self.ledger.height
+
+    async def block_hash(self, block: int | None = None) -> str:
+        return f"0x{self.ledger.height if block is None else block:064x}"
+
+    async def spec_version(self) -> int:
+        return 435
+
+    async def query(
+        self, module: str, item: str, params: Any = None, block_hash: Any = None
+    ) -> Any:
+        await self._answer()
+        if item == "Uids":
+            return next((u for u, n in self.ledger.entries.items() if n.hotkey == params[1]), None)
+        defaults = {
+            "ValidatorPermit": [n.validator_permit for n in self._neurons()],
+            "MaxWeightsLimit": 65535,
+            "MinAllowedWeights": 0,
+            "Tempo": 360,
+            "NetworksAdded": True,
+            "SubnetworkN": len(self.ledger.entries),
+        }
+        return defaults.get(item, 0)
+
+    def _neurons(self) -> list[Any]:
+        return [self.ledger.entries[uid] for uid in sorted(self.ledger.entries)]
+
+    async def query_map(
+        self, module: str, item: str, params: Any = None, block_hash: Any = None
+    ) -> list[tuple[Any, Any]]:
+        await self._answer()
+        if item == "CommitmentOf":
+            return [
+                (
+                    hotkey,
+                    {
+                        "block": 5,
+                        "deposit": 0,
+                        "info": {"fields": [{f"Raw{len(text)}": "0x" + text.encode().hex()}]},
+                    },
+                )
+                for hotkey, text in self.ledger.commitments.items()
+            ]
+        if item == "Uids":
+            return [(n.hotkey, n.uid) for n in self._neurons()]
+        return []
+
+    async def query_batch(
+        self, module: str, item: str, param_sets: list[list[Any]], block_hash: Any = None
+    ) -> list[Any]:
+        return [await self.query(module, item, params) for params in param_sets]
+
+    async def map_has_entries(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    async def runtime_call(
+        self, api: str, method: str, params: list[Any], block_hash: Any = None
+    ) -> Any:
+        await self._answer()
+        if method != "get_metagraph" or params != [self.netuid]:
+            return None
+        neurons = self._neurons()
+        assert [n.uid for n in neurons] == list(range(len(neurons))), "a chain has no gaps"
+        return {
+            "netuid": self.netuid,
+            "block": self.ledger.height,
+            "tempo": 360,
+            "last_step": 0,
+            "blocks_since_last_step": 0,
+            "owner_hotkey": neurons[0].hotkey,
+            "owner_coldkey": neurons[0].hotkey,
+            "network_registered_at": 0,
+            "hotkeys": [n.hotkey for n in neurons],
+            "coldkeys": [n.hotkey for n in neurons],
+            "validator_permit": [n.validator_permit for n in neurons],
+            "last_update": [n.last_update for n in neurons],
+            "incentives": [round(n.incentive * 65535) for n in neurons],
+            "total_stake": [round(n.stake * RAO) for n in neurons],
+            "axons": [
+                {
+                    "ip": int(ipaddress.ip_address(n.ip)),
+                    "port": n.port or 0,
+                    "ip_type": ipaddress.ip_address(n.ip).version,
+                }
+                for n in neurons
+            ],
+        }
+
+    async def constant(self, module: str, name: str) -> Any:
+        return {"SlotDuration": 12_000}.get(name, 0)
+
+    async def block_time(self) -> float:
+        return 12.0
+
+    async def blocks(self, *, finalized: bool = False) -> AsyncIterator[dict[str, Any]]:
+        yield {"header": {"number": self.ledger.height}}
+
+    async def events(self, block_hash: str | None = None) -> list[dict[str, Any]]:
+        return []
+
+    async def compose(self, call: Any) -> Any:
+        return _Composed(*call) if not isinstance(call, _Composed) else call
+
+    async def estimate_fee(self, call: Any, keypair: Any) -> Balance:
+        return Balance.from_rao(0)
+
+    async def account_next_index(self, address: str) -> int:
+        return 0
+
+    async def mev_next_key(self) -> None:
+        return None
+
+    async def submit(self, call: Any, keypair: Any, **_: Any) -> ExtrinsicResult:
+        """Applies the call as the pallet does and answers as the SDK: failures are returned."""
+        await self._answer()
+        self.signers.append(keypair.ss58_address)
+        pallet = MemoryChain(hotkey=keypair.ss58_address, ledger=self.ledger)
+        try:
+            if call.function == "set_commitment":
+                ((kind, raw),) = call.params["info"]["fields"][0].items()
+                assert kind == f"Raw{len(raw)}"
+                pallet.commit(bytes(raw).decode())
+            elif call.function == "serve_axon":
+                assert call.params["netuid"] == self.netuid
+                pallet.serve(str(ipaddress.ip_address(call.params["ip"])), call.params["port"])
+            elif call.function == "set_mechanism_weights":
+                pallet.set_weights(
+                    dict(zip(call.params["dests"], call.params["weights"], strict=True))
+                )
+            else:
+                raise AssertionError(call.function)
+        except ChainError as error:
+            return ExtrinsicResult(success=False, message=str(error), error=error)
+        return ExtrinsicResult(success=True, message="Success")
+
+
+class _Composed:
+    def __init__(self, module: str, function: str, params: dict[str, Any]) -> None:
+        self.module, self.function, self.params = module, function, params
+        self.data = b""
+        self.call_hash = bytes(32)

@@ -1,0 +1,217 @@
+"""What every chain does: memory, local (over HTTP) and Subtensor (through the SDK's own seam)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+from distributed_training.chain.subtensor import BittensorChain
+from distributed_training.chain.wallet import Wallet, create_wallet
+from distributed_training.config.chain import ChainSettings
+from distributed_training.localnet.chain_server import LocalChainServer
+from tests.chain_substrate import LedgerSubstrate
+from tests.chain_world import until
+
+pytestmark = pytest.mark.timeout(60)
+QUICK = timedelta(milliseconds=20)
+SETTINGS = replace(
+    ChainSettings(),
+    chain_endpoint="ws://127.0.0.1:1",
+    poll_interval=QUICK,
+    neurons_interval=QUICK,
+    call_timeout=timedelta(seconds=1),
+    write_timeout=timedelta(seconds=1),
+)
+
+
+@dataclass
+class Setup:
+    chain: Chain  # of a validator, uid 0
+    me: Wallet
+    other: Wallet  # uid 1, a miner
+    other_chain: Chain
+    down: Callable[[], None]
+    up: Callable[[], None]
+    deregister_other: Callable[[], None]
+
+
+@pytest.fixture(params=["memory", "local", "subtensor"])
+def setup(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    me, other = (create_wallet(tmp_path / "wallets", name) for name in ("me", "other"))
+    if request.param == "local":
+        server = LocalChainServer(folder=tmp_path / "chain", seconds_per_block=0.05).start()
+        mine = LocalChain(url=server.url, wallet=me, poll_interval=QUICK)
+        others = LocalChain(url=server.url, wallet=other, poll_interval=QUICK)
+        mine.register(stake=1e6, validator_permit=True)
+        others.register()
+        yield Setup(mine, me, other, others, server.stop, lambda: server.start(), others.deregister)
+        mine.close()
+        others.close()
+        server.stop()
+        return
+    ledger = MemoryLedger()
+    ledger.register(me.ss58, stake=1e6, validator_permit=True)
+    ledger.register(other.ss58)
+    chains: list[Chain] = []
+    for wallet in (me, other):
+        if request.param == "memory":
+            chains.append(MemoryChain(hotkey=wallet.ss58, ledger=ledger))
+        else:
+            substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
+            chains.append(
+                BittensorChain(settings=SETTINGS, wallet=wallet, substrate=lambda _, s=substrate: s)
+            )
+    if request.param == "memory":
+        # Its blocks pass when told; each look is one.
+        block = chains[0].block
+        chains[0].block = lambda: (ledger.advance(), block())[1]  # type: ignore[method-assign]
+    else:
+        import threading
+
+        stop = threading.Event()
+
+        def pass_blocks() -> None:
+            while not stop.wait(0.02):
+                ledger.advance()
+
+        thread = threading.Thread(target=pass_blocks, daemon=True)
+        thread.start()
+    yield Setup(
+        chains[0],
+        me,
+        other,
+        chains[1],
+        lambda: setattr(ledger, "up", False),
+        lambda: setattr(ledger, "up", True),
+        lambda: ledger.deregister(other.ss58),
+    )
+    for chain in chains:
+        chain.close()
+    if request.param == "subtensor":
+        stop.set()
+        thread.join(5)
+
+
+def test_registered_neurons(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    until(lambda: setup.chain.uid(setup.other.ss58) == 1)
+    first, second = setup.chain.neurons()
+    assert (first.uid, first.hotkey, first.stake, first.validator_permit) == (
+        0,
+        setup.me.ss58,
+        1e6,
+        True,
+    )
+    assert (second.uid, second.port, second.validator_permit) == (1, None, False)
+    assert setup.chain.uid(setup.me.ss58) == 0
+    assert setup.chain.uid("5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP") is None
+
+
+def test_blocks_pass_and_never_go_back(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    seen = [setup.chain.block()]
+    until(lambda: (seen.append(setup.chain.block()), seen[-1] > seen[0] + 3)[1])
+    assert seen == sorted(seen)
+    assert setup.chain.age() < timedelta(seconds=5)
+
+
+def test_the_neurons_are_one_object_until_something_changes(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    until(lambda: len(setup.chain.neurons()) == 2)
+    before = setup.chain.neurons()
+    block = setup.chain.block()
+    until(lambda: setup.chain.block() > block + 3)
+    assert setup.chain.neurons() is before
+
+
+def test_commitments(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    assert setup.chain.commitment(setup.me.ss58) is None
+    text = "0123456789abcdef" * 8
+    setup.chain.commit(text)
+    assert setup.chain.commitment(setup.me.ss58) == text
+    until(lambda: setup.other_chain.commitment(setup.me.ss58) == text)
+    with pytest.raises(ChainError):
+        setup.chain.commit("x" * 129)
+    assert setup.chain.commitment(setup.me.ss58) == text
+
+
+@pytest.mark.parametrize("ip", ["10.1.2.3", "2001:db8::7"])
+def test_endpoints(setup: Setup, ip: str) -> None:
+    assert setup.other_chain.wait_ready(timedelta(seconds=10))
+    setup.other_chain.serve(ip, 8091)
+
+    def seen() -> bool:
+        found = find(setup.chain.neurons(), setup.other.ss58)
+        return found is not None and (found.ip, found.port) == (ip, 8091)
+
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    until(seen)
+
+
+def test_weights_need_a_permit(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    setup.chain.set_weights({1: 0.7})
+    with pytest.raises(ChainError):
+        setup.other_chain.set_weights({0: 1.0})
+
+
+def test_a_deregistered_hotkey(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    until(lambda: setup.chain.uid(setup.other.ss58) == 1)
+    setup.deregister_other()
+    until(lambda: setup.chain.uid(setup.other.ss58) is None)
+    with pytest.raises(ChainError):
+        setup.other_chain.commit("x")
+
+
+def test_down_and_up_again(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    until(lambda: len(setup.chain.neurons()) == 2)
+    neurons, block = setup.chain.neurons(), setup.chain.block()
+    setup.down()
+    with pytest.raises(ChainError):
+        setup.chain.commit("y")
+    # What was known is still there, at once.
+    assert list(setup.chain.neurons()) == list(neurons)
+    assert setup.chain.block() >= block
+    setup.up()
+    last = setup.chain.block()
+    until(lambda: setup.chain.block() > last + 3, 20)
+
+    def written() -> bool:
+        try:
+            setup.chain.commit("z")
+        except ChainError:
+            return False
+        return True
+
+    until(written, 20)
+    assert setup.chain.commitment(setup.me.ss58) == "z"
+
+
+def test_a_chain_that_never_answers(tmp_path: Path) -> None:
+    dead = LocalChain(url="http://127.0.0.1:1", wallet=None, poll_interval=QUICK)
+    ledger = MemoryLedger()
+    ledger.up = False
+    substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
+    chains = [
+        dead,
+        MemoryChain(hotkey="", ledger=ledger),
+        BittensorChain(settings=SETTINGS, wallet=None, substrate=lambda _: substrate),
+    ]
+    for chain in chains:
+        assert not chain.wait_ready(timedelta(milliseconds=100))
+        assert chain.age() == timedelta.max
+        for read in (chain.block, chain.neurons, lambda c=chain: c.uid("x")):
+            with pytest.raises(ChainUnavailable):
+                read()
+        chain.close()
