@@ -496,16 +496,24 @@ class Trainer:
         """Everything a publication needs, of this step boundary, written in the background.
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
-        held for the copy to host memory and the codes of vectors only.
+        held for the copy to host memory and the codes of vectors only (under
+        ``--neuron.error_feedback upload``, and with DCT, for all codes). Raises OSError on all ranks
+        alike when ``folder`` cannot be made; what fails later is in the handle.
         """
         started = time.perf_counter()
         if self._outer.epoch_start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
         current = self._outer.current()
+        problem = None
         if self.rank == 0:
-            prepare_folder(folder)
+            try:
+                prepare_folder(folder)
+            except OSError as error:
+                problem = f"{folder} cannot hold a snapshot: {error}"
+        problem = self.stream.first_error(problem)  # also: no rank writes before it is there
+        if problem is not None:
+            raise OSError(problem)
         codes = self._codes(self._outer.epoch_start, current)
-        self.stream.first_error(None)  # the folder is there before any rank writes into it
         rate = self.schedule.rate(self.total_inner_steps)
         model_config: Any = self.model.config
         config = {**self.model_config, **model_config.to_dict()}

@@ -405,3 +405,20 @@ def test_unwritable_folder_is_one_line_and_training_goes_on(
     keeper.wait()
     assert keeper.last_error is not None and "check the disk" in caplog.text
     assert losses(made, 0, 1)
+
+
+def test_profile_writes_a_trace_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer(profile_steps=1, profile_start=1)
+    train(made, 0, 3)
+    trace = json.loads((tmp_path / "profile-rank-0.json").read_text())
+    assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_snapshot_into_an_impossible_folder_is_one_line(tmp_path: Path) -> None:
+    made = trainer()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match="cannot hold a snapshot"):
+        made.snapshot(tmp_path / "file" / "x", progress=Progress(), block=1, last_loss=1.0)
