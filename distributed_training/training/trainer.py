@@ -497,7 +497,7 @@ class Trainer:
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
         held for the copy to host memory and the codes of vectors only (under
-        ``--neuron.error_feedback upload``, and with DCT, for all codes). Raises OSError on all ranks
+        ``--neuron.error_feedback upload`` and with DCT for all codes). Raises OSError on all ranks
         alike when ``folder`` cannot be made; what fails later is in the handle.
         """
         started = time.perf_counter()
