@@ -1,0 +1,382 @@
+"""What strangers send to the signed server: no event, no 5xx and no held connection comes of it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import random
+import socket
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed_training.chain.admission import Admission, Buckets, normalize
+from tests.chain_world import (
+    MINER,
+    PEER,
+    SETTINGS,
+    STRANGER,
+    VALIDATOR,
+    World,
+    sign,
+    until,
+    world,
+)
+
+pytestmark = pytest.mark.timeout(90)
+QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))
+
+
+def connect(made: World, source: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(
+        ("127.0.0.1", made.server.port), timeout=5, source_address=(source, 0)
+    )
+
+
+def send(made: World, raw: bytes, source: str = "127.0.0.1") -> bytes:
+    """Everything the server says before it closes; nothing when it does not let us in."""
+    try:
+        sock = connect(made, source)
+    except ConnectionResetError:
+        return b""
+    with closing(sock):
+        try:
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
+        except (BrokenPipeError, ConnectionResetError, OSError):
+            pass
+        answer = b""
+        try:
+            while chunk := sock.recv(65536):
+                answer += chunk
+        except ConnectionResetError:
+            pass
+        return answer
+
+
+def request(path: str, headers: dict[str, str], body: bytes = b"", method: str = "POST") -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+def status(answer: bytes) -> int:
+    return int(answer.split(b" ", 2)[1]) if answer else 0
+
+
+@pytest.fixture
+def server():
+    with world(QUICK) as made:
+        yield made
+
+
+def still_answers(made: World) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", made.server.port, timeout=5)
+    connection.request("POST", "/IsAlive", b"{}", sign("btauth", PEER, "/IsAlive", b"{}"))
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def closed_within(sock: socket.socket, seconds: float) -> bool:
+    sock.settimeout(seconds)
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+
+
+def test_a_slow_head_is_cut_off(server: World) -> None:
+    with closing(connect(server)) as sock:
+        sock.sendall(b"POST /IsAlive HTTP/1.1\r\nhost:")
+        started = time.monotonic()
+        while not closed_within(sock, 0.05):  # one byte at a time, for as long as it takes
+            assert time.monotonic() - started < 3
+            try:
+                sock.sendall(b"x")
+            except OSError:
+                break
+    assert time.monotonic() - started < 3
+    assert server.refused("timeout") == 1
+    still_answers(server)
+
+
+def test_a_slow_body_is_cut_off(server: World) -> None:
+    headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
+    with closing(connect(server)) as sock:
+        sock.sendall(request("/AllReduce", headers, b"{}")[:-1])
+        assert closed_within(sock, 3)
+    assert server.refused("timeout") == 1
+    assert server.events == []
+
+
+def test_a_slow_second_request_is_cut_off(server: World) -> None:
+    with closing(connect(server)) as sock:
+        sock.sendall(request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}"))
+        answer = b""
+        while b"}" not in answer:
+            answer += sock.recv(65536)
+        assert status(answer) == 200
+        sock.sendall(b"POST /IsAlive HTT")
+        assert closed_within(sock, 3)
+
+
+def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
+    with closing(connect(server)) as sock:
+        assert closed_within(sock, 3)
+    assert server.refused("timeout") == 0
+    until(lambda: server.server.counters()["connections"] == 0)
+
+
+@pytest.mark.parametrize(
+    ("raw", "codes"),
+    [
+        (b"\x00\x01\x02 garbage\r\n\r\n", {400}),
+        (b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", {404}),
+        (b"GET /IsAlive HTTP/1.1\r\nhost: x\r\n\r\n", {405}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", {400}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 1e3\r\n\r\n", {400}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n", {413}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}", {401}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 20_000 + b"\r\n\r\n", {400, 431, 0}),
+        (b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 400_000, {400, 431, 0}),
+        (
+            b"POST /IsAlive HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\n"
+            b"upgrade: websocket\r\n\r\n",
+            {401},
+        ),
+    ],
+)
+def test_malformed_and_oversized(server: World, raw: bytes, codes: set[int]) -> None:
+    answer = send(server, raw)
+    assert status(answer) in codes, answer
+    assert b"Traceback" not in answer
+    assert server.events == []
+    still_answers(server)
+
+
+def test_a_chunked_body_beyond_the_limit(server: World) -> None:
+    head = sign("legacy", VALIDATOR, "/AllReduce", b"")
+    raw = request("/AllReduce", {**head, "transfer-encoding": "chunked"})
+    raw = raw.replace(b"content-length: 0\r\n", b"")
+    raw += b"".join(b"2000\r\n" + b" " * 0x2000 + b"\r\n" for _ in range(10)) + b"0\r\n\r\n"
+    assert status(send(server, raw)) in (413, 0)
+    assert server.refused("too_large") == 1
+    assert server.events == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"{",
+        b'{"min_group_size": "many"}',
+        b'{"min_group_size": NaN}',
+        b'{"allreduce_timeout": 1e999}',
+        b'{"min_group_size": true}',
+        b'{"a": ' * 5000,
+        b"\xff\xfe",
+        b'{"min_group_size": ' + b"9" * 6000 + b"}",
+    ],
+)
+def test_signed_nonsense_is_no_event(server: World, body: bytes) -> None:
+    headers = sign("btauth", VALIDATOR, "/AllReduce", body)
+    answer = send(server, request("/AllReduce", headers, body))
+    if body == b"":
+        assert status(answer) == 200  # all values absent: the configured ones
+    else:
+        assert status(answer) == 400
+        assert server.events == []
+
+
+@pytest.mark.parametrize("name", ["X-Bittensor-Hotkey", "X-Bittensor-Nonce", "Content-Length"])
+def test_a_header_given_twice(server: World, name: str) -> None:
+    headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
+    raw = request("/AllReduce", headers, b"{}")
+    twice = {**{k.lower(): v for k, v in headers.items()}, "content-length": "3"}[name.lower()]
+    raw = raw.replace(b"host: x\r\n", f"host: x\r\n{name}: {twice}\r\n".encode())
+    assert status(send(server, raw)) == 400
+    assert server.events == []
+
+
+_HEADER_NAMES = st.sampled_from(
+    [
+        "X-Bittensor-Version",
+        "X-Bittensor-Hotkey",
+        "X-Bittensor-Receiver",
+        "X-Bittensor-Nonce",
+        "X-Bittensor-Crypto",
+        "X-Bittensor-Signature",
+        "bt_header_dendrite_hotkey",
+        "bt_header_dendrite_nonce",
+        "bt_header_dendrite_uuid",
+        "bt_header_dendrite_signature",
+        "bt_header_axon_hotkey",
+        "computed_body_hash",
+        "timeout",
+        "content-type",
+        "expect",
+    ]
+)
+_VALUES = st.one_of(
+    st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=255), max_size=140),
+    st.sampled_from([VALIDATOR.ss58, MINER.ss58, "0x" + "00" * 64, "1", "ed25519", "NaN", "-1"]),
+    st.integers().map(str),
+    st.builds(lambda: str(time.time_ns())),
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=8,
+)
+FIELDS = ("answer", "completion", "min_group_size", "request_timeout", "allreduce_timeout",
+          "next_chunk_timeout", "min_matchmaking_time", "timeout", "epoch")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fuzzed():
+    """One server for many examples; nobody is blocked, so that each request is looked at."""
+    with world(replace(SETTINGS, max_connections_per_address=64)) as made:
+        made.server._admission.trust("127.0.0.1")
+        yield made
+
+
+FUZZ = settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    derandomize=True,
+)
+
+
+@FUZZ
+@given(
+    changes=st.dictionaries(_HEADER_NAMES, st.none() | _VALUES, max_size=4),
+    scheme=st.sampled_from(["btauth", "legacy", "none"]),
+    body=st.binary(max_size=200),
+)
+def test_fuzzed_headers(fuzzed: World, changes, scheme: str, body: bytes) -> None:
+    """A stranger's signature under a validator's name, then headers changed at random."""
+    headers: dict[str, str] = {}
+    if scheme != "none":
+        headers = sign(scheme, STRANGER, "/AllReduce", body)
+        key = "X-Bittensor-Hotkey" if scheme == "btauth" else "bt_header_dendrite_hotkey"
+        headers[key] = VALIDATOR.ss58
+    for name, value in changes.items():
+        if value is None:
+            headers.pop(name, None)
+        else:
+            headers[name] = value
+    lines = b"".join(f"{k}: {v}\r\n".encode("latin-1") for k, v in headers.items())
+    head = f"POST /AllReduce HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n".encode()
+    answer = send(fuzzed, head + lines + b"\r\n" + body)
+    assert 400 <= status(answer) < 500, answer
+    assert fuzzed.events == []
+
+
+@FUZZ
+@given(raw=st.binary(max_size=300))
+def test_fuzzed_bytes(fuzzed: World, raw: bytes) -> None:
+    answer = send(fuzzed, raw)
+    assert answer == b"" or 400 <= status(answer) < 500, answer
+    assert fuzzed.events == []
+
+
+@FUZZ
+@given(
+    body=st.one_of(
+        st.binary(max_size=200),
+        _JSON.map(lambda v: json.dumps(v).encode()),
+        st.dictionaries(st.sampled_from(FIELDS), _JSON).map(lambda v: json.dumps(v).encode()),
+    ),
+    route=st.sampled_from(["/IsAlive", "/AllReduce"]),
+)
+def test_fuzzed_bodies_of_a_validator(fuzzed: World, body: bytes, route: str) -> None:
+    """Signed by whom it says; whatever the body holds, the event is within bounds."""
+    answer = send(fuzzed, request(route, sign("btauth", VALIDATOR, route, body), body))
+    assert status(answer) in (200, 400), answer
+    while fuzzed.events:
+        event = fuzzed.events.pop()
+        low, high = SETTINGS.clamp_min_group_size
+        assert event.min_group_size is None or low <= event.min_group_size <= high
+        for value, (low, high) in (
+            (event.timeout, SETTINGS.clamp_round_timeout),
+            (event.allreduce_timeout, SETTINGS.clamp_allreduce_timeout),
+            (event.min_matchmaking_time, SETTINGS.clamp_min_matchmaking_time),
+        ):
+            assert value is None or low <= value.total_seconds() <= high
+    fuzzed.server.round_ended()
+
+
+def test_who_keeps_sending_junk_is_shut_out(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    junk = b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+    with world(SETTINGS) as made:
+        answers = [send(made, junk, "127.0.0.9") for _ in range(40)]
+        assert {status(a) for a in answers} == {401, 0}
+        assert answers[-1] == b""
+        assert made.refused("connection_blocked") >= 10
+        # Others are not, and the log is not a way to fill a disk.
+        still_answers(made)
+        assert len([m for m in caplog.messages if "127.0.0.9" in m]) == 1
+
+
+def test_connections_are_capped_for_each_address_and_for_all() -> None:
+    limits = replace(SETTINGS, max_connections=10, max_connections_per_address=4)
+    with world(limits) as made:
+        held = []
+        for source in ["127.0.0.5"] * 8 + [f"127.0.1.{i}" for i in range(10)]:
+            # A refused one is reset while it connects or soon after.
+            with suppress(ConnectionResetError):
+                held.append(connect(made, source))
+        until(lambda: made.refused("connections_of_address") == 4)
+        until(lambda: made.refused("connections") == 4)
+        assert made.server.counters()["connections"] == 10
+        # A validator's address has room of its own.
+        made.server._admission.trust("127.0.0.1")
+        still_answers(made)
+        for sock in held:
+            sock.close()
+        until(lambda: made.server.counters()["connections"] == 0)
+
+
+def test_addresses_are_counted_by_who_owns_them() -> None:
+    assert normalize("::ffff:1.2.3.4") == "1.2.3.4" == normalize("1.2.3.4")
+    assert (
+        normalize("2001:db8:1:2:3::4")
+        == normalize("2001:db8:1:2:ffff::")
+        != normalize("2001:db8:1:3::")
+    )
+
+
+def test_memory_for_strangers_is_bounded() -> None:
+    now = [0.0]
+    buckets = Buckets(rate=1.0, burst=2, capacity=100, clock=lambda: now[0])
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+    now[0] = 1.0
+    assert buckets.take("a") and not buckets.take("a")
+    admission = Admission(
+        max_connections=10,
+        max_connections_per_address=2,
+        requests_per_address=1,
+        clock=lambda: now[0],
+    )
+    rng = random.Random(1)
+    for _ in range(20_000):
+        address = f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}"
+        admission.request(address)
+        admission.strike(address)
+        if admission.connect(address):
+            admission.disconnect(address)
+        now[0] += 0.01
+    assert len(admission._requests) <= 4096 and len(admission._strikes) <= 4096
+    assert not admission._open and admission.connections == 0
