@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -98,6 +98,28 @@ class SignedClient:
 
         return asyncio.run(self._sweep(neurons, one, parallel))
 
+    def answers_for_us(self, neuron: Neuron, timeout: timedelta) -> bool:
+        """Whether a miner with *our own* hotkey is running at ``neuron``'s endpoint.
+
+        Asked at the start with the endpoint the chain shows for our hotkey: a server of this kind
+        refuses a call signed by its own key with a word only it has reason to say, the public miner
+        just answers. ``timeout`` covers the call.
+        """
+
+        async def one(client: httpx.AsyncClient, asked: Neuron) -> bool:
+            reply = await self._exchange(
+                client, asked, synapses.IS_ALIVE, synapses.build_is_alive(), timeout, timeout
+            )
+            if reply is None:
+                return False
+            status, content = reply
+            if status == auth.Refusal.OWN_HOTKEY.status:
+                return content.get("message") == auth.Refusal.OWN_HOTKEY.message
+            return status == 200 and content.get("completion") == "True"
+
+        asked = replace(neuron, hotkey=self._wallet.ss58)
+        return bool(asyncio.run(self._sweep([asked], one, 1))[asked.uid])
+
     async def _sweep(
         self,
         neurons: Sequence[Neuron],
@@ -124,7 +146,26 @@ class SignedClient:
         timeout: timedelta,
         announced: timedelta,
     ) -> dict[str, Any] | None:
-        """The reply's fields, or None. ``announced`` goes into the legacy timeout header."""
+        """The fields of a reply with status 200, or None."""
+        reply = await self._exchange(client, neuron, name, fields, timeout, announced)
+        if reply is None:
+            return None
+        status, content = reply
+        if status != 200:
+            log.debug("%s of uid %d: status %d", name, neuron.uid, status)
+            return None
+        return content
+
+    async def _exchange(
+        self,
+        client: httpx.AsyncClient,
+        neuron: Neuron,
+        name: str,
+        fields: Mapping[str, Any],
+        timeout: timedelta,
+        announced: timedelta,
+    ) -> tuple[int, dict[str, Any]] | None:
+        """Status and fields, or None. ``announced`` goes into the legacy timeout header."""
         if neuron.port is None:
             return None
         path = f"/{name}"
@@ -156,7 +197,6 @@ class SignedClient:
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as err:
             log.debug("%s of uid %d: %s", name, neuron.uid, type(err).__name__)
             return None
-        if reply.status_code != 200 or not isinstance(content, dict):
-            log.debug("%s of uid %d: status %d", name, neuron.uid, reply.status_code)
+        if not isinstance(content, dict):
             return None
-        return content
+        return reply.status_code, content

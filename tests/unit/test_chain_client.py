@@ -1,0 +1,191 @@
+"""The validator's calls over HTTP, both schemes; a second miner with one hotkey."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import timedelta
+
+import pytest
+
+from distributed_training.chain.base import Neuron
+from distributed_training.chain.client import SignedClient
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+from distributed_training.chain.registration import (
+    Change,
+    RegistrationEvent,
+    RegistrationWatcher,
+)
+from distributed_training.protocol.types import RoundRequest
+from tests.chain_world import EPOCH, MINER, PEER, STRANGER, VALIDATOR, World, until, world
+
+pytestmark = pytest.mark.timeout(60)
+SECOND = timedelta(seconds=1)
+REQUEST = RoundRequest(
+    caller=VALIDATOR.ss58,
+    received_at=0.0,
+    timeout=timedelta(seconds=90),
+    min_group_size=3,
+    allreduce_timeout=timedelta(seconds=60),
+)
+
+
+@pytest.fixture
+def server() -> Iterator[World]:
+    with world() as made:
+        yield made
+
+
+def neuron(made: World, uid: int = 7, port: int | None = -1) -> Neuron:
+    return Neuron(
+        uid=uid, hotkey=MINER.ss58, ip="127.0.0.1", port=made.server.port if port == -1 else port
+    )
+
+
+@pytest.mark.parametrize("scheme", ["btauth", "legacy"])
+def test_a_round_called_by_a_validator(server: World, scheme) -> None:
+    client = SignedClient(wallet=VALIDATOR, scheme=scheme)
+    reply = client.is_alive(neuron(server), SECOND)
+    assert reply is not None and reply.alive and reply.epoch == EPOCH
+    assert client.all_reduce(neuron(server), REQUEST)
+    (event,) = server.events
+    assert (event.caller, event.timeout, event.min_group_size, event.allreduce_timeout) == (
+        VALIDATOR.ss58,
+        REQUEST.timeout,
+        3,
+        REQUEST.allreduce_timeout,
+    )
+    again = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
+    assert again is not None and again.running is not None
+    assert len(server.events) == 1
+
+
+@pytest.mark.parametrize("scheme", ["btauth", "legacy"])
+def test_a_stranger_gets_nothing(server: World, scheme) -> None:
+    client = SignedClient(wallet=STRANGER, scheme=scheme)
+    assert client.is_alive(neuron(server), SECOND) is None
+    assert not client.all_reduce(neuron(server), REQUEST)
+    assert server.events == []
+
+
+def test_a_sweep_does_not_wait_for_those_who_are_silent(server: World) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as silent:
+        asked = [
+            neuron(server, uid=0),
+            neuron(server, uid=1, port=silent.getsockname()[1]),
+            neuron(server, uid=2, port=1),  # refused
+            neuron(server, uid=3, port=None),  # not served
+            neuron(server, uid=4),
+        ]
+        started = time.monotonic()
+        replies = SignedClient(wallet=VALIDATOR).sweep_is_alive(asked, SECOND)
+    assert {uid for uid, reply in replies.items() if reply is not None} == {0, 4}
+    assert set(replies) == {0, 1, 2, 3, 4}
+    assert time.monotonic() - started < 4
+
+
+def test_an_endless_reply_is_cut_off() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+
+        def endless() -> None:
+            connection, _ = listening.accept()
+            with closing(connection):
+                connection.recv(65536)
+                try:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                    while True:
+                        connection.sendall(b"x" * 65536)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=endless, daemon=True)
+        thread.start()
+        port = listening.getsockname()[1]
+        miner = Neuron(uid=0, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
+        assert SignedClient(wallet=VALIDATOR).is_alive(miner, timedelta(seconds=5)) is None
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_a_running_miner_with_our_hotkey_is_found(server: World) -> None:
+    assert SignedClient(wallet=MINER).answers_for_us(neuron(server), SECOND)
+    # Another miner's server at the endpoint we once had is none of ours.
+    assert not SignedClient(wallet=PEER).answers_for_us(neuron(server), SECOND)
+    assert not SignedClient(wallet=MINER).answers_for_us(neuron(server, port=1), SECOND)
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.ledger = MemoryLedger()
+        self.uid = self.ledger.register(MINER.ss58)
+        self.events: list[RegistrationEvent] = []
+        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
+        self.watcher = RegistrationWatcher(
+            chain=self.chain,
+            hotkey=MINER.ss58,
+            uid=self.uid,
+            endpoint=("1.2.3.4", 8091),
+            commitment="ours",
+            on_event=self.events.append,
+            interval=timedelta(milliseconds=10),
+        )
+
+    def looks(self, count: int = 5) -> list[Change]:
+        events = [self.watcher.check() for _ in range(count)]
+        return [event.change for event in events if event is not None]
+
+
+def test_nothing_happens_while_all_is_well() -> None:
+    watched = Watched()
+    watched.chain.serve("9.9.9.9", 1)  # an endpoint of before this start is no second miner
+    assert watched.looks() == []
+    watched.chain.serve("1.2.3.4", 8091)
+    watched.chain.commit("ours")
+    assert watched.looks() == []
+    watched.ledger.up = False  # nor is a chain that is away
+    assert watched.looks() == []
+
+
+def test_a_deregistration_is_reported_once() -> None:
+    watched = Watched()
+    assert watched.looks() == []
+    watched.watcher.start()
+    watched.ledger.deregister(MINER.ss58)
+    (event,) = until(lambda: watched.events)
+    assert event.change is Change.DEREGISTERED and "btcli" in event.line
+    watched.watcher.close()
+    assert watched.looks() == []
+
+
+def test_a_reorganization_is_no_deregistration() -> None:
+    watched = Watched()
+    for _ in range(3):
+        watched.ledger.deregister(MINER.ss58)
+        assert watched.looks(1) == []
+        watched.ledger.register(MINER.ss58, uid=watched.uid)
+        assert watched.looks(1) == []
+
+
+def test_a_new_uid_is_followed() -> None:
+    watched = Watched()
+    watched.ledger.register(MINER.ss58, uid=41)
+    event = next(e for e in (watched.watcher.check() for _ in range(3)) if e is not None)
+    assert event.change is Change.UID_CHANGED and event.uid == 41
+    assert watched.looks() == []
+
+
+@pytest.mark.parametrize("how", ["endpoint", "commitment"])
+def test_a_second_miner_overwrites_what_we_wrote(how: str) -> None:
+    watched = Watched()
+    watched.chain.serve("1.2.3.4", 8091)
+    watched.chain.commit("ours")
+    assert watched.looks() == []
+    other = MemoryChain(hotkey=MINER.ss58, ledger=watched.ledger)
+    if how == "endpoint":
+        other.serve("5.6.7.8", 8091)
+    else:
+        other.commit("theirs")
+    assert watched.looks() == [Change.DOUBLE]
