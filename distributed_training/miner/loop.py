@@ -21,6 +21,15 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 log = logging.getLogger(__name__)
 
 
+class SnapshotLike(Protocol):
+    """A snapshot being written in the background by this rank."""
+
+    error: BaseException | None
+    hold_seconds: float
+
+    def done(self) -> bool: ...
+
+
 class TrainerLike(Protocol):
     """What the loop needs of ``training.Trainer``; all ranks call in the same order."""
 
@@ -42,7 +51,8 @@ class TrainerLike(Protocol):
     def begin_epoch(self, outer_step: int) -> None: ...
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
-    ) -> Any: ...
+    ) -> SnapshotLike: ...
+    def slow_down(self) -> None: ...
 
 
 class DataLike(Protocol):
@@ -77,7 +87,8 @@ class RankZero(Protocol):
     def pseudo_gradient_written(self, norm: float) -> None: ...
     def pseudo_gradient_failed(self, error: AllReduceError) -> None: ...
     def outer_step_done(self, *, committed: bool, outer_step: int, detail: str) -> None: ...
-    def snapshot_taken(self, folder: Path, progress: Progress, seconds: float) -> None: ...
+    def snapshot_taken(self, folder: Path, progress: Progress, handle: SnapshotLike) -> None: ...
+    def snapshot_failed(self, problem: str) -> None: ...
     def loaded(self, outer_step: int) -> None: ...
     def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None: ...
     def stopped(self, exit_status: int) -> None: ...
@@ -219,12 +230,18 @@ class MinerLoop:
             self._zero.loaded(outer_step)
 
     def _snapshot(self, *, block: int) -> None:
-        started = time.perf_counter()
         progress = self._progress()
         folder = self._snapshots / f"{progress.outer_step}.{progress.inner_step}"
-        self._trainer.snapshot(folder, progress=progress, block=block, last_loss=self._last_loss)
+        try:
+            handle = self._trainer.snapshot(
+                folder, progress=progress, block=block, last_loss=self._last_loss
+            )
+        except OSError as error:  # a full disk, say; raised on all ranks alike
+            if self._zero:
+                self._zero.snapshot_failed(str(error))
+            return
         if self._zero:
-            self._zero.snapshot_taken(folder, progress, time.perf_counter() - started)
+            self._zero.snapshot_taken(folder, progress, handle)
 
     def _checkpoint(self) -> None:
         extra: dict[str, Any] = {"data": self._data.cursor()}
@@ -241,6 +258,7 @@ class MinerLoop:
             )
             return
         progress, extra = restored
+        self._trainer.slow_down()
         if self._zero:
             self._zero.rolled_back(progress, extra.get("rank_zero", {}))
 

@@ -24,8 +24,9 @@ from distributed_training.chain.server import SignedServer
 from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
 from distributed_training.data import build_tokenizer
-from distributed_training.miner.global_state import GlobalBucket
+from distributed_training.miner.global_state import GlobalBucket, model_config
 from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.state import Event
 from distributed_training.protocol import names, schedule
 from distributed_training.protocol.commitment import (
@@ -36,8 +37,9 @@ from distributed_training.protocol.commitment import (
 )
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.store.errors import BucketMissingError, StoreError
-from distributed_training.store.gate import upload_due, upload_gate
+from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
+from distributed_training.store.remote import RemoteState
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
@@ -56,23 +58,6 @@ class NetworkFailure(RuntimeError):
 
 class StopBeforeStart(RuntimeError):
     """A stop was asked for while the start waited."""
-
-
-@dataclass(frozen=True)
-class UploadGate:
-    """``store``'s gate with this miner's settings."""
-
-    upload_steps: int
-    minimum: int
-
-    def due(self, inner_step: int) -> bool:
-        """At multiples of ``upload_steps``; also below the minimum, to say why nothing is sent."""
-        return inner_step > 0 and inner_step % self.upload_steps == 0
-
-    def blocked(self, inner_step: int, blocks: Sequence[int]) -> str | None:
-        line = upload_gate(inner_step=inner_step, minimum=self.minimum, blocks=blocks)
-        due = upload_due(inner_step, upload_steps=self.upload_steps, minimum=self.minimum)
-        return line if line is not None or due else "not due"
 
 
 @dataclass
@@ -96,10 +81,27 @@ class Outside:
     def hotkey(self) -> str:
         return self.wallet.ss58
 
-    @property
-    def gate(self) -> UploadGate:
-        store = self.config.store
-        return UploadGate(store.upload_steps, store.minimum_valid_inner_step)
+    def upload_schedule(self) -> UploadSchedule:
+        settings = self.config.store
+        return UploadSchedule(
+            upload_steps=settings.upload_steps,
+            minimum_inner_step=settings.minimum_valid_inner_step,
+            age_limit=settings.age_limit,
+            slack=settings.upload_slack,
+        )
+
+    def round_clock(self) -> RoundClock:
+        """The public validator's period is longer from the first successful round on."""
+        period = self.config.miner.blocks_per_allreduce
+        if self.config.preset == "public" and self.global_outer_step > 0:
+            period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
+        last = self.model_config.get("last_allreduce_block")
+        return RoundClock(
+            chain_block=self.chain.block,
+            blocks_per_allreduce=period,
+            last_allreduce_block=last if isinstance(last, int) else None,
+            seconds_per_block=self._seconds_per_block(),
+        )
 
     def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
         """Raises NetworkFailure."""
@@ -213,7 +215,7 @@ def connect(
     _check_bucket(config, bucket)
     _commit(config, chain, wallet)
     global_bucket = _global_bucket(config, chain, folder, wanted)
-    outer_step, model_config = _global_state(global_bucket, wanted)
+    outer_step, global_folder = _global_state(global_bucket, wanted)
     tokenizer_path, eos_id = _tokenizer(config, folder)
     return Outside(
         config=config,
@@ -224,8 +226,8 @@ def connect(
         bucket=bucket,
         global_bucket=global_bucket,
         global_outer_step=outer_step,
-        global_folder=_fetch(global_bucket, outer_step, wanted),
-        model_config=model_config,
+        global_folder=global_folder,
+        model_config=model_config(global_folder),
         tokenizer_path=tokenizer_path,
         eos_id=eos_id,
     )
@@ -322,30 +324,25 @@ def _global_bucket(
         access_key_id=credentials.access_key_id,
         secret_access_key=credentials.secret_access_key,
     )
-    return GlobalBucket(
-        store=store, run=names.RUN, folder=folder / "global", large=config.store.file_deadline
+    remote = RemoteState(
+        store=store,
+        deadline=config.store.file_deadline,
+        concurrency=config.store.concurrency,
     )
+    return GlobalBucket(remote=remote, run=names.RUN, folder=folder / "global")
 
 
-def _global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, dict[str, Any]]:
+def _global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, Path]:
+    """The present epoch and the folder with its files; waits until there is one."""
     said = ""
     while True:
         try:
             outer_step = bucket.outer_step()
-            return outer_step, bucket.model_config(outer_step)
+            return outer_step, bucket.fetch(outer_step)
         except GlobalUnavailableError as error:
             if str(error) != said:
                 log.info("Waiting for the global state: %s", error)
                 said = str(error)
-        _pause(wanted)
-
-
-def _fetch(bucket: GlobalBucket, outer_step: int, wanted: Callable[[], bool]) -> Path:
-    while True:
-        try:
-            return bucket.fetch(outer_step)
-        except GlobalUnavailableError as error:
-            log.warning("%s", error)
         _pause(wanted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import time
@@ -34,6 +35,7 @@ from distributed_training.miner.process import (
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.protocol import names
 from distributed_training.protocol.types import Progress, Revision
+from distributed_training.store.files import disk_allows
 from distributed_training.telemetry import EventLog, lines, setup_logging
 
 log = logging.getLogger(__name__)
@@ -287,11 +289,15 @@ def _rank_zero(
     def submit(folder: Path, revision: Revision) -> None:
         publisher.submit(folder, revision, channel.world_size, peer_id=swarm.peer_id)
 
+    # model.safetensors, AdamW's two moments, and gradients.pt, which is smaller than the model
+    snapshot_bytes = 16 * sum(math.prod(shape) for _, shape in trainer.schema)
     zero = RankZeroSide(
         leader=leader,
         blocks=blocks,
         swarm=swarm,
-        gate=outside.gate,
+        schedule=outside.upload_schedule(),
+        round_clock=outside.round_clock(),
+        disk_problem=lambda: disk_allows(folder, snapshot_bytes),
         submit=submit,
         run=names.RUN,
         bucket=outside.bucket,

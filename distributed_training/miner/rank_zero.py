@@ -19,7 +19,9 @@ import torch
 from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.leader import Leader, SwarmLike
+from distributed_training.miner.loop import SnapshotLike
 from distributed_training.miner.orders import Order
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,
     Progress,
@@ -27,6 +29,8 @@ from distributed_training.protocol.types import (
     Revision,
     StepReport,
 )
+from distributed_training.store.freshness import UploadSchedule
+from distributed_training.store.gate import upload_gate
 from distributed_training.telemetry import lines
 
 log = logging.getLogger(__name__)
@@ -46,13 +50,6 @@ class Submit(Protocol):
     def __call__(self, folder: Path, revision: Revision) -> None: ...
 
 
-class Gate(Protocol):
-    """Whether this inner step ends with a snapshot, and the line that says why it may not."""
-
-    def due(self, inner_step: int) -> bool: ...
-    def blocked(self, inner_step: int, blocks: Sequence[int]) -> str | None: ...
-
-
 class RankZeroSide:
     """See the module. ``record`` writes an event; ``warnings`` are the step's (diagnostics)."""
 
@@ -62,7 +59,9 @@ class RankZeroSide:
         leader: Leader,
         blocks: BlockFeed,
         swarm: SwarmLike,
-        gate: Gate,
+        schedule: UploadSchedule,
+        round_clock: RoundClock,
+        disk_problem: Callable[[], str | None],
         submit: Submit,
         run: int,
         bucket: str,
@@ -75,7 +74,9 @@ class RankZeroSide:
         self.leader = leader
         self._blocks = blocks
         self._swarm = swarm
-        self._gate = gate
+        self._schedule = schedule
+        self._round_clock = round_clock
+        self._disk_problem = disk_problem
         self._submit = submit
         self._run = run
         self._bucket = bucket
@@ -86,7 +87,7 @@ class RankZeroSide:
         self._reload_timeout = reload_timeout
         self._skipped = 0
         self._round_started = 0.0
-        self._published_at: float | None = None
+        self._snapshot: SnapshotLike | None = None
 
     # --- decisions -----------------------------------------------------------------------------
 
@@ -119,31 +120,44 @@ class RankZeroSide:
     def step_done(self, report: StepReport) -> None:
         self._blocks.step_done(skipped=report.skipped)
         log.info("%s", lines.step_line(report))
-        log.info("%s%s", lines.throughput_line(report), self._age())
+        now = time.time()
+        log.info("%s | %s", lines.throughput_line(report), self._schedule.repo_age_line(now))
         for line in self._warnings(report):
             log.warning("%s", line)
         self._record("step", **_fields(report))
         self._skipped = self._skipped + 1 if report.skipped else 0
-        due = not report.skipped and self._gate.due(report.inner_step)
-        if due:
-            blocked = self._gate.blocked(report.inner_step, self._blocks.blocks())
-            if blocked is not None:
-                log.warning("%s", blocked)
-                due = False
         self.leader.post(
             st.InnerStepEnded(
                 report.inner_step,
-                snapshot_due=due,
+                snapshot_due=self._snapshot_due(report, now),
                 checkpoint_due=not report.skipped
                 and report.inner_step % self._cadence.checkpoint_steps == 0,
                 roll_back=self._skipped >= self._cadence.nan_limit,
             )
         )
 
-    def _age(self) -> str:
-        if self._published_at is None:
-            return ""
-        return f" | Repo Age: {time.time() - self._published_at:.0f}s"
+    def _snapshot_due(self, report: StepReport, now: float) -> bool:
+        self._watch_snapshot()
+        self._schedule.expect_round(self._round_clock.next_at())
+        decision = self._schedule.step(report, now)
+        for level, text in decision.lines:
+            log.log(logging.WARNING if level == "warning" else logging.INFO, "%s", text)
+        if not decision.snapshot:
+            return False
+        problem = self._disk_problem()
+        if problem is None and not self._blocks.blocks():
+            problem = upload_gate(inner_step=report.inner_step, minimum=0, blocks=())
+        if problem is not None:
+            self.snapshot_failed(problem)
+        return problem is None
+
+    def _watch_snapshot(self) -> None:
+        """The uploader waits for all files; if ours cannot be written, say why at once."""
+        handle = self._snapshot
+        if handle is not None and handle.done():
+            self._snapshot = None
+            if handle.error is not None:
+                log.warning("The snapshot could not be written: %s", handle.error)
 
     # --- the round -----------------------------------------------------------------------------
 
@@ -192,14 +206,21 @@ class RankZeroSide:
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
+        self._round_clock.round_ended()
         self._round_over()
 
     # --- state in and out ----------------------------------------------------------------------
 
-    def snapshot_taken(self, folder: Path, progress: Progress, seconds: float) -> None:
+    def snapshot_failed(self, problem: str) -> None:
+        log.warning("%s", problem)
+        self._schedule.cancelled()
+
+    def snapshot_taken(self, folder: Path, progress: Progress, handle: SnapshotLike) -> None:
+        self._snapshot = handle
         revision = progress.revision(self._run)
         log.info("%s", lines.saving_state(progress.outer_step))
-        log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, seconds)
+        log.info("%s", lines.FULL_STATE)
+        log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, handle.hold_seconds)
         self._blocks.snapshot_taken(revision)
         log.info("%s", lines.UPLOAD_MODEL_START)
         log.info("%s", lines.uploading(self._bucket))
@@ -208,8 +229,8 @@ class RankZeroSide:
     def publication(self, report: PublicationReport) -> None:
         """The publisher's answer, collected by the leader."""
         self._blocks.publication_ended(report.revision, ok=report.ok)
+        self._schedule.published(report)
         if report.ok:
-            self._published_at = report.finished_at or time.time()
             log.info(
                 "%s (%.1f MB in %.1f s)",
                 lines.pushed(report.revision, self._bucket),

@@ -1,0 +1,55 @@
+"""When the next round will be called, as far as a miner can know.
+
+The validator calls once ``blocks_per_allreduce`` blocks have passed since the last round (protocol
+page, section 2); a round that failed starts the period anew. Blocks are turned into seconds by the
+pace this miner sees.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from distributed_training.protocol import schedule
+
+_MEASURABLE = 5  # blocks to pass before their pace counts
+
+
+class RoundClock:
+    """``last_allreduce_block``: from the global state, or None if it does not say.
+
+    ``seconds_per_block`` is the network's, used until a pace was seen.
+    """
+
+    def __init__(
+        self,
+        *,
+        chain_block: Callable[[], int],
+        blocks_per_allreduce: int,
+        last_allreduce_block: int | None,
+        seconds_per_block: float = schedule.SECONDS_PER_BLOCK,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._chain_block = chain_block
+        self._period = blocks_per_allreduce
+        self._last = last_allreduce_block
+        self._seconds_per_block = seconds_per_block
+        self._clock = clock
+        self._seen = (chain_block(), clock())
+
+    def round_ended(self) -> None:
+        """A round ended now, well or badly: the period starts anew."""
+        self._last = self._chain_block()
+
+    def next_at(self) -> float | None:
+        """``time.time()`` of the next call; None if unknown or already due."""
+        if self._last is None:
+            return None
+        block, now = self._chain_block(), self._clock()
+        first_block, first_time = self._seen
+        if block - first_block >= _MEASURABLE:
+            self._seconds_per_block = (now - first_time) / (block - first_block)
+        remaining = schedule.blocks_until_round(
+            block=block, last_allreduce_block=self._last, bpa=self._period
+        )
+        return now + remaining * self._seconds_per_block if remaining else None
