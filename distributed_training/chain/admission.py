@@ -18,7 +18,6 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any
 
 BURST_SECONDS = 6.0  # a bucket holds what its rate allows in this time
 
@@ -175,7 +174,7 @@ class Admission:
             return self._blocked.get(address, 0.0) > self._clock()
 
 
-class _Connection(socket.socket):
+class CountedSocket(socket.socket):
     """An accepted socket that says once when its descriptor is closed."""
 
     on_close: Callable[[], None] | None = None
@@ -187,29 +186,19 @@ class _Connection(socket.socket):
             on_close()
 
 
-class GuardedSocket(socket.socket):
-    """A listening socket whose ``accept`` closes what :class:`Admission` does not let in.
-
-    asyncio accepts until the call would block, so refusals are worked off here, in a few
-    microseconds each; after ``BATCH`` of them the event loop gets its turn.
-    """
-
-    BATCH = 256
-    admission: Admission
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        for _ in range(self.BATCH):
-            accepted, address = super().accept()
-            key = normalize(str(address[0]))
-            if not self.admission.connect(key):
-                # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
-                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                accepted.close()
-                continue
-            connection = _Connection(self.family, self.type, self.proto, accepted.detach())
-            connection.on_close = partial(self.admission.disconnect, key)
-            return connection, address
-        raise BlockingIOError
+def admit(accepted: socket.socket, address: str, admission: Admission) -> CountedSocket | None:
+    """The connection, counted until it is closed; or None, and it was closed at once."""
+    key = normalize(address)
+    if not admission.connect(key):
+        # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        accepted.close()
+        return None
+    connection = CountedSocket(
+        accepted.family, accepted.type, accepted.proto, fileno=accepted.detach()
+    )
+    connection.on_close = partial(admission.disconnect, key)
+    return connection
 
 
 _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s

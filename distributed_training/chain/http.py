@@ -15,25 +15,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.config.flags import ConfigError
 
-from .admission import Admission, GuardedSocket, normalize
+from .admission import Admission, admit, normalize
 
 MAX_HEADER_BYTES = 16 * 1024
-BACKLOG = 512
+BACKLOG = 1024
+# Connections accepted in one go, and the pause after one of them was refused: a flood then wakes
+# this thread (and takes a core from the training) a few times a second instead of thousands.
+BATCH = 256
+FLOOD_PAUSE = 0.05
+EXHAUSTED_PAUSE = 1.0  # out of file descriptors
 
 
-def bind(*, ip: str, port: int, admission: Admission) -> GuardedSocket:
+def bind(*, ip: str, port: int) -> socket.socket:
     """A listening socket; ``[::]`` also takes IPv4, and falls back to it where IPv6 is off.
 
     Raises ConfigError with one line when the port or address cannot be had.
     """
     host = ip.strip("[]") or "::"
     try:
-        return _bind(host, port, admission)
+        return _bind(host, port)
     except OSError as error:
         first = error
         if host == "::":
             try:
-                return _bind("0.0.0.0", port, admission)
+                return _bind("0.0.0.0", port)
             except OSError as second:
                 first = second
     raise ConfigError(
@@ -43,10 +48,11 @@ def bind(*, ip: str, port: int, admission: Admission) -> GuardedSocket:
     ) from None
 
 
-def _bind(host: str, port: int, admission: Admission) -> GuardedSocket:
+def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = GuardedSocket(family, socket.SOCK_STREAM)
-    sock.admission = admission
+    # Named as TCP: asyncio sets TCP_NODELAY only then, and a reply in two writes would otherwise
+    # wait 40 ms for the caller's acknowledgement of the first.
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
@@ -123,18 +129,29 @@ def guarded_protocol(
 
 
 class HttpThread:
-    """An ASGI application served by uvicorn in a daemon thread with its own event loop."""
+    """An ASGI application served by uvicorn in a daemon thread with its own event loop.
+
+    Connections are accepted here, not by uvicorn, so that what :class:`Admission` does not let in
+    is closed before anything is made for it.
+    """
 
     def __init__(
-        self, *, app: Any, sock: GuardedSocket, protocol: type[H11Protocol], name: str
+        self,
+        *,
+        app: Any,
+        sock: socket.socket,
+        admission: Admission,
+        protocol: type[H11Protocol],
+        name: str,
     ) -> None:
         self._sock = sock
+        self._admission = admission
+        self._protocol = protocol
         config = uvicorn.Config(
             app,
             # A bound method does not look like one to uvicorn, which would then call it as ASGI 2.
             interface="asgi3",
             http=protocol,
-            # asyncio's own loop: it accepts through the socket object, as GuardedSocket needs.
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -152,7 +169,64 @@ class HttpThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def _run(self) -> None:
-        asyncio.run(self._server.serve(sockets=[self._sock]))
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._server.config.load()
+        self._sock.setblocking(False)
+        self._listen()
+        try:
+            await self._server.serve(sockets=[])
+        finally:
+            asyncio.get_running_loop().remove_reader(self._sock)
+
+    def _listen(self) -> None:
+        if not self._server.should_exit:
+            asyncio.get_running_loop().add_reader(self._sock, self._accept)
+
+    def _pause(self, seconds: float) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._sock)
+        loop.call_later(seconds, self._listen)
+
+    def _accept(self) -> None:
+        refused = False
+        for _ in range(BATCH):
+            try:
+                accepted, address = self._sock.accept()
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                continue  # gone before it was accepted
+            except OSError:
+                self._pause(EXHAUSTED_PAUSE)
+                return
+            connection = admit(accepted, str(address[0]), self._admission)
+            if connection is None:
+                refused = True
+                continue
+            connection.setblocking(False)
+            task = asyncio.get_running_loop().create_task(self._attach(connection))
+            self._server.server_state.tasks.add(task)
+            task.add_done_callback(self._server.server_state.tasks.discard)
+        if refused:
+            self._pause(FLOOD_PAUSE)
+
+    async def _attach(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+
+        def protocol() -> H11Protocol:
+            return self._protocol(
+                config=self._server.config,
+                server_state=self._server.server_state,
+                app_state={},
+                _loop=loop,
+            )
+
+        try:
+            await loop.connect_accepted_socket(protocol, connection)
+        except OSError:
+            connection.close()
 
     def start(self) -> None:
         self._thread.start()

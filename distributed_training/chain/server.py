@@ -103,11 +103,12 @@ class SignedServer:
             max_connections_per_address=settings.max_connections_per_address,
             requests_per_address=settings.requests_per_address,
         )
-        sock = bind(ip=settings.axon_ip, port=settings.axon_port, admission=self._admission)
+        sock = bind(ip=settings.axon_ip, port=settings.axon_port)
         self.port: int = sock.getsockname()[1]
         self._http = HttpThread(
             app=self._app,
             sock=sock,
+            admission=self._admission,
             protocol=guarded_protocol(
                 admission=self._admission,
                 read_timeout=settings.read_timeout,

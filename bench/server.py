@@ -1,0 +1,362 @@
+"""The signed server beside a training that keeps every core busy.
+
+    python -m bench.server                # three measurements, about four minutes
+    python -m bench.server --seconds 5    # a quick look
+
+1. IsAlive, p50 and p99 (wall time at a caller in another process), while training saturates the
+   cores and an upload runs. Goal: p99 <= 250 ms; validators give up at 2.3 s.
+2. Signed calls answered per second of CPU time of the server's process, training off.
+   Goal: 500 per second on one core.
+3. Training step time under unsigned junk (2,000 requests/s offered) and 1,000 idle connections, as
+   a ratio to the same steps without, interleaved, medians. Goal: <= 1.05. The senders are processes
+   on the same cores; what they take themselves is measured by sending the same to a socket that
+   nobody accepts from (``control``), and the server's share is the ratio to that.
+
+Strangers come from other loopback addresses than the validator, as they would on a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from bittensor.sp_core import Keypair
+
+from distributed_training.chain import auth
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+from distributed_training.chain.server import SignedServer
+from distributed_training.chain.wallet import Wallet
+from distributed_training.config.chain import ChainSettings
+
+VALIDATORS = 50
+SETTINGS = replace(ChainSettings(), axon_ip="127.0.0.1", axon_port=0)
+JUNK = b"POST /AllReduce HTTP/1.1\r\nhost: x\r\ncontent-length: 2\r\n\r\n{}"
+
+
+def wallet(uri: str) -> Wallet:
+    return Wallet(uri, uri, Keypair.create_from_uri(uri), None)
+
+
+class Training:
+    """Micro-batches of a small decoder block on all cores, in this process, as rank 0 does."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        torch.set_num_threads(os.cpu_count() or 1)
+        self.layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+        self.optimizer = torch.optim.AdamW(self.layer.parameters())
+        self.batch = torch.randn(4, 256, 256)
+
+    def step(self) -> float:
+        """Seconds of one step of four micro-batches."""
+        started = time.perf_counter()
+        for _ in range(4):
+            self.layer(self.batch).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return time.perf_counter() - started
+
+
+def start_server(settings: ChainSettings) -> SignedServer:
+    ledger = MemoryLedger()
+    miner = wallet("//miner")
+    ledger.register(miner.ss58)
+    for i in range(VALIDATORS):
+        ledger.register(wallet(f"//validator{i}").ss58, stake=1e6, validator_permit=True)
+    server = SignedServer(
+        settings=settings,
+        wallet=miner,
+        chain=MemoryChain(hotkey=miner.ss58, ledger=ledger),
+        master_hotkey=wallet("//validator0").ss58,
+        epoch=lambda: 1,
+        on_all_reduce=lambda request: None,
+    )
+    server.start()
+    return server
+
+
+# --- other processes ------------------------------------------------------------------------------
+
+
+def call_is_alive(port: int, calls: list[bytes]) -> list[float]:
+    """Seconds of each call, a new connection for each as dendrites do; -1 for a failed one."""
+    seconds = []
+    for raw in calls:
+        started = time.perf_counter()
+        answer = b""
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), 3) as sock:
+            sock.sendall(raw)
+            while b"}" not in answer and (chunk := sock.recv(65536)):
+                answer += chunk
+        good = answer.startswith(b"HTTP/1.1 200")
+        seconds.append(time.perf_counter() - started if good else -1.0)
+    return seconds
+
+
+def signed(sender: Wallet, receiver: str, *, close: bool) -> bytes:
+    body = b"{}"
+    headers = auth.sign_btauth(sender, path="/IsAlive", body=body, receiver=receiver)
+    lines = [f"{k}: {v}" for k, v in headers.items()] + ["content-length: 2", "host: x"]
+    if close:
+        lines.append("connection: close")
+    return ("POST /IsAlive HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+def validator(port: int, seconds: float, pause: float, out: Connection) -> None:
+    """Calls one after another with ``pause`` between them."""
+    senders = [wallet(f"//validator{i}") for i in range(VALIDATORS)]
+    receiver = wallet("//miner").ss58
+    results: list[float] = []
+    end = time.monotonic() + seconds
+    i = 0
+    while time.monotonic() < end:
+        call = signed(senders[i % VALIDATORS], receiver, close=True)
+        results += call_is_alive(port, [call])
+        i += 1
+        time.sleep(pause)
+    out.send(results)
+
+
+def stream(port: int, seconds: float, start: int, out: Connection) -> None:
+    """Signed calls over one kept connection as fast as they are answered."""
+    senders = [wallet(f"//validator{i}") for i in range(start, start + 10)]
+    receiver = wallet("//miner").ss58
+    answered = 0
+    end = time.monotonic() + seconds
+    with socket.create_connection(("127.0.0.1", port), 5) as sock:
+        while time.monotonic() < end:
+            sock.sendall(signed(senders[answered % len(senders)], receiver, close=False))
+            answer = b""
+            while b"}" not in answer:
+                answer += sock.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200"), answer
+            answered += 1
+    out.send(answered)
+
+
+def junk(port: int, per_second: float, active: Any, done: Any, sent: Any) -> None:
+    """Unsigned requests at a fixed rate while ``active``, each on a connection of its own."""
+    os.nice(5)
+    count = 0
+    due = time.monotonic()
+    while not done.is_set():
+        if not active.wait(0.1):
+            due = time.monotonic()
+            continue
+        due = max(due + 1 / per_second, time.monotonic() - 0.2)
+        if (wait := due - time.monotonic()) > 0:
+            time.sleep(wait)
+        with suppress(OSError), socket.socket() as sock:
+            sock.settimeout(0.05)
+            sock.bind((f"127.0.2.{count % 8 + 1}", 0))
+            sock.connect(("127.0.0.1", port))
+            sock.sendall(JUNK)
+        count += 1
+        sent.value = count
+
+
+def idle(port: int, connections: int, active: Any, done: Any) -> None:
+    """Keep ``connections`` open while ``active``, from 50 addresses; open again what is closed."""
+    os.nice(5)
+    held: list[socket.socket] = []
+    while not done.is_set():
+        if not active.wait(0.1):
+            for sock in held:
+                sock.close()
+            held.clear()
+            continue
+        alive = []
+        for sock in held:
+            try:
+                sock.setblocking(False)
+                if sock.recv(1):
+                    alive.append(sock)
+                    continue
+                sock.close()
+            except BlockingIOError:
+                alive.append(sock)
+            except OSError:
+                sock.close()
+        held = alive
+        for i in range(connections - len(held)):
+            with suppress(OSError):
+                held.append(
+                    socket.create_connection(
+                        ("127.0.0.1", port), 0.2, source_address=(f"127.0.3.{i % 50 + 1}", 0)
+                    )
+                )
+        time.sleep(5.0)
+
+
+def upload(folder: str, port: int, done: Any) -> None:
+    """Reads a file and sends it over loopback, hashing, at low priority: the uploader's load."""
+    import hashlib
+
+    os.nice(10)
+    path = Path(folder) / "weights"
+    path.write_bytes(os.urandom(64 << 20))
+    while not done.is_set():
+        with socket.create_connection(("127.0.0.1", port)) as sock, open(path, "rb") as file:
+            while (chunk := file.read(1 << 20)) and not done.is_set():
+                hashlib.md5(chunk, usedforsecurity=False)
+                sock.sendall(chunk)
+
+
+def sink(listening: socket.socket) -> None:
+    while True:
+        try:
+            connection, _ = listening.accept()
+        except OSError:
+            return
+        with connection, suppress(OSError):
+            while connection.recv(1 << 20):
+                pass
+
+
+# --- measurements ---------------------------------------------------------------------------------
+
+
+def latency(seconds: float) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    server = start_server(SETTINGS)
+    training = Training()
+    done = context.Event()
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as drain:
+        threading.Thread(target=sink, args=(drain,), daemon=True).start()
+        helpers = [
+            context.Process(target=upload, args=(folder, drain.getsockname()[1], done)),
+            context.Process(target=validator, args=(server.port, seconds, 0.02, theirs)),
+        ]
+        for helper in helpers:
+            helper.start()
+        steps = []
+        while not ours.poll():
+            steps.append(training.step())
+        results = ours.recv()
+        done.set()
+        for helper in helpers:
+            helper.join(20)
+    server.close()
+    good = sorted(1e3 * s for s in results if s >= 0)
+    return {
+        "calls": len(results),
+        "failed": len(results) - len(good),
+        "p50_ms": round(statistics.median(good), 1),
+        "p99_ms": round(good[int(0.99 * (len(good) - 1))], 1),
+        "max_ms": round(good[-1], 1),
+        "training_steps": len(steps),
+    }
+
+
+def throughput(seconds: float) -> dict[str, Any]:
+    context = mp.get_context("spawn")
+    generous = replace(SETTINGS, requests_per_hotkey=1e6, requests_per_address=1e6)
+    server = start_server(generous)
+    pipes = [context.Pipe() for _ in range(2)]
+    callers = [
+        context.Process(target=stream, args=(server.port, seconds, 10 * i, pipes[i][1]))
+        for i in range(2)
+    ]
+    before: float | None = None
+    for caller in callers:
+        caller.start()
+    # CPU time of this process is the server's: nothing else runs in it.
+    before = time.process_time()
+    answered = sum(ours.recv() for ours, _ in pipes)
+    used = time.process_time() - before
+    for caller in callers:
+        caller.join(20)
+    server.close()
+    return {
+        "answered_per_second": round(answered / seconds),
+        "answered_per_cpu_second": round(answered / used),
+        "accepted": server.counters()["accepted.IsAlive"],
+    }
+
+
+def under_junk(seconds: float, rounds: int) -> dict[str, Any]:
+    """Blocks of steps: quiet, junk to a socket nobody serves (control), junk to the server."""
+    context = mp.get_context("spawn")
+    server = start_server(SETTINGS)
+    training = Training()
+    done = context.Event()
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as unserved:
+        ports = {"control": unserved.getsockname()[1], "server": server.port}
+        active = {name: context.Event() for name in ports}
+        sent = {name: [context.Value("i", 0) for _ in range(2)] for name in ports}
+        helpers = []
+        for name, port in ports.items():
+            for counter in sent[name]:
+                args = (port, 1000.0, active[name], done, counter)
+                helpers.append(context.Process(target=junk, args=args))
+            helpers.append(context.Process(target=idle, args=(port, 1000, active[name], done)))
+        for helper in helpers:
+            helper.start()
+        for _ in range(10):
+            training.step()
+        steps: dict[str, list[float]] = {"quiet": [], "control": [], "server": []}
+        used = 0.0
+        for _ in range(rounds):
+            for name, block in steps.items():
+                if name in active:
+                    active[name].set()
+                end = time.monotonic() + seconds / rounds
+                while time.monotonic() < end:
+                    block.append(training.step())
+                if name in active:
+                    active[name].clear()
+                time.sleep(0.3)
+        # What the server costs by itself, the training aside: one more block of junk.
+        active["server"].set()
+        before, began = time.process_time(), time.monotonic()
+        time.sleep(min(10.0, seconds))
+        used = (time.process_time() - before) / (time.monotonic() - began)
+        done.set()
+        for helper in helpers:
+            helper.join(20)
+    counts = dict(server.counters())
+    server.close()
+    medians = {name: statistics.median(block) for name, block in steps.items()}
+    return {
+        "step_ms": {name: round(1e3 * m, 1) for name, m in medians.items()},
+        "ratio_server_to_quiet": round(medians["server"] / medians["quiet"], 3),
+        "ratio_control_to_quiet": round(medians["control"] / medians["quiet"], 3),
+        "ratio_server_to_control": round(medians["server"] / medians["control"], 3),
+        "server_cpu_of_one_core": round(used, 3),
+        "junk_sent_per_second": round(
+            sum(c.value for c in sent["server"]) / (seconds + min(10.0, seconds))
+        ),
+        "refused": {k: v for k, v in counts.items() if k.startswith("refused")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each measurement's load")
+    parser.add_argument("--only", choices=("latency", "throughput", "junk"))
+    options = parser.parse_args()
+    if options.only in (None, "latency"):
+        print("latency", json.dumps(latency(options.seconds)), flush=True)
+    if options.only in (None, "throughput"):
+        print("throughput", json.dumps(throughput(min(20.0, options.seconds))), flush=True)
+    if options.only in (None, "junk"):
+        rounds = max(3, round(options.seconds / 5))
+        print("junk", json.dumps(under_junk(options.seconds, rounds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
