@@ -28,7 +28,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.learning_rate": "0.001",
         "neuron.warmup_steps": "20",
         "neuron.total_steps": "2000",
-        "neuron.upload_steps": "10",
+        "neuron.upload_steps": "20",
         "neuron.upload_slack": "5",
         "neuron.minimum_valid_inner_step": "5",
         "neuron.min_group_size": "2",
