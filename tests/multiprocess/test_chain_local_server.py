@@ -1,0 +1,167 @@
+"""The local subnet's chain as a program: who may write, what survives a kill."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import pytest
+from bittensor import http_auth
+
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.wallet import Wallet, create_wallet
+from distributed_training.localnet.chain_server import LocalChainServer
+from tests.chain_world import PEER, VALIDATOR, until
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def program(folder: Path, seconds_per_block: float = 0.1) -> Iterator[tuple[str, subprocess.Popen]]:
+    command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
+    command += ["--folder", str(folder), "--seconds-per-block", str(seconds_per_block)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, line
+        yield found[0], process
+    finally:
+        process.kill()
+        process.wait(10)
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@contextmanager
+def chain_of(url: str, wallet: Wallet) -> Iterator[LocalChain]:
+    chain = LocalChain(url=url, wallet=wallet, poll_interval=timedelta(milliseconds=20))
+    try:
+        assert chain.wait_ready(timedelta(seconds=10))
+        yield chain
+    finally:
+        chain.close()
+
+
+def test_everything_survives_a_kill_and_blocks_go_on(tmp_path: Path) -> None:
+    with program(tmp_path) as (url, process), chain_of(url, PEER) as chain:
+        assert chain.register(uid=5) == 5
+        chain.commit("c" * 128)
+        chain.serve("127.0.0.1", 8091)
+        before = until(lambda: chain.block() > 1003 and chain.block())
+        process.kill()
+        process.wait(10)
+    with program(tmp_path) as (url, _), chain_of(url, PEER) as chain:
+        assert chain.uid(PEER.ss58) == 5
+        assert chain.commitment(PEER.ss58) == "c" * 128
+        assert [(n.uid, n.port) for n in chain.neurons()] == [(5, 8091)]
+        assert chain.block() >= before
+
+
+def test_another_pace_does_not_turn_the_clock_back(tmp_path: Path) -> None:
+    with program(tmp_path, 0.01) as (url, _), chain_of(url, PEER) as chain:
+        before = until(lambda: chain.block() > 1020 and chain.block())
+    with program(tmp_path, 100.0) as (url, _), chain_of(url, PEER) as chain:
+        assert chain.block() >= before
+
+
+def test_a_stop_is_clean_and_the_start_needs_no_torch(tmp_path: Path) -> None:
+    with program(tmp_path) as (_, process):
+        process.terminate()
+        assert process.wait(10) == 0
+    code = "import sys, distributed_training.localnet.chain_server; print('torch' in sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
+    )
+    assert loaded.stdout.strip() == "False"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LocalChainServer]:
+    with LocalChainServer(folder=tmp_path / "chain") as made:
+        yield made
+
+
+def post(server: LocalChainServer, path: str, body: bytes, headers: dict[str, str]) -> int:
+    return httpx.post(
+        server.url + path, content=body, headers=headers, trust_env=False, verify=False
+    ).status_code
+
+
+def sign(wallet: Wallet, path: str, body: bytes) -> dict[str, str]:
+    return http_auth.sign(wallet.hotkey, method="POST", path=path, body=body)
+
+
+def test_only_the_hotkey_writes_for_itself(server: LocalChainServer) -> None:
+    body = json.dumps({"text": "x"}).encode()
+    with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as other:
+        chain.register()
+        with pytest.raises(ChainError, match="not registered"):
+            other.commit("y")
+        assert post(server, "/commit", body, {}) == 401
+        forged = sign(VALIDATOR, "/commit", body)
+        forged["X-Bittensor-Hotkey"] = PEER.ss58
+        assert post(server, "/commit", body, forged) == 401
+        good = sign(PEER, "/commit", body)
+        assert post(server, "/commit", body.replace(b"x", b"z"), good) == 401
+        assert post(server, "/commit", body, good) == 200
+        assert post(server, "/commit", body, good) == 401  # replayed
+        until(lambda: chain.commitment(PEER.ss58) == "x")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/serve", b'{"ip": "1.2.3.4", "port": 0}'),
+        ("/serve", b'{"ip": "1.2.3.4", "port": NaN}'),
+        ("/commit", b'{"text": 5}'),
+        ("/commit", b"[]"),
+        ("/weights", b'{"weights": {"0": -1}}'),
+        ("/register", b'{"uid": 256}'),
+    ],
+)
+def test_nonsense_is_refused(server: LocalChainServer, path: str, body: bytes) -> None:
+    with chain_of(server.url, VALIDATOR) as chain:
+        chain.register(stake=1.0, validator_permit=True)
+    assert post(server, path, body, sign(VALIDATOR, path, body)) == 400
+
+
+def test_weights_become_incentive(server: LocalChainServer, tmp_path: Path) -> None:
+    miners = [create_wallet(tmp_path, f"m{i}") for i in range(2)]
+    with chain_of(server.url, VALIDATOR) as chain:
+        chain.register(uid=0, stake=10.0, validator_permit=True)
+        for uid, miner in enumerate(miners, start=1):
+            with chain_of(server.url, miner) as own:
+                own.register(uid=uid)
+        chain.set_weights({1: 3.0, 2: 1.0})
+        until(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
+
+
+def test_a_uid_taken_over_deregisters_its_owner(server: LocalChainServer) -> None:
+    with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as other:
+        chain.register(uid=3)
+        other.register(uid=3)
+        until(lambda: chain.uid(PEER.ss58) is None)
+        assert other.uid(VALIDATOR.ss58) == 3
+
+
+def test_a_server_that_is_away_costs_only_age(server: LocalChainServer) -> None:
+    with chain_of(server.url, PEER) as chain:
+        chain.register(uid=3)
+        server.stop()
+        until(lambda: chain.age() > timedelta(milliseconds=300))
+        started = time.monotonic()
+        assert chain.uid(PEER.ss58) == 3
+        assert time.monotonic() - started < 0.1
+        server.start()
+        until(lambda: chain.age() < timedelta(milliseconds=200))
