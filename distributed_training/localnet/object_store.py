@@ -11,13 +11,11 @@ in extended attributes.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import ctypes
 import json
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +24,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from distributed_training.localnet.plan import free_ports
 
 _PR_SET_PDEATHSIG = 1
 _REPOSITORY = Path(__file__).resolve().parents[2]
@@ -65,7 +65,7 @@ class ObjectStoreServer:
         self, *, folder: Path, port: int = 0, start_timeout: timedelta = timedelta(seconds=60)
     ) -> None:
         self.folder = folder
-        self.port = port or _free_ports(1)[0]
+        self.port = port or free_ports(1)[0]
         self._start_timeout = start_timeout
         self._process: subprocess.Popen[bytes] | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -143,14 +143,6 @@ class ObjectStoreServer:
         self.stop()
 
 
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 # --- the server process --------------------------------------------------------------------------
 
 _FILTERS = {
@@ -191,7 +183,7 @@ def _write_configuration(folder: Path, port: int, credentials: StoreCredentials)
     common = f"swift_dir = {folder}\nlog_level = ERROR\nuser = {user}\nbind_ip = 127.0.0.1\n"
     files = {}
     services = ("account", "container", "object")
-    for service, service_port in zip(services, _free_ports(3), strict=True):
+    for service, service_port in zip(services, free_ports(3), strict=True):
         # Ports differ from start to start; with one device the ring holds nothing else.
         builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
         builder.add_dev(

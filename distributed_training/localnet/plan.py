@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -87,15 +88,30 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free, all different.
+    """Ports of 127.0.0.1 that are free, all different.
 
-    Another program may take one before it is used; the neuron then says so and the run fails.
+    They lie below the range from which the system takes ports for outgoing connections, or one of
+    these might take a port between now and its use. Another program still may; the neuron then says
+    so and the run fails.
     """
-    sockets = []
     try:
-        for _ in range(count):
-            sockets.append(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-            sockets[-1].bind(("127.0.0.1", 0))
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        low = 32768
+    candidates = list(range(min(15000, low // 2), low))
+    random.SystemRandom().shuffle(candidates)
+    sockets: list[socket.socket] = []
+    try:
+        for port in candidates:
+            if len(sockets) == count:
+                break
+            probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                probe.close()
+                continue
+            sockets.append(probe)
         return [s.getsockname()[1] for s in sockets]
     finally:
         for s in sockets:
