@@ -26,8 +26,8 @@ SETTINGS = replace(
     chain_endpoint="ws://127.0.0.1:1",
     poll_interval=QUICK,
     neurons_interval=QUICK,
-    call_timeout=timedelta(seconds=1),
-    write_timeout=timedelta(seconds=1),
+    call_timeout=timedelta(seconds=10),
+    write_timeout=timedelta(seconds=10),
 )
 
 
