@@ -28,6 +28,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 
+from .bootstrap import any_reachable
 from .room import SwarmUnavailable, judge, norm_of
 
 log = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ log = logging.getLogger(__name__)
 #: The host keeps the round's deadline itself; this much later it is taken for hung and killed.
 _HANG_MARGIN = timedelta(seconds=10)
 _START_ATTEMPTS = 3
+_PROBE_TIMEOUT = timedelta(seconds=3)
+_REJOIN_FIRST, _REJOIN_LONGEST = 2.0, 120.0  # seconds between probes, doubled each time
+_REJOIN_PATIENCE = 10.0  # seconds a round waits for a join that is under way
+#: What p2pd says when none of the initial peers answers.
+_NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
 
 class HivemindSwarm:
@@ -43,6 +49,10 @@ class HivemindSwarm:
     ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
     restart keeps the peer id), the tensors' file and hivemind's log. Raises SwarmUnavailable when
     the DHT does not start in ``settings.start_timeout``, tried three times.
+
+    When none of the initial peers can be reached the peer starts alone, training goes on, and the
+    swarm is joined as soon as one of them opens its port (``joined``). Once joined, the loss of
+    the initial peers no longer matters.
     """
 
     def __init__(
@@ -64,10 +74,14 @@ class HivemindSwarm:
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.joined = True  # False: started alone because no initial peer could be reached
         self._closed = False
+        self._ended = threading.Event()
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self.buffers: Sequence[torch.Tensor] = self._map_tensors()
         self._start()
+        if not self.joined:
+            threading.Thread(target=self._rejoin_later, name="swarm-rejoin", daemon=True).start()
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -85,16 +99,46 @@ class HivemindSwarm:
         for attempt in range(_START_ATTEMPTS):
             if attempt:
                 time.sleep(2.0**attempt)
-            problem = self._start_once()
+            problem = self._start_once(self._settings.initial_peers)
             if not problem:
+                self.joined = True
                 return
+            if _NO_BOOTSTRAP in problem:
+                log.warning(
+                    "None of the initial peers can be reached, so no round can be taken part in "
+                    "yet; training goes on and they are tried again (--neuron.initial_peers)"
+                )
+                problem = self._start_once(())
+                if not problem:
+                    self.joined = False
+                    return
             log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
             f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
             f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
         )
 
-    def _start_once(self) -> str:
+    def _rejoin_later(self) -> None:
+        """Starts the host again once an initial peer opens its port, never during a round."""
+        wait = _REJOIN_FIRST
+        while not self.joined and not self._ended.wait(wait):
+            wait = min(2 * wait, _REJOIN_LONGEST)
+            if not any_reachable(self._settings.initial_peers, timeout=_PROBE_TIMEOUT):
+                continue
+            with self._lock:
+                if self._closed:
+                    return
+                try:
+                    self.restart()
+                except SwarmUnavailable as error:
+                    log.warning("%s", error)
+                if self._closed:  # in the meantime
+                    self._kill()
+                    return
+            if self.joined:
+                log.info("The swarm is joined")
+
+    def _start_once(self, initial_peers: Sequence[str]) -> str:
         """Empty when the host is ready, else why not."""
         settings = self._settings
         read_end, write_end = os.pipe()
@@ -126,7 +170,7 @@ class HivemindSwarm:
                 "tensors": str(self._folder / "tensors.f32"),
                 "shapes": self._shapes,
                 "sizes": self._sizes,
-                "initial_peers": list(settings.initial_peers),
+                "initial_peers": list(initial_peers),
                 "listen": [f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
                 "announce": announce if self._port else [],
                 "identity": str(identity),
@@ -162,6 +206,7 @@ class HivemindSwarm:
     def close(self) -> None:
         """Ends the host and everything it started, within a few seconds. Idempotent."""
         self._closed = True
+        self._ended.set()
         self.cancel()
         process = self._process
         if process is not None and process.poll() is None:
@@ -197,7 +242,8 @@ class HivemindSwarm:
 
     def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
         """See :class:`~.room.Swarm`. A host that hangs past the deadline is started again."""
-        if not self._lock.acquire(blocking=False):
+        # While the swarm is being joined the lock is held for seconds only.
+        if not self._lock.acquire(timeout=0 if self.joined else _REJOIN_PATIENCE):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:
             return self._average(request, weight)

@@ -1,0 +1,262 @@
+"""Peers that die, stall, disagree or are not there. Real hivemind peers over loopback.
+
+Every test ends with a round of those who are left: whatever happened, the swarm goes on. What a
+caller keeps (the weights) is applied only after a success, as the outer step does it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from distributed_training.config.swarm import SwarmSettings
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
+from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
+
+pytestmark = pytest.mark.timeout(150)
+
+#: Large enough that a transfer can be caught in the middle.
+SHAPES: list[tuple[int, ...]] = [(1000, 1000)] * 12
+SMALL: list[tuple[int, ...]] = [(40, 30), (5,)]
+DEADLINE = 12.0
+#: Ending the averager's process after the round is part of ``average``.
+GRACE = 12.0
+REQUEST = RoundRequest(
+    caller="5V",
+    received_at=0.0,
+    timeout=timedelta(seconds=DEADLINE),
+    min_group_size=2,
+    min_matchmaking_time=timedelta(seconds=2),
+    request_timeout=timedelta(seconds=1),
+    allreduce_timeout=timedelta(seconds=8),
+    next_chunk_timeout=timedelta(seconds=2),
+)
+SETTINGS = SwarmSettings(
+    dht_port=0,
+    dht_listen_ip="127.0.0.1",
+    initial_peers=(),
+    run_id="test",
+    start_timeout=timedelta(seconds=30),
+)
+
+Make = Callable[..., HivemindSwarm]
+Outcome = AllReduceResult | AllReduceError
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[HivemindSwarm] = []
+
+    def start(shapes: list[tuple[int, ...]] = SMALL) -> HivemindSwarm:
+        peers = tuple(made[0].visible_maddrs) if made else ()
+        swarm = HivemindSwarm(
+            settings=replace(SETTINGS, initial_peers=peers),
+            schema=[(str(i), shape) for i, shape in enumerate(shapes)],
+            run_folder=tmp_path / str(len(made)),
+        )
+        made.append(swarm)
+        return swarm
+
+    yield start
+    for swarm in made:
+        swarm.close()
+
+
+class Rounds:
+    """Rounds of several peers at once, each in a thread as the miner does it."""
+
+    def __init__(self, *swarms: HivemindSwarm, request: RoundRequest = REQUEST) -> None:
+        self.outcomes: dict[HivemindSwarm, Outcome] = {}
+        self.seconds: dict[HivemindSwarm, float] = {}
+        self._request = request
+        for i, swarm in enumerate(swarms):
+            for buffer in swarm.buffers:
+                buffer.fill_(float(i + 1))
+        self._threads = [threading.Thread(target=self._run, args=(s,), daemon=True) for s in swarms]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, swarm: HivemindSwarm) -> None:
+        started = time.monotonic()
+        try:
+            self.outcomes[swarm] = swarm.average(self._request)
+        except AllReduceError as error:
+            self.outcomes[swarm] = error
+        self.seconds[swarm] = time.monotonic() - started
+
+    def join(self) -> dict[HivemindSwarm, Outcome]:
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads), "a round did not end"
+        return self.outcomes
+
+
+def host_pid(swarm: HivemindSwarm) -> int:
+    assert swarm._process is not None
+    return swarm._process.pid
+
+
+def wait_for(condition: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.005)
+
+
+def assert_good_round(*swarms: HivemindSwarm) -> None:
+    rounds = Rounds(*swarms)
+    expected = sum(range(1, len(swarms) + 1)) / len(swarms)
+    for swarm, outcome in rounds.join().items():
+        assert isinstance(outcome, AllReduceResult), outcome
+        assert set(outcome.peers) == {s.peer_id for s in swarms}
+        for buffer in swarm.buffers:
+            assert torch.allclose(buffer, torch.full_like(buffer, expected))
+
+
+def assert_noticed(rounds: Rounds, survivors: list[HivemindSwarm], victim: HivemindSwarm) -> None:
+    """No survivor takes a damaged average for a whole one, and none is late."""
+    outcomes = rounds.join()
+    for swarm in survivors:
+        outcome = outcomes[swarm]
+        assert rounds.seconds[swarm] < DEADLINE + GRACE
+        if isinstance(outcome, AllReduceResult):
+            assert victim.peer_id in outcome.failed_peers, outcome
+        else:
+            assert outcome.fault in (
+                AllReduceFault.PEER_FAILED,
+                AllReduceFault.TIMEOUT,
+                AllReduceFault.NO_GROUP,
+            )
+
+
+def test_a_peer_killed_in_mid_transfer(make: Make) -> None:
+    swarms = [make(SHAPES) for _ in range(3)]
+    *survivors, victim = swarms
+    rounds = Rounds(*swarms)
+    first = survivors[0].buffers[0]
+    wait_for(lambda: float(first[0, 0]) != 1.0, "the first average arrives")
+    os.killpg(host_pid(victim), signal.SIGKILL)
+    assert_noticed(rounds, survivors, victim)
+    assert_good_round(*survivors)
+
+
+def test_a_peer_that_stalls_in_mid_transfer(make: Make) -> None:
+    swarms = [make(SHAPES) for _ in range(3)]
+    *survivors, victim = swarms
+    rounds = Rounds(*swarms)
+    first = survivors[0].buffers[0]
+    wait_for(lambda: float(first[0, 0]) != 1.0, "the first average arrives")
+    os.killpg(host_pid(victim), signal.SIGSTOP)
+    assert_noticed(rounds, survivors, victim)
+    # The victim's own client keeps the deadline too: its host hangs, so it is started again.
+    assert isinstance(rounds.outcomes[victim], AllReduceError)
+    assert_good_round(*survivors)
+
+
+def test_a_peer_killed_in_matchmaking(make: Make) -> None:
+    *survivors, victim = [make() for _ in range(3)]
+    rounds = Rounds(*survivors, victim)
+    wait_for(
+        lambda: len(psutil.Process(host_pid(victim)).children()) >= 2, "the averager is started"
+    )
+    os.killpg(host_pid(victim), signal.SIGKILL)
+    for swarm, outcome in rounds.join().items():
+        if swarm is not victim and isinstance(outcome, AllReduceResult):
+            whole = set(outcome.peers) == {s.peer_id for s in survivors}
+            assert whole or victim.peer_id in outcome.failed_peers
+    assert_good_round(*survivors)
+
+
+def test_another_schema_finds_no_group(make: Make) -> None:
+    first, second, other = make(), make(), make([(3, 3)])
+    rounds = Rounds(first, second, other)
+    outcomes = rounds.join()
+    assert isinstance(outcomes[other], AllReduceError)
+    for swarm in (first, second):
+        outcome = outcomes[swarm]
+        assert isinstance(outcome, AllReduceResult), outcome
+        assert set(outcome.peers) == {first.peer_id, second.peer_id}
+
+
+def test_the_bootstrap_peer_dies_and_the_others_go_on(make: Make) -> None:
+    bootstrap, *others = [make() for _ in range(3)]
+    assert_good_round(bootstrap, *others)
+    os.killpg(host_pid(bootstrap), signal.SIGKILL)
+    assert_good_round(*others)
+
+
+def test_the_bootstrap_peer_is_dead_at_the_start_and_comes_later(
+    make: Make, tmp_path: Path
+) -> None:
+    bootstrap = make()
+    address = tuple(bootstrap.visible_maddrs)
+    bootstrap.close()
+    late = HivemindSwarm(
+        settings=replace(SETTINGS, initial_peers=address),
+        schema=[(str(i), shape) for i, shape in enumerate(SMALL)],
+        run_folder=tmp_path / "late",
+    )
+    try:
+        assert late.alive()
+        assert not late.joined
+        peer_id = late.peer_id
+        bootstrap._closed = False
+        bootstrap.restart()
+        assert tuple(bootstrap.visible_maddrs) == address
+        wait_for(lambda: late.joined, "the swarm is joined", seconds=40)
+        assert late.peer_id == peer_id
+        wait_for(lambda: not late._lock.locked(), "the host is there again")
+        assert_good_round(bootstrap, late)
+    finally:
+        late.close()
+
+
+def test_a_second_call_is_refused_and_the_first_goes_on(make: Make) -> None:
+    first, second = make(), make()
+    rounds = Rounds(first, second)
+    wait_for(first._lock.locked, "the first round runs")
+    with pytest.raises(AllReduceError) as caught:
+        first.average(REQUEST)
+    assert caught.value.fault is AllReduceFault.LOCAL
+    assert all(isinstance(o, AllReduceResult) for o in rounds.join().values())
+
+
+def test_a_port_that_is_taken_is_told_with_the_flag(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = replace(
+            SETTINGS, dht_port=taken.getsockname()[1], start_timeout=timedelta(seconds=6)
+        )
+        with pytest.raises(SwarmUnavailable, match=r"--dht\.port"):
+            HivemindSwarm(settings=settings, schema=[("w", (2,))], run_folder=tmp_path)
+
+
+def test_nothing_outlives_a_killed_host(make: Make) -> None:
+    swarm = make()
+    tree = psutil.Process(host_pid(swarm)).children(recursive=True)
+    assert any("p2pd" in process.name() for process in tree)
+    peer_id = swarm.peer_id
+    os.kill(host_pid(swarm), signal.SIGKILL)
+    swarm.restart()
+    _, left = psutil.wait_procs(tree, timeout=10)
+    assert left == []
+    assert swarm.peer_id == peer_id
+    identity = next((swarm._folder).glob("identity.key"))
+    assert identity.stat().st_mode & 0o777 == 0o600
