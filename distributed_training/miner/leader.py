@@ -106,6 +106,8 @@ class Leader:
         self._blocks = blocks
         self._chain_block = chain_block
         self.on_publication: Callable[[PublicationReport], None] = lambda report: None
+        self.on_snapshot_dropped: Callable[[], None] = lambda: None
+        self.on_call_ignored: Callable[[], None] = lambda: None
         self.on_round_failed: Callable[[AllReduceFault, str], None] = lambda fault, detail: None
         self._record = record
         self._clock = clock
@@ -179,14 +181,28 @@ class Leader:
         if self.state.mode is not before.mode:
             self._record("state", before=before.mode.value, after=self.state.mode.value)
         self._keep_payload(event)
+        self._tell_what_was_dropped(event, orders)
         for do in orders:
             if do in _KINDS:
                 self._queue(do)
             else:
                 self._carry_out(do)
 
+    def _tell_what_was_dropped(self, event: st.Event, orders: st.Orders) -> None:
+        """Who waits for an order that will not come must know, or waits for ever."""
+        match event:
+            case st.InnerStepEnded(snapshot_due=True) if Do.SNAPSHOT not in orders:
+                self.on_snapshot_dropped()
+            case st.AllReduceCalled() if Do.AVERAGE not in orders and not self.in_round():
+                log.warning("An AllReduce call is ignored: this miner is %s", self.state.mode.value)
+                self.on_call_ignored()
+            case _:
+                return
+
     def _queue(self, do: Do) -> None:
         if do is Do.STOP:
+            if Do.SNAPSHOT in self._pending:
+                self.on_snapshot_dropped()
             self._pending.clear()  # nothing that was wanted before matters now
         self._pending.append(do)
 

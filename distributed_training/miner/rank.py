@@ -313,6 +313,8 @@ def _rank_zero(
     leader.on_round_failed = lambda fault, detail: zero.round_ended(
         ok=False, detail=detail, fault=fault.name
     )
+    leader.on_snapshot_dropped = zero.snapshot_dropped
+    leader.on_call_ignored = server.round_ended
     stop.leader = leader
     if stop.wanted:
         leader.post(st.StopRequested("asked to stop"))

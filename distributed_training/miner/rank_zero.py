@@ -211,6 +211,10 @@ class RankZeroSide:
 
     # --- state in and out ----------------------------------------------------------------------
 
+    def snapshot_dropped(self) -> None:
+        """A round or a load came between the step and its snapshot."""
+        self._schedule.cancelled()
+
     def snapshot_failed(self, problem: str) -> None:
         log.warning("%s", problem)
         self._schedule.cancelled()

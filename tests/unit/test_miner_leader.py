@@ -224,6 +224,35 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     assert "state" in rig.recorded
 
 
+def test_a_snapshot_that_a_round_overtakes_is_told_to_the_schedule() -> None:
+    rig = Rig()
+    dropped: list[str] = []
+    rig.leader.on_snapshot_dropped = lambda: dropped.append("snapshot")
+    rig.leader.post(call())
+    rig.leader.post(InnerStepEnded(50, snapshot_due=True))
+    assert rig.order().kind is OrderKind.AVERAGE
+    assert dropped == ["snapshot"]
+
+
+def test_a_call_while_loading_does_not_count_as_a_running_round() -> None:
+    rig = Rig(Mode.LOADING)
+    ignored: list[str] = []
+    rig.leader.on_call_ignored = lambda: ignored.append("call")
+    rig.leader.post(call())
+    assert rig.order().kind is OrderKind.IDLE
+    assert ignored == ["call"]
+
+
+def test_a_second_call_in_a_round_leaves_the_round_running() -> None:
+    rig = Rig()
+    ignored: list[str] = []
+    rig.leader.on_call_ignored = lambda: ignored.append("call")
+    rig.leader.post(call())
+    rig.leader.post(call())
+    assert rig.order().kind is OrderKind.AVERAGE
+    assert rig.leader.in_round() and not ignored
+
+
 def test_orders_survive_the_wire() -> None:
     order = Order(OrderKind.CONTINUE, 3, 5, 7, 9)
     assert Order.unpack(order.pack()) == order
