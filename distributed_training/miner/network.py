@@ -18,8 +18,17 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from distributed_training.chain.address import external_ip
 from distributed_training.chain.base import Chain, ChainError, find, wait_ready
 from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registration import (
+    INTERVAL as REGISTRATION_INTERVAL,
+)
+from distributed_training.chain.registration import (
+    Change,
+    RegistrationEvent,
+    RegistrationWatcher,
+)
 from distributed_training.chain.server import SignedServer
 from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
@@ -47,8 +56,9 @@ from distributed_training.telemetry import lines
 
 log = logging.getLogger(__name__)
 
+FAULT, BAD_CONFIGURATION, DEREGISTERED = 1, 2, 3  # exit statuses
+
 _GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
-_REGISTRATION_CHECK = 10.0
 _BUCKET_CHECK = timedelta(seconds=30)
 
 
@@ -69,6 +79,8 @@ class Outside:
     wallet: Wallet
     chain: Chain
     uid: int
+    ip: str  # validators reach us at
+    commitment: str  # our read credentials, as the chain holds them
     bucket: str
     global_bucket: GlobalBucket
     global_outer_step: int
@@ -155,9 +167,7 @@ class Outside:
 
     def announce(self, port: int) -> None:
         """Write our endpoint to the chain unless it is there. In a thread: chains are slow."""
-        settings = self.config.chain
-        ip = settings.external_ip or settings.axon_ip.strip("[]")
-        wanted = (ip, settings.external_port or port)
+        wanted = self._endpoint(port)
 
         def write() -> None:
             wait = 2.0
@@ -176,21 +186,33 @@ class Outside:
 
         threading.Thread(target=write, name="announce", daemon=True).start()
 
-    def follow_registration(self, gone: Callable[[str], None], stack: ExitStack) -> None:
-        """Call ``gone`` once if the hotkey is no longer registered, or has another uid."""
-        closed = threading.Event()
-        stack.callback(closed.set)
+    def follow_registration(
+        self, port: int, stop: Callable[[str, int], None], stack: ExitStack
+    ) -> None:
+        """Call ``stop(reason, exit status)`` when this hotkey is no longer ours alone: deregistered
+        or used by a second miner (3: starting again would not help), moved to another uid (1: a
+        new start publishes to the new bucket)."""
 
-        def watch() -> None:
-            while not closed.wait(_REGISTRATION_CHECK):
-                uid = self.chain.uid(self.hotkey)
-                if uid is None:
-                    gone(f"hotkey {self.hotkey} is no longer registered on the subnet")
-                    return
-                if uid != self.uid:
-                    log.warning("This hotkey is uid %d now, no longer %d", uid, self.uid)
+        def changed(event: RegistrationEvent) -> None:
+            stop(event.line, FAULT if event.change is Change.UID_CHANGED else DEREGISTERED)
 
-        threading.Thread(target=watch, name="registration", daemon=True).start()
+        watcher = RegistrationWatcher(
+            chain=self.chain,
+            hotkey=self.hotkey,
+            uid=self.uid,
+            on_event=changed,
+            endpoint=self._endpoint(port),
+            commitment=self.commitment,
+            interval=self._registration_interval(),
+        )
+        stack.callback(watcher.close)
+        watcher.start()
+
+    def _registration_interval(self) -> timedelta:
+        return timedelta(seconds=1) if self.config.preset == "local" else REGISTRATION_INTERVAL
+
+    def _endpoint(self, port: int) -> tuple[str, int]:
+        return self.ip, self.config.chain.external_port or port
 
 
 def connect(
@@ -212,8 +234,9 @@ def connect(
             "another --wallet.hotkey"
         )
     bucket = names.miner_bucket(config.store.global_model_name, uid)
+    ip = external_ip(config.chain)
     _check_bucket(config, bucket)
-    _commit(config, chain, wallet)
+    commitment = _commit(config, chain, wallet)
     global_bucket = _global_bucket(config, chain, folder, wanted)
     outer_step, global_folder = _global_state(global_bucket, wanted)
     tokenizer_path, eos_id = _tokenizer(config, folder)
@@ -223,6 +246,8 @@ def connect(
         wallet=wallet,
         chain=chain,
         uid=uid,
+        ip=ip,
+        commitment=commitment,
         bucket=bucket,
         global_bucket=global_bucket,
         global_outer_step=outer_step,
@@ -266,8 +291,10 @@ def _check_bucket(config: Config, bucket: str) -> None:
         store.close()
 
 
-def _commit(config: Config, chain: Chain, wallet: Wallet) -> None:
-    """The read credentials on the chain, unless they are there. Failing later is only a warning."""
+def _commit(config: Config, chain: Chain, wallet: Wallet) -> str:
+    """The read credentials onto the chain, unless they are there; tried again in the background.
+
+    Returns the commitment's text."""
     settings = config.store
     try:
         text = build_commitment(
@@ -296,6 +323,7 @@ def _commit(config: Config, chain: Chain, wallet: Wallet) -> None:
             wait = min(600.0, 2 * wait)
 
     threading.Thread(target=write, name="commitment", daemon=True).start()
+    return text
 
 
 def _text(value: SecretStr | None) -> str:

@@ -24,6 +24,7 @@ from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
+from distributed_training.miner.network import BAD_CONFIGURATION, FAULT
 from distributed_training.miner.orders import ControlChannel, open_control_channel
 from distributed_training.miner.process import (
     RankEnvironment,
@@ -39,8 +40,6 @@ from distributed_training.store.files import disk_allows
 from distributed_training.telemetry import EventLog, lines, setup_logging
 
 log = logging.getLogger(__name__)
-
-FAULT, BAD_CONFIGURATION, DEREGISTERED = 1, 2, 3
 
 #: Covers every collective of the control channel. Rank 0 comes to a boundary at least every
 #: ``idle_wait``; the longest thing between two boundaries is writing the pseudo-gradient, loading
@@ -282,9 +281,6 @@ def _rank_zero(
         round_phase=lambda: "averaging" if leader.in_round() else None,
     )
     stack.callback(server.close)
-    outside.follow_registration(
-        lambda reason: leader.post(st.StopRequested(reason, DEREGISTERED)), stack
-    )
 
     def submit(folder: Path, revision: Revision) -> None:
         publisher.submit(folder, revision, channel.world_size, peer_id=swarm.peer_id)
@@ -321,6 +317,9 @@ def _rank_zero(
     publisher.publish_peer_id(swarm.peer_id)
     server.start()
     outside.announce(server.port)
+    outside.follow_registration(
+        server.port, lambda reason, status: leader.post(st.StopRequested(reason, status)), stack
+    )
     watch.start()
     record(
         "start",
