@@ -153,9 +153,13 @@ def test_a_peer_killed_in_mid_transfer(make: Make) -> None:
     wait_for(lambda: float(first[0, 0]) != 1.0, "the first average arrives")
     os.killpg(host_pid(victim), signal.SIGKILL)
     assert_noticed(rounds, survivors, victim)
+    lost = rounds.outcomes[victim]
+    assert isinstance(lost, AllReduceError)
+    assert lost.fault is AllReduceFault.SWARM_DOWN
     assert_good_round(*survivors)
 
 
+@pytest.mark.slow
 def test_a_peer_that_stalls_in_mid_transfer(make: Make) -> None:
     swarms = [make(SHAPES) for _ in range(3)]
     *survivors, victim = swarms
