@@ -423,7 +423,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # uvicorn raises the signal again once it has shut down: a clean end then, not a KeyboardInterrupt
-    # that would end the interpreter with SIGINT's status.
+    # uvicorn raises the signal again once it has shut down: a clean end then, not a
+    # KeyboardInterrupt, which would end the interpreter with SIGINT's status.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     sys.exit(main())
