@@ -20,6 +20,7 @@ from pydantic import SecretStr
 
 from distributed_training.chain.address import external_ip
 from distributed_training.chain.base import Chain, ChainError, find, wait_ready
+from distributed_training.chain.client import SignedClient
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.registration import (
     INTERVAL as REGISTRATION_INTERVAL,
@@ -60,6 +61,7 @@ FAULT, BAD_CONFIGURATION, DEREGISTERED = 1, 2, 3  # exit statuses
 
 _GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
 _BUCKET_CHECK = timedelta(seconds=30)
+_SECOND_MINER_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
 
 
 class NetworkFailure(RuntimeError):
@@ -172,10 +174,10 @@ class Outside:
         def write() -> None:
             wait = 2.0
             while True:
-                me = find(self.chain.neurons(), self.hotkey)
-                if me is not None and (me.ip, me.port) == wanted:
-                    return
                 try:
+                    me = find(self.chain.neurons(), self.hotkey)
+                    if me is not None and (me.ip, me.port) == wanted:
+                        return
                     self.chain.serve(*wanted)
                     log.info("Endpoint %s:%d written to the chain", *wanted)
                     return
@@ -235,6 +237,7 @@ def connect(
         )
     bucket = names.miner_bucket(config.store.global_model_name, uid)
     ip = external_ip(config.chain)
+    _refuse_second_miner(chain, wallet)
     _check_bucket(config, bucket)
     commitment = _commit(config, chain, wallet)
     global_bucket = _global_bucket(config, chain, folder, wanted)
@@ -264,6 +267,18 @@ def _open_chain(config: Config, wallet: Wallet) -> Chain:
     from distributed_training.chain.subtensor import BittensorChain
 
     return BittensorChain(settings=config.chain, wallet=wallet)
+
+
+def _refuse_second_miner(chain: Chain, wallet: Wallet) -> None:
+    """Raises ConfigError if a running miner with this hotkey answers at the chain's endpoint."""
+    me = find(chain.neurons(), wallet.ss58)
+    if me is None or me.port is None:
+        return
+    if SignedClient(wallet=wallet).answers_for_us(me, _SECOND_MINER_TIMEOUT):
+        raise ConfigError(
+            f"another miner with hotkey {wallet.ss58} answers at {me.ip}:{me.port}, so both would "
+            "overwrite each other's uploads: stop it first, or give another --wallet.hotkey"
+        )
 
 
 def _check_bucket(config: Config, bucket: str) -> None:
@@ -312,8 +327,10 @@ def _commit(config: Config, chain: Chain, wallet: Wallet) -> str:
 
     def write() -> None:
         wait = 5.0
-        while chain.commitment(wallet.ss58) != text:
+        while True:
             try:
+                if chain.commitment(wallet.ss58) == text:
+                    return
                 chain.commit(text)
                 log.info("%s", lines.METADATA_LOGGED)
                 return
