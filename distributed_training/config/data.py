@@ -4,25 +4,126 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
-from .flags import flag
+from .flags import ConfigError, flag
+
+#: Kinds of ``--data.source``; those that are True need a folder after the colon.
+SOURCE_KINDS = {
+    "hf": False,
+    "stdlib": False,
+    "parquet": True,
+    "jsonl": True,
+    "text": True,
+    "shards": True,
+}
+
+
+@dataclass(frozen=True)
+class SourceSpec:
+    """One source of a mixture; ``weight`` is its share of the sequences, all shares sum to 1."""
+
+    name: str
+    kind: str
+    folder: Path | None
+    weight: float = 1.0
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+def _parse_spec(name: str, text: str) -> SourceSpec:
+    kind, colon, folder = text.partition(":")
+    if kind not in SOURCE_KINDS:
+        raise ConfigError(
+            f"--data.source {text} is unknown, so there is nothing to train on: give "
+            "hf, stdlib, parquet:DIR, jsonl:DIR, text:DIR or shards:DIR"
+        )
+    if SOURCE_KINDS[kind] != bool(folder):
+        raise ConfigError(
+            f"--data.source {text} {'names no folder' if SOURCE_KINDS[kind] else 'takes no folder'}"
+            f", so there is nothing to train on: give {kind}{':DIR' if SOURCE_KINDS[kind] else ''}"
+        )
+    return SourceSpec(name, kind, Path(folder).expanduser() if colon else None)
+
+
+def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
+    """``--data.source`` and ``--data.mix`` as specifications.
+
+    ``source`` is one source (``jsonl:DIR``) or named ones (``web=hf,code=jsonl:DIR``), ``mix`` the
+    weights of the named ones (``web=0.7,code=0.3``). Raises ConfigError.
+    """
+    entries = [entry.strip() for entry in source.split(",") if entry.strip()]
+    if len(entries) == 1 and "=" not in entries[0].partition(":")[0]:
+        if mix:
+            raise ConfigError(
+                f"--data.mix {mix} weighs several sources but --data.source names one, so the mix "
+                "is not defined: give --data.source name=SOURCE,other=SOURCE"
+            )
+        return (_parse_spec("", entries[0]),)
+    named: dict[str, SourceSpec] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals or not name or ":" in name or name in named:
+            raise ConfigError(
+                f"--data.source {source}: {entry!r} is not name=SOURCE with a name of its own, so "
+                "there is nothing to train on: give e.g. web=hf,code=jsonl:DIR"
+            )
+        named[name] = _parse_spec(name, text)
+    if not named:
+        raise ConfigError("--data.source is empty, so there is nothing to train on: give e.g. hf")
+    weights = _parse_weights(mix, named)
+    total = sum(weights.values())
+    return tuple(
+        SourceSpec(spec.name, spec.kind, spec.folder, weights[name] / total)
+        for name, spec in named.items()
+        if weights[name] > 0
+    )
+
+
+def _parse_weights(mix: str, named: dict[str, SourceSpec]) -> dict[str, float]:
+    if not mix:
+        return dict.fromkeys(named, 1.0)
+    weights: dict[str, float] = {}
+    for entry in (entry.strip() for entry in mix.split(",") if entry.strip()):
+        name, _, text = entry.partition("=")
+        try:
+            weights[name] = float(text)
+        except ValueError:
+            weights[name] = -1.0
+        if not 0 <= weights[name] < float("inf"):
+            raise ConfigError(
+                f"--data.mix {entry!r} is not name=WEIGHT, so the mix is not defined: "
+                "give e.g. web=0.7,code=0.3"
+            )
+    if set(weights) != set(named) or not any(weights.values()):
+        raise ConfigError(
+            f"--data.mix {mix} does not weigh exactly the sources {', '.join(named)}, so the mix "
+            "is not defined: give each of them a weight, one at least above 0"
+        )
+    return weights
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Where text comes from and how far ahead it is prepared."""
+    """Where text comes from and how far ahead it is prepared. Raises ConfigError."""
 
     source: str = flag(
         "data.source",
         "hf",
-        "'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it) or 'stdlib' "
-        "(this machine's Python sources, for the local subnet)",
-        choices=("hf", "stdlib"),
+        "'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' "
+        "(this machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', "
+        "'text:DIR', 'shards:DIR' (scripts/pretokenize.py), or several: 'web=hf,code=jsonl:DIR'",
+    )
+    mix: str = flag(
+        "data.mix", "", "shares of several sources in the sequences: 'web=0.7,code=0.3'"
     )
     dataset: str = flag("data.dataset", "HuggingFaceFW/fineweb-edu", "dataset of --data.source hf")
     rows_url: str = flag(
         "data.rows_url", "https://datasets-server.huggingface.co", "server of the rows API"
     )
+    text_column: str = flag("data.text_column", "text", "column or key that holds a row's text")
     pages_per_block: int = flag(
         "data.pages_per_block", 5, "pages of each block; validators look at the first two"
     )
@@ -31,10 +132,49 @@ class DataSettings:
     prefetch_blocks: int = flag(
         "data.prefetch_blocks", 2, "blocks prepared ahead of the one in training"
     )
+    max_prefetch_blocks: int = flag(
+        "data.max_prefetch_blocks", 8, "the most blocks ahead while the source is slow"
+    )
+    workers: int = flag(
+        "data.workers",
+        1,
+        "processes of each rank that fetch and tokenize; raise this if the log says that data is "
+        "prepared more slowly than it is trained on",
+    )
     request_timeout: timedelta = flag(
-        "data.request_timeout", timedelta(seconds=20), "one HTTP request for rows"
+        "data.request_timeout", timedelta(seconds=20), "one HTTP request for rows, body included"
     )
     request_attempts: int = flag(
         "data.request_attempts", 6, "attempts for a page, with growing waits, before it is left out"
     )
+    page_deadline: timedelta = flag(
+        "data.page_deadline",
+        timedelta(seconds=120),
+        "all attempts for one page together, waits asked for by the server included",
+    )
     connections: int = flag("data.connections", 4, "pages of a block fetched at once")
+    cache_dir: Path | None = flag(
+        "data.cache_dir", None, "folder for fetched pages; default: data/ in the run folder"
+    )
+    cache_gb: float = flag("data.cache_gb", 2.0, "size bound of the fetched pages, GB; 0: no cache")
+    table_age: timedelta = flag(
+        "data.table_age",
+        timedelta(hours=6),
+        "age at which the dataset's table of configs is asked for again",
+    )
+
+    def __post_init__(self) -> None:
+        parse_sources(self.source, self.mix)
+        for name in (
+            "pages_per_block", "rows_per_page", "max_length", "prefetch_blocks",
+            "workers", "request_attempts", "connections",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"--data.{name} {getattr(self, name)} is less than 1, so no data could be "
+                    "prepared: give 1 or more"
+                )
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        return parse_sources(self.source, self.mix)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .corpus import StdlibSource
     from .pipeline import DataPipeline, held_out_batches
+    from .receipts import read_receipts
     from .rows_api import RowsApiSource
     from .source import PageSource, PageUnavailable, open_source
     from .tokenizer import TextTokenizer, build_tokenizer, byte_tokenizer
@@ -26,6 +27,7 @@ __all__ = [
     "byte_tokenizer",
     "held_out_batches",
     "open_source",
+    "read_receipts",
 ]
 
 _HOMES = {
@@ -36,6 +38,7 @@ _HOMES = {
     "open_source": "source",
     "RowsApiSource": "rows_api",
     "StdlibSource": "corpus",
+    "read_receipts": "receipts",
     "TextTokenizer": "tokenizer",
     "build_tokenizer": "tokenizer",
     "byte_tokenizer": "tokenizer",

@@ -1,12 +1,15 @@
-"""One rank's data: blocks fetched and tokenized ahead in a worker process, batches handed out."""
+"""One rank's data: blocks fetched and tokenized ahead in worker processes, batches handed out."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections import OrderedDict
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+import math
+import shutil
+import tempfile
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +18,43 @@ import torch
 
 from distributed_training.config.data import DataSettings
 
+from . import mixture
 from .corpus import StdlibSource
+from .device import DeviceBuffer
+from .receipts import Receipts
+from .shards import SUFFIX, ShardError, open_shard, token_digest
+from .source import check_folder
 from .tokenizer import TextTokenizer
-from .work import BlockTokens, WorkerSpec, block_tokens, start_worker
+from .work import Failure, Prepared, WorkerSpec
+from .worker import DataWorker
 
 log = logging.getLogger(__name__)
 
 _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
+_MOST_BLOCKS = 32
+_KEPT_FILES = 16  # prepared blocks on disk, of this rank
+_LARGEST_BACKOFF = 60.0
+_SLOW_LINE_EVERY = 600.0
+
+
+@dataclass
+class _Block:
+    sequences: np.ndarray[Any, Any]  # (sequences, sequence_length), memory-mapped
+    order: np.ndarray[Any, Any]  # int64, indices into it as they are served
+    sources: list[int]  # of each micro-batch
+    facts: dict[str, Any]
 
 
 class DataPipeline:
     """Blocks in, batches out. Not thread-safe: the loop's thread calls.
 
     ``tokenizer_path`` and ``eos_id`` come from :func:`~.tokenizer.build_tokenizer`. Nothing here
-    waits for a source: :meth:`ready` says None until a block is there.
+    waits for a source: :meth:`ready` says None until a block is there. ``folder`` keeps prepared
+    blocks, fetched pages and receipts across restarts; None: a temporary one. ``device``: a CUDA
+    device makes :meth:`next` return batches that are there already, copied beside the computation.
+    ``vocabulary``: the model's; rows with token ids beyond it are left out.
+
+    Raises ConfigError when ``--data.source`` names a folder that is none.
     """
 
     def __init__(
@@ -41,95 +67,339 @@ class DataPipeline:
         micro_batch_size: int,
         tokenizer_path: Path,
         eos_id: int,
+        folder: Path | None = None,
+        device: torch.device | None = None,
+        vocabulary: int | None = None,
         pin_memory: bool = False,
     ) -> None:
-        self._sequence_length = sequence_length
+        for source in settings.sources:
+            check_folder(source)
+        self._settings = settings
         self._micro_batch_size = micro_batch_size
         self._pin_memory = pin_memory
-        self._spec = WorkerSpec(settings, uid, local_rank, tokenizer_path, eos_id)
-        self._futures: dict[int, Future[BlockTokens]] = {}
-        self._blocks: OrderedDict[int, np.ndarray[Any, Any]] = OrderedDict()
-        self._current: tuple[int, int] = (0, 0)  # block, sequences served of it
-        self._offset = 0
-        self._pool = self._new_pool()
-
-    def _new_pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(
-            1, mp_context=get_context("spawn"), initializer=start_worker, initargs=(self._spec,)
+        self._temporary = Path(tempfile.mkdtemp(prefix="dt-data-")) if folder is None else None
+        folder = folder or self._temporary
+        assert folder is not None
+        self._spec = WorkerSpec(
+            settings=settings,
+            uid=uid,
+            local_rank=local_rank,
+            sequence_length=sequence_length,
+            tokenizer_path=tokenizer_path,
+            eos_id=eos_id,
+            folder=folder,
+            vocabulary=vocabulary,
         )
+        self._block_folder = self._spec.blocks
+        self._weights = [source.weight for source in settings.sources]
+        self._receipts = Receipts(folder / f"receipts.rank{local_rank}.jsonl")
+        self._blocks: OrderedDict[int, _Block | None] = OrderedDict()  # None: it has nothing
+        self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
+        self._pending: set[int] = set()
+        self._current = 0
+        self._sequences = 0  # ordered of the current block
+        self._start = 0
+        self._offset = 0
+        self._expected: tuple[int, str] | None = None  # block and digest of a restored position
+        self._counts: Counter[str] = Counter()
+        self._prepare_seconds = 0.0  # of one block, moving mean
+        self._train_seconds = 0.0
+        self._begun_at: float | None = None
+        self._slow_line_at = -math.inf
+        self._failures = 0  # of workers in a row
+        self._retry_at = 0.0
+        self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
+        self._prepare_folder()
+        self._workers = [DataWorker(self._spec) for _ in range(settings.workers)]
+
+    # --- blocks ahead --------------------------------------------------------------------------
 
     def request(self, block: int) -> None:
-        """Start fetching ``block``, unless it is here or under way. Returns at once."""
-        if block in self._futures or block in self._blocks:
+        """Start preparing ``block``, unless it is here or under way. Returns at once."""
+        if block in self._pending or self._blocks.get(block) is not None:
             return
-        try:
-            self._futures[block] = self._pool.submit(block_tokens, block)
-        except BrokenProcessPool:
-            log.warning("The data worker died and is started again")
-            self._pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = self._new_pool()
-            self._futures[block] = self._pool.submit(block_tokens, block)
+        self._blocks.pop(block, None)
+        self._pending.add(block)
+        self._submit(block)
+
+    def _submit(self, block: int) -> None:
+        worker = min(self._workers, key=lambda w: len(w.blocks))
+        with contextlib.suppress(OSError):  # it is gone; seen and mended in _listen
+            worker.submit(block)
 
     def ready(self, block: int) -> int | None:
         """Sequences of ``block`` on this rank; None while under way, 0 if it cannot be had."""
-        if block in self._blocks:
-            return len(self._blocks[block])
-        future = self._futures.get(block)
-        if future is None or not future.done():
+        if block in self._pending:
+            self._listen()
+        if block not in self._blocks:
             return None
-        del self._futures[block]
+        held = self._blocks[block]
+        return len(held.order) if held is not None else 0
+
+    def _listen(self) -> None:
+        for i, worker in enumerate(self._workers):
+            try:
+                answers = worker.answers()
+            except (EOFError, OSError):
+                self._replace(i)
+                continue
+            for answer in answers:
+                if isinstance(answer, Prepared):
+                    self._failures = 0
+                self._take(answer)
+
+    def _replace(self, index: int) -> None:
+        now = time.monotonic()
+        if now < self._retry_at:
+            return
+        self._failures += 1
+        self._retry_at = now + min(2.0**self._failures, _LARGEST_BACKOFF)
+        self._counts["worker_restarts"] += 1
+        log.warning("A data worker ended unexpectedly and is started again")
+        dead = self._workers[index]
+        dead.close()
+        self._workers[index] = DataWorker(self._spec)
+        for block in dead.blocks:
+            if self._failures > 2 and block == dead.blocks[0]:
+                log.warning("Block %d ends the data worker again and again: it is left out", block)
+                self._take(Failure(block, "it ended the data worker"))
+                continue
+            self._submit(block)
+
+    def _take(self, answer: Prepared | Failure) -> None:
+        if isinstance(answer, Failure):
+            if answer.block is None:
+                log.warning("%s", answer.line)
+                return
+            log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
+            self._counts["blocks_failed"] += 1
+            self._pending.discard(answer.block)
+            self._blocks[answer.block] = None
+            return
+        self._counts.update(answer.counts)
+        self._pending.discard(answer.block)
+        for problem in answer.missing:
+            log.warning("A page of block %d is left out: %s", answer.block, problem)
+        if not answer.kept:
+            self._prepare_seconds = _mean(self._prepare_seconds, answer.seconds)
+        self._blocks[answer.block] = self._open(answer) if answer.sequences else None
+
+    def _open(self, prepared: Prepared) -> _Block | None:
         try:
-            result = future.result()
-        except (BrokenProcessPool, OSError, ValueError) as error:
-            log.warning("Block %d could not be prepared: %r", block, error)
-            tokens = np.zeros(0, dtype=np.int32)
-        else:
-            tokens = result.tokens
-            for problem in result.missing:
-                log.warning("A page of block %d is left out: %s", block, problem)
-        count = len(tokens) // self._sequence_length
-        sequences = tokens[: count * self._sequence_length]
-        self._blocks[block] = sequences.reshape(count, self._sequence_length)
-        return count
+            # The worker has checked or just written it; the tokens are not read twice.
+            header, sequences = open_shard(prepared.path, verify=False)
+        except (OSError, ShardError) as error:
+            log.warning("Block %d is left out: %s", prepared.block, error)
+            self._counts["blocks_failed"] += 1
+            return None
+        facts = dict(header.extra)
+        order, sources = mixture.interleave(self._weights, facts["sources"], self._micro_batch_size)
+        return _Block(sequences, order, sources, facts)
 
-    def begin(self, block: int, sequences: int) -> None:
-        """Serve the first ``sequences`` of ``block`` from now on.
+    # --- the block in training -----------------------------------------------------------------
 
+    def begin(self, block: int, sequences: int, start: int = 0) -> None:
+        """Serve ``sequences`` of ``block``, from the one numbered ``start`` on.
+
+        ``start`` goes on where a checkpoint's cursor was; it must be the same on all ranks.
         Raises KeyError if the block is not ready, ValueError if it has fewer sequences.
         """
         held = self._blocks[block]
-        if sequences > len(held):
-            raise ValueError(f"block {block} has {len(held)} sequences, {sequences} were ordered")
+        have = len(held.order) if held is not None else 0
+        if held is None or sequences > have:
+            raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
+        self._finish()
+        self._check_restored(block, held)
+        now = time.monotonic()
+        if self._begun_at is not None:
+            self._train_seconds = _mean(self._train_seconds, now - self._begun_at)
+        self._begun_at = now
+        self._current, self._sequences, self._start = block, sequences, start
+        self._offset = start
         self._blocks.move_to_end(block)
-        self._current, self._offset = (block, sequences), 0
-        while len(self._blocks) > _KEPT_BLOCKS + len(self._futures):
-            oldest = next(iter(self._blocks))
-            if oldest == block:
-                break
-            del self._blocks[oldest]
+        self._used.pop(block, None)
+        self._used[block] = None
+        self._forget()
+        self._say_if_slow(now)
+        if self._buffer is not None:
+            self._buffer.clear()
+            self._stage()
 
     def next(self) -> torch.Tensor | None:
-        """int64 (micro-batch, sequence) on the CPU; None when the block is used up.
+        """int64 (micro-batch, sequence); None when the block is used up.
 
-        A rest smaller than a micro-batch is dropped.
+        A rest smaller than a micro-batch is dropped. On the CPU, unless the pipeline was given a
+        CUDA device.
         """
-        block, sequences = self._current
-        end = self._offset + self._micro_batch_size
-        if end > sequences:
+        if self._buffer is None:
+            batch = self._host_batch(self._offset)
+        else:
+            batch = self._buffer.take()
+        if batch is not None:
+            self._offset += self._micro_batch_size
+            if self._buffer is not None:
+                self._stage()
+        return batch
+
+    def _host_batch(self, offset: int) -> torch.Tensor | None:
+        held = self._blocks.get(self._current)
+        end = offset + self._micro_batch_size
+        if held is None or end > self._sequences:
             return None
-        batch = torch.from_numpy(self._blocks[block][self._offset : end].astype(np.int64))
-        self._offset = end
+        chosen = held.sequences[held.order[offset:end]]
+        batch = torch.from_numpy(chosen.astype(np.int64))
         return batch.pin_memory() if self._pin_memory else batch
 
+    def _stage(self) -> None:
+        """Send the batch after the one just taken on its way to the device."""
+        assert self._buffer is not None
+        batch = self._host_batch(self._offset)
+        if batch is not None:
+            self._buffer.put(batch)
+
+    @property
+    def domain(self) -> int:
+        """Of a mixture: the source (its place in ``--data.source``) the last batch is for. The same
+        on all ranks."""
+        held = self._blocks.get(self._current)
+        served = self._offset // self._micro_batch_size - 1
+        if held is None or not 0 <= served < len(held.sources):
+            return 0
+        return held.sources[served]
+
+    # --- position ------------------------------------------------------------------------------
+
     def cursor(self) -> dict[str, Any]:
-        """Position as JSON-able values."""
-        block, sequences = self._current
-        return {"block": block, "sequences": sequences, "offset": self._offset}
+        """Position as JSON-able values: the next sequence to serve is number ``offset`` of
+        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in."""
+        held = self._blocks.get(self._current)
+        return {
+            "block": self._current,
+            "sequences": self._sequences,
+            "offset": self._offset,
+            "page": self._page(held) if held else 0,
+            "digest": held.facts["digest"] if held else "",
+        }
+
+    def _page(self, held: _Block) -> int:
+        if self._offset >= len(held.order):
+            return len(held.facts["pages"])
+        tokens = [int(page[4]) for page in held.facts["pages"]]
+        length = held.sequences.shape[1]
+        ends = np.cumsum(tokens)
+        return int(np.searchsorted(ends, held.order[self._offset] * length, side="right"))
+
+    def restore(self, cursor: dict[str, Any]) -> None:
+        """Have the block of a checkpoint's :meth:`cursor` prepared again.
+
+        The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
+        so it holds the same tokens as before; if they cannot be had again, that is said.
+        """
+        block = int(cursor.get("block", 0))
+        if block:
+            self._expected = (block, str(cursor.get("digest", "")))
+            self.request(block)
+
+    def _check_restored(self, block: int, held: _Block) -> None:
+        if self._expected is None:
+            return
+        expected, self._expected = self._expected, None
+        if expected[0] == block and expected[1] and expected[1] != held.facts["digest"]:
+            self._counts["restored_blocks_changed"] += 1
+            log.warning(
+                "Block %d has other tokens than before the restart (a page is missing, or the "
+                "source changed): a few of its sequences may be trained on twice or not at all",
+                block,
+            )
+
+    # --- what was done -------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, int]:
+        """What happened since the start, by name: pages, rows left out and why, failures."""
+        return dict(self._counts)
+
+    @property
+    def depth(self) -> int:
+        """How many blocks should be requested ahead: more while preparing one takes long compared
+        with training on one."""
+        least, most = self._settings.prefetch_blocks, self._settings.max_prefetch_blocks
+        if not self._train_seconds:
+            return least
+        needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
+        return max(least, min(most, needed))
+
+    def _say_if_slow(self, now: float) -> None:
+        per_worker = self._prepare_seconds / len(self._workers)
+        slow = self._train_seconds and per_worker > self._train_seconds
+        if slow and now - self._slow_line_at > _SLOW_LINE_EVERY:
+            self._slow_line_at = now
+            log.warning(
+                "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
+                "training will wait: raise --data.workers, or train from shards "
+                "(scripts/pretokenize.py)",
+                per_worker,
+                self._train_seconds,
+            )
+
+    def _finish(self) -> None:
+        """The receipt of the block that was served until now."""
+        held = self._blocks.get(self._current)
+        if held is None or self._offset <= self._start:
+            return
+        served = held.sequences[held.order[self._start : self._offset]]
+        self._receipts.add(
+            block=self._current,
+            uid=self._spec.uid,
+            rank=self._spec.local_rank,
+            first_sequence=self._start,
+            sequences=len(served),
+            tokens=int(served.size),
+            digest=token_digest(served),
+            pages=held.facts["pages"],
+            missing=held.facts["missing"],
+        )
+        self._counts["sequences_served"] += len(served)
+        self._start = self._offset
+
+    def _forget(self) -> None:
+        """Used blocks beyond the last few, and blocks that were prepared but never ordered."""
+        while len(self._used) > _KEPT_BLOCKS + 1:
+            block, _ = self._used.popitem(last=False)
+            self._blocks.pop(block, None)
+        for block in tuple(self._blocks)[: max(0, len(self._blocks) - _MOST_BLOCKS)]:
+            if block not in self._used:
+                del self._blocks[block]
+        files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)
+        for path in files[: max(0, len(files) - _KEPT_FILES)]:
+            number = path.name.removesuffix(SUFFIX)
+            if not number.isdigit() or int(number) not in self._blocks:
+                path.unlink(missing_ok=True)
+
+    def _prepare_folder(self) -> None:
+        self._block_folder.mkdir(parents=True, exist_ok=True)
+        for other in self._block_folder.parent.glob(f"rank{self._spec.local_rank}-*"):
+            if other != self._block_folder:  # of other settings
+                shutil.rmtree(other, ignore_errors=True)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        for process in list((self._pool._processes or {}).values()):
-            process.terminate()  # a worker in a long request would keep the miner from ending
+        """The last receipt; workers end. Batches handed out stay valid."""
+        self._finish()
+        for worker in self._workers:
+            worker.close()
+        self._blocks.clear()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _mean(before: float, new: float) -> float:
+    return new if not before else 0.7 * before + 0.3 * new
+
+
+def _age(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def held_out_batches(

@@ -1,68 +1,150 @@
-"""Rows of a Hugging Face dataset over the datasets server's HTTP API (protocol page, section 5)."""
+"""Rows of a Hugging Face dataset over the datasets server's HTTP API (protocol page, section 5).
+
+``GET /size?dataset=`` tells the configs and their row counts, ``GET /rows?dataset=&config=&split=
+&offset=&length=`` at most 100 rows.
+"""
 
 from __future__ import annotations
 
+import email.utils
 import json
 import logging
 import random
 import threading
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-from .source import PageUnavailable
+import httpx
+
+from .cache import PageCache
+from .source import Counts, PageUnavailable, usable_texts
 
 log = logging.getLogger(__name__)
 
 _MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
-_MAX_WAIT = 30.0
-_TABLE_AGE = 6 * 3600.0
+_FIRST_WAIT, _MAX_WAIT = 0.5, 30.0
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
 
 
 class RowsApiSource:
-    """``/size`` and ``/rows`` with retries.
+    """``/size`` and ``/rows`` with retries over a few connections that are kept open.
 
-    ``timeout`` covers one request; ``attempts`` are made for each, waiting 0.5, 1, 2, ... s (with
-    jitter) or what ``Retry-After`` asks for, at most 30 s.
+    ``timeout`` covers one request with its body. ``attempts`` are made for each page within
+    ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as long as ``Retry-After``
+    asks; after a 429 all connections hold back, since the limit is on the address. ``table_age``:
+    how old the table of configs may get.
     """
 
-    def __init__(self, *, url: str, dataset: str, timeout: timedelta, attempts: int) -> None:
+    def __init__(
+        self,
+        *,
+        url: str,
+        dataset: str,
+        text_column: str,
+        token: str | None,
+        timeout: timedelta,
+        attempts: int,
+        page_deadline: timedelta,
+        connections: int,
+        table_age: timedelta,
+        cache: PageCache | None,
+        counts: Counts,
+    ) -> None:
         self._url = url.rstrip("/")
         self._dataset = dataset
+        self._text_column = text_column
         self._timeout = timeout.total_seconds()
         self._attempts = attempts
+        self._page_deadline = page_deadline.total_seconds()
+        self._table_age = table_age.total_seconds()
+        self._cache = cache
+        self._counts = counts
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=self._timeout,
+            follow_redirects=True,
+            limits=httpx.Limits(max_connections=max(1, connections)),
+        )
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}
-        self._table_at = 0.0
+        self._table_at = 0.0  # time.time()
+        self._ask_table_at = 0.0  # not before; after a failure
+        self._hold_until = 0.0  # time.monotonic()
+
+    # --- the table -----------------------------------------------------------------------------
 
     def num_rows(self) -> Mapping[str, int]:
         with self._lock:
-            if self._table and time.monotonic() - self._table_at < _TABLE_AGE:
+            if not self._table:
+                self._recall_table()
+            now = time.time()
+            if self._table and now - self._table_at < self._table_age:
+                return self._table
+            if self._table and now < self._ask_table_at:
                 return self._table
             try:
-                reply = self._get("size", {"dataset": self._dataset})
-                table = {
-                    str(split["config"]): int(split["num_rows"])
-                    for split in reply["size"]["splits"]
-                    if split["config"] != "default"
-                }
-            except (KeyError, TypeError, ValueError) as error:
-                raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
-            except PageUnavailable:
-                if self._table:
-                    return self._table  # old, and better than none
-                raise
+                table = self._fetch_table()
+            except PageUnavailable as error:
+                if not self._table:
+                    raise
+                self._ask_table_at = now + min(self._table_age, 300)
+                log.warning(
+                    "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
+                    self._dataset,
+                    error,
+                    (now - self._table_at) / 3600,
+                )
+                return self._table
             if self._table and table != self._table:
                 # Every page after this is another one than before, also for the validators.
-                log.warning("The dataset's table changed: %d configs now", len(table))
-            self._table, self._table_at = table, time.monotonic()
+                self._counts.add("table_changes")
+                log.warning(
+                    "The table of %s changed: %d configs (before: %d), %d of them new or of "
+                    "another size. Pages are drawn from the new one",
+                    self._dataset,
+                    len(table),
+                    len(self._table),
+                    sum(self._table.get(config) != rows for config, rows in table.items()),
+                )
+            self._table, self._table_at = table, now
+            if self._cache is not None:
+                self._cache.put(self._table_key, {"at": now, "rows": table})
             return table
 
+    @property
+    def _table_key(self) -> str:
+        return f"size {self._url} {self._dataset}"
+
+    def _recall_table(self) -> None:
+        stored = self._cache.get(self._table_key) if self._cache is not None else None
+        if isinstance(stored, dict):
+            self._table = {str(config): int(rows) for config, rows in stored["rows"].items()}
+            self._table_at = float(stored["at"])
+
+    def _fetch_table(self) -> dict[str, int]:
+        reply = self._get("size", {"dataset": self._dataset})
+        try:
+            table = {
+                str(split["config"]): int(split["num_rows"])
+                for split in reply["size"]["splits"]
+                if split["config"] != "default"
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
+        if not table:
+            raise PageUnavailable(f"the reply of /size names no config of {self._dataset}")
+        return table
+
+    # --- pages ---------------------------------------------------------------------------------
+
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        key = f"rows {self._dataset} {config} {split} {row} {limit} {self._text_column}"
+        cached = self._cache.get(key) if self._cache is not None else None
+        if isinstance(cached, list):
+            self._counts.add("pages_from_cache")
+            return cached
         reply = self._get(
             "rows",
             {
@@ -74,33 +156,92 @@ class RowsApiSource:
             },
         )
         try:
-            texts = [entry["row"].get("text") for entry in reply["rows"]]
+            entries = list(reply["rows"])
+            values = [entry["row"].get(self._text_column) for entry in entries]
+            truncated = sum(bool(entry.get("truncated_cells")) for entry in entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise PageUnavailable(f"the reply of /rows is not a page: {error!r}") from error
-        return [text for text in texts if isinstance(text, str) and text]
+        self._counts.add("rows_truncated_by_server", truncated)
+        if not entries:
+            raise PageUnavailable(f"{config} has no rows from {row} on")
+        texts = usable_texts(values, self._counts)
+        self._counts.add("pages_fetched")
+        if self._cache is not None:
+            self._cache.put(key, texts)
+        return texts
+
+    # --- requests ------------------------------------------------------------------------------
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
-        url = f"{self._url}/{path}?{urllib.parse.urlencode(query)}"
-        wait, problem = 0.5, ""
+        """The JSON of a reply. Raises PageUnavailable when attempts or deadline are used up."""
+        wait, problem = _FIRST_WAIT, "not asked"
+        deadline = time.monotonic() + self._page_deadline
         for attempt in range(self._attempts):
-            asked = None
+            if not self._hold(deadline):
+                break
+            asked: float | None = None
             try:
-                with urllib.request.urlopen(url, timeout=self._timeout) as reply:
-                    body = reply.read(_MAX_REPLY + 1)
-                if len(body) > _MAX_REPLY:
-                    raise PageUnavailable(f"{path}: the reply is larger than {_MAX_REPLY} bytes")
-                return json.loads(body)
-            except urllib.error.HTTPError as error:
-                problem = f"HTTP {error.code}"
-                if error.code not in (408, 425, 429) and error.code < 500:
+                return _parse(self._request(path, query))
+            except httpx.HTTPStatusError as error:
+                status = error.response.status_code
+                problem = f"HTTP {status}"
+                self._counts.add(f"http_{status}")
+                if status not in _AGAIN:
                     break  # asking again gives the same answer
-                asked = error.headers.get("Retry-After")
-            except (OSError, ValueError) as error:
+                asked = retry_after(error.response.headers.get("Retry-After"))
+                if status == 429:
+                    self._hold_until = time.monotonic() + (wait if asked is None else asked)
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            if attempt + 1 < self._attempts:
-                pause = (
-                    float(asked) if asked and asked.isdigit() else wait * random.uniform(0.7, 1.3)
-                )
-                time.sleep(min(pause, _MAX_WAIT))
-                wait *= 2
-        raise PageUnavailable(f"{path} of {self._dataset}: {problem}")
+                self._counts.add("http_failures")
+            if attempt + 1 == self._attempts:
+                break
+            pause = wait * random.uniform(0.5, 1.5)
+            pause = max(pause, asked or 0.0)
+            if time.monotonic() + pause >= deadline:
+                break
+            time.sleep(pause)
+            wait = min(2 * wait, _MAX_WAIT)
+        where = ", ".join(query[k] for k in ("config", "offset") if k in query)
+        raise PageUnavailable(f"/{path} {where or self._dataset}: {problem}")
+
+    def _hold(self, deadline: float) -> bool:
+        """Wait while the server wants to be left alone; False if that is beyond the deadline."""
+        while (pause := self._hold_until - time.monotonic()) > 0:
+            if time.monotonic() + pause >= deadline:
+                return False
+            time.sleep(pause + random.uniform(0, 0.2))  # not all connections at one instant
+        return True
+
+    def _request(self, path: str, query: Mapping[str, str]) -> bytes:
+        # httpx bounds each read; a body that trickles in is bounded here.
+        end = time.monotonic() + self._timeout
+        body = bytearray()
+        with self._client.stream("GET", f"{self._url}/{path}", params=dict(query)) as reply:
+            reply.raise_for_status()
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > _MAX_REPLY:
+                    raise ValueError(f"the reply is larger than {_MAX_REPLY} bytes")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the reply took longer than {self._timeout:g} s")
+        return bytes(body)
+
+
+def _parse(body: bytes) -> Any:
+    # Bytes that are not UTF-8 become lone surrogates: their rows are left out, the others used.
+    return json.loads(body.decode("utf-8", "surrogateescape"))
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for; it holds seconds or a date (RFC 9110)."""
+    if not value:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except ValueError:
+        return None

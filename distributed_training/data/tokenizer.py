@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,34 +29,72 @@ def byte_tokenizer() -> Tokenizer:
 
 
 class TextTokenizer:
-    """A ``tokenizer.json`` and its EOS id; what worker processes load."""
+    """A ``tokenizer.json`` and its EOS id; what worker processes load.
+
+    ``hash`` tells tokenizers apart: shards carry it. ``vocabulary`` counts all ids, added ones
+    included.
+    """
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
+        self._truncated_at: int | None = None
         self.eos_id = eos_id
+        self.hash = tokenizer_hash(path)
+        largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.vocabulary = 1 + max(largest, eos_id)
 
-    def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
-        """Each row cut to ``max_length`` tokens, then EOS; all in a row. int32 (tokens,)."""
-        if not rows:
-            return np.zeros(0, dtype=np.int32)
-        pieces: list[np.ndarray[Any, Any]] = []
-        eos = np.array([self.eos_id], dtype=np.int32)
-        for encoding in self._tokenizer.encode_batch(list(rows), add_special_tokens=True):
-            pieces += [np.asarray(encoding.ids[:max_length], dtype=np.int32), eos]
-        return np.concatenate(pieces)
+    def encode_rows(
+        self, rows: Sequence[str], *, max_length: int, vocabulary: int | None = None
+    ) -> np.ndarray[Any, Any]:
+        """Each row cut to ``max_length`` tokens, then EOS; all in a row. int32 (tokens,).
+
+        Rows that hold an id of ``vocabulary`` (the model's) or more are left out.
+        """
+        pieces = self.encode_each(rows, max_length=max_length)
+        if vocabulary is not None and vocabulary < self.vocabulary:
+            pieces = [ids for ids in pieces if int(ids.max()) < vocabulary]
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+
+    def encode_each(self, rows: Sequence[str], *, max_length: int) -> list[np.ndarray[Any, Any]]:
+        """int32 (tokens,) for each row, EOS included. Not for several threads at once."""
+        if self._truncated_at != max_length:
+            # As transformers does: special tokens that the tokenizer adds count, and stay.
+            self._tokenizer.enable_truncation(max_length)
+            self._truncated_at = max_length
+        pieces = []
+        for encoding in self._tokenizer.encode_batch_fast(list(rows), add_special_tokens=True):
+            ids = encoding.ids
+            ids.append(self.eos_id)
+            pieces.append(np.array(ids, dtype=np.int32))
+        return pieces
+
+
+def tokenizer_hash(path: Path) -> str:
+    """SHA-256 of a ``tokenizer.json`` whatever its layout. Raises OSError, ValueError."""
+    content = json.loads(path.read_bytes())
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
     """``tokenizer.json`` of ``name`` in ``folder``, and its EOS id.
 
-    ``bytes`` is the byte-level tokenizer; anything else is a name or folder that transformers'
-    AutoTokenizer knows. Raises ValueError when it has no EOS or no fast form.
+    ``bytes`` is the byte-level tokenizer, and transformers' AutoTokenizer can load the folder;
+    anything else is a name or folder that AutoTokenizer knows. Raises ValueError when it has no EOS
+    or no fast form.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
     if name == "bytes":
         tokenizer: Tokenizer | None = byte_tokenizer()
         eos_id = byte_tokenizer().token_to_id(EOS)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": EOS,
+            "pad_token": EOS,
+            "clean_up_tokenization_spaces": False,
+        }
+        _replace(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
     else:
         from transformers import AutoTokenizer
 
@@ -68,7 +109,11 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None
-    temporary = path.with_suffix(".tmp")
-    tokenizer.save(str(temporary))
-    temporary.replace(path)
+    _replace(path, tokenizer.to_str())
     return path, int(eos_id)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

@@ -1,0 +1,137 @@
+"""Packed tokens in files: shards that ``scripts/pretokenize.py`` makes, and prepared blocks.
+
+A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header (JSON,
+padded with blanks so that the data begins at a multiple of 64), then the tokens, little endian,
+uint16 where the vocabulary has at most 65536 entries and else uint32. The header names dtype,
+sequence length, number of sequences, the tokenizer's hash, its EOS id and vocabulary, and the
+SHA-256 of the tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".tokens"
+_MAGIC = b"DTTOKEN1"
+_ALIGN = 64
+_LARGEST_HEADER = 2**20
+
+
+class ShardError(ValueError):
+    """A file is not what it should be; the message says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class ShardHeader:
+    """What a file of tokens says about itself. ``extra`` is JSON-able."""
+
+    dtype: str
+    sequence_length: int
+    sequences: int
+    tokenizer: str  # tokenizer_hash
+    eos_id: int
+    vocabulary: int
+    sha256: str  # of the tokens as stored
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dtype_for(vocabulary: int) -> np.dtype[Any]:
+    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+
+
+def write_shard(
+    path: Path,
+    sequences: np.ndarray[Any, Any],
+    *,
+    tokenizer: str,
+    eos_id: int,
+    vocabulary: int,
+    extra: Mapping[str, Any] | None = None,
+    durable: bool = True,
+) -> ShardHeader:
+    """Write integer ``sequences`` (sequences, sequence_length) under a temporary name, then rename.
+
+    ``durable`` syncs to the disk first. Raises OSError.
+    """
+    data = np.ascontiguousarray(sequences, dtype=dtype_for(vocabulary))
+    header = ShardHeader(
+        dtype="uint16" if data.itemsize == 2 else "uint32",
+        sequence_length=data.shape[1],
+        sequences=data.shape[0],
+        tokenizer=tokenizer,
+        eos_id=eos_id,
+        vocabulary=vocabulary,
+        sha256=hashlib.sha256(data.data).hexdigest(),
+        extra=dict(extra or {}),
+    )
+    text = json.dumps(header.__dict__, sort_keys=True).encode()
+    text += b" " * (-(len(_MAGIC) + 4 + len(text)) % _ALIGN)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(_MAGIC + len(text).to_bytes(4, "little") + text)
+            file.write(data.data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+    return header
+
+
+def read_header(path: Path) -> tuple[ShardHeader, int]:
+    """The header and where the data begins. Raises ShardError, OSError; the checksum is not looked
+    at."""
+    with path.open("rb") as file:
+        start = file.read(len(_MAGIC) + 4)
+        if len(start) < len(_MAGIC) + 4 or start[: len(_MAGIC)] != _MAGIC:
+            raise ShardError(f"{path} is not a file of tokens")
+        length = int.from_bytes(start[len(_MAGIC) :], "little")
+        if length > _LARGEST_HEADER:
+            raise ShardError(f"{path} has a damaged header")
+        text = file.read(length)
+    try:
+        header = ShardHeader(**json.loads(text))
+        items = header.sequences * header.sequence_length
+        if header.sequences < 0 or header.sequence_length < 1:
+            raise ValueError("no tokens")
+        size = len(start) + length + items * np.dtype(header.dtype).itemsize
+    except (ValueError, TypeError) as error:
+        raise ShardError(f"{path} has a damaged header") from error
+    if path.stat().st_size != size:
+        raise ShardError(f"{path} has {path.stat().st_size} bytes, its header says {size}")
+    return header, len(start) + length
+
+
+def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndarray[Any, Any]]:
+    """Header and the memory-mapped tokens (sequences, sequence_length).
+
+    Raises ShardError for a damaged file; ``verify`` reads it all and compares the checksum.
+    """
+    header, offset = read_header(path)
+    shape = (header.sequences, header.sequence_length)
+    dtype = np.dtype(header.dtype).newbyteorder("<")
+    if header.sequences == 0:
+        return header, np.zeros(shape, dtype=dtype)
+    data: np.ndarray[Any, Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)
+    if verify and hashlib.sha256(data.data).hexdigest() != header.sha256:
+        raise ShardError(f"{path} is corrupted: its tokens do not have the checksum of its header")
+    return header, data
+
+
+def token_digest(sequences: np.ndarray[Any, Any]) -> str:
+    """SHA-256 over the tokens as little-endian uint32: the same whatever they were stored as."""
+    return hashlib.sha256(np.ascontiguousarray(sequences, dtype="<u4").data).hexdigest()

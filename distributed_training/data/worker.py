@@ -1,0 +1,139 @@
+"""A data worker: a process of its own that prepares blocks, and the rank's end of it.
+
+``python -m distributed_training.data.worker FD``: the rank sends a :class:`WorkerSpec`, then block
+numbers, over a socket pair; answers are :class:`~.work.Prepared`. It is started as a plain program
+because ``multiprocessing``'s spawn would import the rank's program, torch included, and because a
+worker must end with its rank however that ends: it does when the socket closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from .work import BlockMaker, Failure, Prepared, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+_NICENESS = 5  # training goes first
+
+
+class _Handler(logging.Handler):
+    """Sends the worker's log lines to its rank, whose log goes where the operator looks."""
+
+    def __init__(self, send: Any) -> None:
+        super().__init__(logging.INFO)
+        self._send = send
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._send(Failure(None, record.getMessage()))
+
+
+class DataWorker:
+    """The rank's end. Never blocks: what the worker has to say waits until it is asked for."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        ours, theirs = socket.socketpair()
+        environment = dict(os.environ)
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
+            )
+        self._connection = Connection(ours.detach())
+        self.blocks: list[int] = []  # under way, in order
+        self._connection.send(spec)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def submit(self, block: int) -> None:
+        """Raises OSError when the worker is gone."""
+        self.blocks.append(block)
+        self._connection.send(block)
+
+    def answers(self) -> list[Prepared | Failure]:
+        """What arrived since the last call. Raises EOFError or OSError when the worker is gone."""
+        found = []
+        while self._connection.poll():
+            answer = self._connection.recv()
+            if answer.block in self.blocks:
+                self.blocks.remove(answer.block)
+            found.append(answer)
+        return found
+
+    def close(self) -> None:
+        """The worker ends by itself when the socket closes; wait for that, but not long."""
+        self._connection.close()
+        try:
+            self._process.wait(timeout=3)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def _run(connection: Connection) -> None:
+    spec: WorkerSpec = connection.recv()
+    lock = threading.Lock()
+
+    def send(answer: Prepared | Failure) -> None:
+        try:
+            with lock:
+                connection.send(answer)
+        except OSError:
+            os._exit(0)  # the rank is gone
+
+    root = logging.getLogger()
+    root.addHandler(_Handler(send))
+    root.setLevel(logging.WARNING)
+    wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def work() -> None:
+        maker: BlockMaker | None
+        problem = ""
+        try:
+            maker = BlockMaker(spec)
+        except Exception as error:  # noqa: BLE001 - nothing can be prepared: every block says why
+            maker, problem = None, f"{type(error).__name__}: {error}"
+        while True:
+            block = wanted.get()
+            if maker is None:
+                send(Failure(block, problem))
+                continue
+            try:
+                send(maker.prepare(block))
+            except Exception as error:  # noqa: BLE001 - one block must not end the worker
+                send(Failure(block, f"{type(error).__name__}: {error}"))
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        wanted.put(connection.recv())
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    with contextlib.suppress(EOFError, OSError):  # the rank is gone
+        _run(Connection(int(sys.argv[1])))
+    os._exit(0)  # without waiting for requests under way
+
+
+if __name__ == "__main__":
+    main()
