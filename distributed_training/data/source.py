@@ -41,8 +41,9 @@ class Counts:
         self._counter: Counter[str] = Counter()
 
     def add(self, name: str, amount: int = 1) -> None:
-        with self._lock:
-            self._counter[name] += amount
+        if amount:
+            with self._lock:
+                self._counter[name] += amount
 
     def take(self) -> dict[str, int]:
         """Counts since the last call."""

@@ -1,0 +1,365 @@
+"""The pipeline with its worker processes: determinism, exact resume, sources that fail or die."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distributed_training.config.data import DataSettings
+from distributed_training.data import DataPipeline, TextTokenizer, build_tokenizer, read_receipts
+from distributed_training.data.shards import token_digest
+from distributed_training.protocol.pages import select_pages
+from tests.support_data import DATASET, Fault, RowsServer, tables
+
+pytestmark = pytest.mark.timeout(90)
+
+TABLES = tables(configs=4, rows=500, words=20)
+SIZES = {config: len(rows) for config, rows in TABLES.items()}
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
+
+
+@contextlib.contextmanager
+def pipeline(
+    server: RowsServer, tokenizer: tuple[Path, int], folder: Path | None, **changes: Any
+) -> Iterator[DataPipeline]:
+    own = {"uid": 11, "local_rank": 0, "micro_batch_size": 2}
+    own |= {k: changes.pop(k) for k in tuple(changes) if k in own}
+    made = DataPipeline(
+        settings=DataSettings(
+            **{
+                "source": "hf",
+                "dataset": DATASET,
+                "rows_url": server.url,
+                "request_attempts": 4,
+                **changes,
+            }
+        ),
+        sequence_length=LENGTH,
+        tokenizer_path=tokenizer[0],
+        eos_id=tokenizer[1],
+        folder=folder,
+        **own,
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def wait_ready(made: DataPipeline, block: int, seconds: float = 40) -> int:
+    deadline = time.monotonic() + seconds
+    while (count := made.ready(block)) is None:
+        assert time.monotonic() < deadline, f"block {block} never became ready"
+        time.sleep(0.005)
+    return count
+
+
+def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.ndarray:
+    count = wait_ready(made, block)
+    made.begin(block, count if sequences is None else sequences)
+    batches = list(iter(made.next, None))
+    return np.concatenate([batch.numpy() for batch in batches])
+
+
+def expected(tokenizer: tuple[Path, int], block: int, rank: int = 0) -> np.ndarray:
+    """The block's sequences from the protocol page alone."""
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    ids: list[int] = []
+    for config, row, _ in select_pages(
+        uid=11, local_rank=rank, block=block, n_pages=5, num_rows=SIZES
+    ):
+        for text in TABLES[config][row : row + 100]:
+            ids += made.encode_rows([text], max_length=1024).tolist()
+    count = len(ids) // LENGTH
+    return np.array(ids[: count * LENGTH]).reshape(count, LENGTH)
+
+
+def test_the_same_tokens_whatever_happens_on_the_way(
+    tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    blocks = [1000, 1001, 1003]
+    whole = [expected(tokenizer, block) for block in blocks]
+    runs = [
+        {"prefetch": 1, "latency": 0.0, "errors": 0.0, "connections": 1, "workers": 1},
+        {"prefetch": 3, "latency": 0.05, "errors": 0.3, "connections": 5, "workers": 2},
+        {"prefetch": 2, "latency": 0.02, "errors": 0.1, "connections": 3, "workers": 1},
+    ]
+    for number, run in enumerate(runs):
+        with RowsServer(
+            TABLES, latency=run["latency"], error_rate=run["errors"], seed=number
+        ) as server:
+            with pipeline(
+                server,
+                tokenizer,
+                tmp_path / str(number),
+                connections=run["connections"],
+                workers=run["workers"],
+                request_attempts=12,
+            ) as made:
+                ahead = iter(blocks)
+                for block in itertools.islice(ahead, int(run["prefetch"])):
+                    made.request(block)
+                for block, tokens in zip(blocks, whole, strict=True):
+                    served = serve(made, block)
+                    assert np.array_equal(served, tokens[: len(served)])
+                    assert len(tokens) - len(served) < 2
+                    for following in itertools.islice(ahead, 1):
+                        made.request(following)
+        receipts = list(read_receipts(tmp_path / str(number) / "receipts.rank0.jsonl"))
+        assert [r["block"] for r in receipts] == blocks
+        assert [r["digest"] for r in receipts] == [
+            token_digest(tokens[: len(tokens) // 2 * 2]) for tokens in whole
+        ]
+
+
+def test_a_ranks_tokens_do_not_depend_on_the_world_size(tokenizer: tuple[Path, int]) -> None:
+    """A rank's pages are its own; more ranks only trim all to the poorest."""
+    block = 77
+    alone = {rank: expected(tokenizer, block, rank) for rank in range(3)}
+    with RowsServer(TABLES) as server:
+        for world in (1, 3):
+            with contextlib.ExitStack() as stack:
+                ranks = [
+                    stack.enter_context(pipeline(server, tokenizer, None, local_rank=rank))
+                    for rank in range(world)
+                ]
+                for made in ranks:
+                    made.request(block)
+                least = min(wait_ready(made, block) for made in ranks)
+                assert least == min(len(alone[rank]) for rank in range(world))
+                for rank, made in enumerate(ranks):
+                    served = serve(made, block, least)
+                    assert np.array_equal(served, alone[rank][: least // 2 * 2])
+
+
+def test_one_failing_page_does_not_stop_the_others(
+    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = select_pages(uid=11, local_rank=0, block=5, n_pages=5, num_rows=SIZES)
+    config, row, _ = pages[1]
+
+    def decide(query: Mapping[str, str]) -> Fault | None:
+        hit = query["config"] == config and query["offset"] == str(row)
+        return Fault(status=404) if hit else None
+
+    with RowsServer(TABLES, decide=decide) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            made.request(5)
+            served = serve(made, 5)
+            counts = made.counters()
+    assert counts["pages_missing"] == 1 and counts["pages_fetched"] == 4
+    assert counts["http_404"] == 1
+    assert f"A page of block 5 is left out: /rows {config}, {row}: HTTP 404" in caplog.text
+    (receipt,) = read_receipts(tmp_path / "receipts.rank0.jsonl")
+    assert [tuple(page[1:4]) for page in receipt["pages"]] == [p for p in pages if p != pages[1]]
+    assert receipt["sequences"] == len(served) and len(receipt["missing"]) == 1
+
+
+def test_a_dead_source_costs_no_waiting_and_cached_blocks_stay(
+    tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path, request_attempts=2) as made:
+            made.request(1)
+            first = serve(made, 1)
+            server.decide = lambda query: Fault(hang_up=True)
+            for block in (200, 300):
+                made.request(block)
+                longest = 0.0
+                while True:
+                    began = time.perf_counter()
+                    count = made.ready(block)
+                    longest = max(longest, time.perf_counter() - began)
+                    if count is not None:
+                        break
+                    time.sleep(0.005)
+                assert count == 0
+                assert longest < 0.5  # asking never waits for the source
+            assert np.array_equal(serve(made, 1), first)
+            # A block that could not be had is asked for again when it is requested again.
+            server.decide = None
+            made.request(200)
+            assert wait_ready(made, 200) > 0
+
+
+CHILD = """
+import json, sys, time
+from pathlib import Path
+from distributed_training.config.data import DataSettings
+from distributed_training.data import DataPipeline
+
+url, dataset, tokenizer, eos, folder = sys.argv[1:6]
+made = DataPipeline(
+    settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
+    uid=11, local_rank=0, sequence_length=64, micro_batch_size=2,
+    tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
+)
+made.request(40)
+while made.ready(40) is None:
+    time.sleep(0.005)
+made.begin(40, made.ready(40))
+for _ in range(7):
+    made.next()
+made.request(41)
+print(json.dumps({"cursor": made.cursor(), "workers": [w.pid for w in made._workers]}), flush=True)
+time.sleep(600)
+"""
+
+
+def test_after_a_kill_it_goes_on_at_the_next_sequence(
+    tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    # A page of the block is missing when it is first prepared, and there after the restart: the
+    # kept block still has the tokens that the position counts.
+    pages = select_pages(uid=11, local_rank=0, block=40, n_pages=5, num_rows=SIZES)
+    config, row, _ = pages[0]
+
+    def decide(query: Mapping[str, str]) -> Fault | None:
+        hit = query["config"] == config and query["offset"] == str(row)
+        return Fault(status=404) if hit else None
+
+    with RowsServer(TABLES, decide=decide) as server:
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, server.url, DATASET, *map(str, tokenizer), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        assert child.stdout is not None
+        told = json.loads(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+        child.stdout.close()
+        wait_until(lambda: not any(_alive(pid) for pid in told["workers"]))
+        server.decide = None
+        cursor = told["cursor"]
+        assert (cursor["block"], cursor["offset"], cursor["page"]) == (40, 14, 0)
+        fetched = len(server.row_requests())
+        with pipeline(server, tokenizer, tmp_path) as made:
+            made.restore(cursor)
+            assert wait_ready(made, 40) == cursor["sequences"]
+            assert len(server.row_requests()) == fetched
+            made.begin(40, cursor["sequences"], start=cursor["offset"])
+            assert made.cursor() == cursor
+            rest = np.concatenate([b.numpy() for b in iter(made.next, None)])
+            again = serve(made, 40)
+        assert np.array_equal(rest, again[14:])
+        receipts = list(read_receipts(tmp_path / "receipts.rank0.jsonl"))
+        assert receipts[0]["first_sequence"] == 14
+        assert receipts[0]["digest"] == token_digest(rest)
+
+
+def test_a_restored_block_with_other_tokens_is_told(
+    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            made.restore({"block": 3, "sequences": 10, "offset": 4, "digest": "0" * 64})
+            wait_ready(made, 3)
+            made.begin(3, 10, start=4)
+            assert made.counters()["restored_blocks_changed"] == 1
+    assert "other tokens than before the restart" in caplog.text
+
+
+def test_blocks_on_disk_are_bounded_and_damage_is_repaired(
+    tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed_training.data.pipeline._KEPT_FILES", 4)
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            for block in range(100, 112):
+                made.request(block)
+                serve(made, block)
+            folder = made._block_folder
+            assert len(list(folder.iterdir())) <= 4 + 5  # those of the last few in use stay
+            assert len(made._blocks) <= 6
+        kept = folder / "111.tokens"
+        data = bytearray(kept.read_bytes())
+        data[-1] ^= 1
+        kept.write_bytes(data)
+        with pipeline(server, tokenizer, tmp_path) as made:
+            made.request(111)
+            tokens = expected(tokenizer, 111)
+            assert np.array_equal(serve(made, 111), tokens[: len(tokens) // 2 * 2])
+        # Other settings do not find these blocks.
+        with pipeline(server, tokenizer, tmp_path, pages_per_block=2) as made:
+            assert not folder.exists() and made._block_folder != folder
+
+
+def test_a_worker_that_cannot_work_says_why(
+    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path, cache_gb=0.0) as made:
+            folder = made._block_folder
+            made.request(1)
+            wait_ready(made, 1)
+            for path in folder.iterdir():
+                path.unlink()
+            folder.rmdir()
+            folder.write_text("in the way")
+            made.request(2)
+            assert wait_ready(made, 2) == 0
+    assert "Block 2 could not be prepared" in caplog.text
+
+
+def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
+    with RowsServer(TABLES, latency=0.4) as server:
+        with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:
+            assert made.depth == 1
+            for block in (1, 50, 90):
+                made.request(block)
+                wait_ready(made, block)
+                made.begin(block, 2)
+            made._train_seconds = 0.5  # the consumer takes half a second for each block
+            assert made.depth >= 4  # five pages of 0.4 s, one after the other
+            assert made.depth <= 8
+
+
+def test_ready_does_not_wait_and_batches_cost_little(tokenizer: tuple[Path, int]) -> None:
+    with RowsServer(TABLES, latency=0.3) as server:
+        with pipeline(server, tokenizer, None) as made:
+            began = time.perf_counter()
+            made.request(9)
+            assert made.ready(9) is None
+            assert time.perf_counter() - began < 0.1
+            wait_ready(made, 9)
+            made.begin(9, made.ready(9) or 0)
+            times = []
+            while True:
+                began = time.perf_counter()
+                if made.next() is None:
+                    break
+                times.append(time.perf_counter() - began)
+    assert sorted(times)[len(times) // 2] < 0.002
+
+
+def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return status != "Z"

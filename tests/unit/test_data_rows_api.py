@@ -1,0 +1,265 @@
+"""The rows API's client against a stand-in on loopback, fault by fault."""
+
+from __future__ import annotations
+
+import email.utils
+import json
+import logging
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.data.cache import PageCache
+from distributed_training.data.rows_api import RowsApiSource, retry_after
+from distributed_training.data.source import Counts, PageUnavailable
+from tests.support_data import DATASET, Fault, RowsServer, tables
+
+pytestmark = pytest.mark.timeout(60)
+
+TABLES = tables()
+
+
+def source(server: RowsServer, **changes: Any) -> tuple[RowsApiSource, Counts]:
+    counts = Counts()
+    values: dict[str, Any] = {
+        "url": server.url,
+        "dataset": DATASET,
+        "text_column": "text",
+        "token": None,
+        "timeout": timedelta(seconds=5),
+        "attempts": 5,
+        "page_deadline": timedelta(seconds=20),
+        "connections": 4,
+        "table_age": timedelta(hours=1),
+        "cache": None,
+        "counts": counts,
+    }
+    return RowsApiSource(**(values | changes)), counts
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distributed_training.data.rows_api._FIRST_WAIT", 0.05)
+
+
+def test_table_and_page() -> None:
+    with RowsServer(TABLES) as server:
+        made, _ = source(server)
+        assert made.num_rows() == dict.fromkeys(TABLES, 400)  # "default" is left out
+        assert made.rows("CC-MAIN-1", 250, split="train", limit=100) == TABLES["CC-MAIN-1"][250:350]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [Fault(status=500)],
+        [Fault(status=503), Fault(status=502), Fault(status=504)],
+        [Fault(cut=True)],
+        [Fault(body=b'{"rows": [')],
+        [Fault(body=b"<html>busy</html>")],
+        [Fault(hang_up=True), Fault(cut=True)],
+        [Fault(status=429, retry_after="0")],
+        [Fault(status=408), Fault(status=429)],
+    ],
+    ids=lambda faults: "+".join(
+        str(f.status) if f.status != 200 else "cut" if f.cut else "hang" if f.hang_up else "body"
+        for f in faults
+    ),
+)
+def test_faults_that_pass(faults: list[Fault | None]) -> None:
+    with RowsServer(TABLES, script=list(faults)) as server:
+        made, _ = source(server)
+        assert made.rows("CC-MAIN-0", 3, split="train", limit=10) == TABLES["CC-MAIN-0"][3:13]
+        assert len(server.row_requests()) == len(faults) + 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 422])
+def test_answers_that_asking_again_does_not_change(status: int) -> None:
+    with RowsServer(TABLES, script=[Fault(status=status)]) as server:
+        made, counts = source(server)
+        with pytest.raises(PageUnavailable, match=f"CC-MAIN-0, 3: HTTP {status}"):
+            made.rows("CC-MAIN-0", 3, split="train", limit=10)
+        assert len(server.row_requests()) == 1
+        assert counts.take()[f"http_{status}"] == 1
+
+
+def test_attempts_end() -> None:
+    with RowsServer(TABLES, decide=lambda query: Fault(status=500)) as server:
+        made, _ = source(server, attempts=3)
+        with pytest.raises(PageUnavailable, match="HTTP 500"):
+            made.rows("CC-MAIN-0", 3, split="train", limit=10)
+        assert len(server.row_requests()) == 3
+
+
+def test_retry_after_is_waited_for_by_all_connections() -> None:
+    with RowsServer(TABLES, script=[Fault(status=429, retry_after="1")]) as server:
+        made, _ = source(server)
+        made.rows("CC-MAIN-0", 3, split="train", limit=10)
+        made.rows("CC-MAIN-0", 50, split="train", limit=10)
+        first, second, _ = (at for at, path, _ in server.requests if path == "/rows")
+        assert second - first >= 1.0
+        made._hold_until = time.monotonic() + 0.6  # as another connection's 429 leaves it
+        began = time.monotonic()
+        made.rows("CC-MAIN-0", 99, split="train", limit=10)
+        assert time.monotonic() - began >= 0.6
+
+
+def test_a_server_that_asks_for_too_long_a_wait_costs_the_page_and_not_the_wait() -> None:
+    with RowsServer(TABLES, script=[Fault(status=429, retry_after="3600")]) as server:
+        made, _ = source(server, page_deadline=timedelta(seconds=2))
+        began = time.monotonic()
+        with pytest.raises(PageUnavailable, match="HTTP 429"):
+            made.rows("CC-MAIN-0", 3, split="train", limit=10)
+        assert time.monotonic() - began < 2
+
+
+def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
+    with RowsServer(TABLES, script=[Fault(drip=20.0)]) as server:
+        made, counts = source(server, timeout=timedelta(seconds=0.5))
+        began = time.monotonic()
+        assert made.rows("CC-MAIN-0", 3, split="train", limit=100)
+        assert time.monotonic() - began < 5
+        assert counts.take()["http_failures"] == 1
+
+
+def test_a_server_that_is_not_there() -> None:
+    with RowsServer(TABLES) as server:
+        made, _ = source(server, attempts=2)
+    with pytest.raises(PageUnavailable, match="ConnectError"):
+        made.rows("CC-MAIN-0", 3, split="train", limit=10)
+
+
+@pytest.mark.parametrize("value", ["120", "Wed, 21 Oct 2015 07:28:00 GMT", "soon", "", None, "-3"])
+def test_retry_after(value: str | None) -> None:
+    expected = {"120": 120.0, "-3": 0.0, "Wed, 21 Oct 2015 07:28:00 GMT": 0.0}
+    assert retry_after(value) == expected.get(value or "")
+
+
+def test_retry_after_as_a_date() -> None:
+    soon = email.utils.formatdate(time.time() + 60, usegmt=True)
+    assert retry_after(soon) == pytest.approx(60, abs=2)
+
+
+# --- what is wrong with rows --------------------------------------------------------------------
+
+
+def test_rows_that_are_no_text_are_counted_and_the_others_used() -> None:
+    mixed = ["one", None, "", 7, "two", "\ud800 lone", {"a": 1}, "three"]
+    with RowsServer({"c": mixed + ["x"] * 200}) as server:
+        made, counts = source(server)
+        assert made.rows("c", 0, split="train", limit=8) == ["one", "two", "three"]
+        found = counts.take()
+        assert (found["rows_without_text"], found["rows_empty"], found["rows_not_utf8"]) == (
+            3,
+            1,
+            1,
+        )
+
+
+def test_bytes_that_are_not_utf8_cost_their_row_only() -> None:
+    body = json.dumps({"rows": [{"row": {"text": t}} for t in ("good", "bad", "fine")]}).encode()
+    body = body.replace(b"bad", b"b\xff\xfed")
+    with RowsServer(TABLES, script=[Fault(body=body)]) as server:
+        made, counts = source(server)
+        assert made.rows("CC-MAIN-0", 0, split="train", limit=3) == ["good", "fine"]
+        assert counts.take()["rows_not_utf8"] == 1
+
+
+def test_a_page_beyond_the_end_is_named() -> None:
+    with RowsServer(TABLES) as server:
+        made, _ = source(server)
+        with pytest.raises(PageUnavailable, match="CC-MAIN-0 has no rows from 400 on"):
+            made.rows("CC-MAIN-0", 400, split="train", limit=100)
+        assert len(made.rows("CC-MAIN-0", 350, split="train", limit=100)) == 50
+
+
+@pytest.mark.parametrize("body", [b"[]", b'{"rows": 3}', b'{"rows": [{}]}', b'"rows"', b"null"])
+def test_replies_that_are_no_page(body: bytes) -> None:
+    with RowsServer(TABLES, script=[Fault(body=body)]) as server:
+        made, _ = source(server)
+        with pytest.raises(PageUnavailable, match="not a page"):
+            made.rows("CC-MAIN-0", 0, split="train", limit=3)
+
+
+# --- the table's age ----------------------------------------------------------------------------
+
+
+def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    growing: dict[str, list[str]] = dict(TABLES)
+    with RowsServer(growing) as server:
+        made, counts = source(server, table_age=timedelta(0))
+        made.num_rows()
+        assert made.num_rows() and "changed" not in caplog.text
+        growing["CC-MAIN-9"] = ["new"] * 200
+        with caplog.at_level(logging.WARNING):
+            assert made.num_rows()["CC-MAIN-9"] == 200
+        assert "4 configs (before: 3), 1 of them new" in caplog.text
+        assert counts.take()["table_changes"] == 1
+
+
+def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    with RowsServer(TABLES) as server:
+        made, _ = source(server, cache=cache)
+        table = dict(made.num_rows())
+        server.size_script = [Fault(status=500)] * 20
+        # A new process, a table that is too old, and a server that is down.
+        again, _ = source(server, cache=cache, attempts=2, table_age=timedelta(0))
+        with caplog.at_level(logging.WARNING):
+            assert again.num_rows() == table
+        assert "cannot be refreshed (/size some/dataset: HTTP 500)" in caplog.text
+        asked = len(server.requests)
+        kept, _ = source(server, cache=cache)
+        assert kept.num_rows() == table and len(server.requests) == asked
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+def test_pages_are_fetched_once(tmp_path: Path) -> None:
+    with RowsServer(TABLES) as server:
+        for _ in range(2):
+            made, counts = source(server, cache=PageCache(tmp_path, limit_bytes=10**6))
+            page = made.rows("CC-MAIN-2", 7, split="train", limit=100)
+            assert page == TABLES["CC-MAIN-2"][7:107]
+        assert len(server.row_requests()) == 1
+        assert counts.take() == {"pages_from_cache": 1}
+
+
+def test_the_cache_keeps_to_its_size_and_to_what_was_used_last(tmp_path: Path) -> None:
+    cache = PageCache(tmp_path, limit_bytes=30_000)
+    noise = [bytes(range(256)).hex() + str(i) * 50 for i in range(300)]
+    for i in range(100):
+        cache.put(f"page {i}", [noise[i], str(i) * 9000, *noise[i : i + 8]])
+        assert cache.get("page 0") is not None  # in use all the time
+        time.sleep(0.002)  # the order is that of modification times
+    cache.sweep()
+    sizes = [p.stat().st_size for p in tmp_path.glob("??/*")]
+    assert 10 < len(sizes) < 100 and sum(sizes) <= cache._limit
+    assert cache.get("page 0") is not None
+
+
+def test_a_damaged_page_is_fetched_again(tmp_path: Path) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    cache.put("k", ["text"])
+    (path,) = tmp_path.glob("??/*")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert cache.get("k") is None and not path.exists()
+
+
+def test_a_cache_that_cannot_be_written_costs_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    cache = PageCache(blocked / "pages", limit_bytes=10**6)
+    with caplog.at_level(logging.WARNING):
+        cache.put("a", [1])
+        cache.put("b", [1])
+    assert caplog.text.count("cannot be written") == 1
+    assert cache.get("a") is None
