@@ -114,7 +114,7 @@ class DataSettings:
         "hf",
         "'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' "
         "(this machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', "
-        "'text:DIR', 'shards:DIR' (scripts/pretokenize.py), or several: 'web=hf,code=jsonl:DIR'",
+        "'text:DIR', 'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'",
     )
     mix: str = flag(
         "data.mix", "", "shares of several sources in the sequences: 'web=0.7,code=0.3'"

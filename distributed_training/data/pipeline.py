@@ -335,8 +335,7 @@ class DataPipeline:
             self._slow_line_at = now
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers, or train from shards "
-                "(scripts/pretokenize.py)",
+                "training will wait: raise --data.workers, or train from shards",
                 per_worker,
                 self._train_seconds,
             )

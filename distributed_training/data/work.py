@@ -186,8 +186,7 @@ class ShardTokens:
                 header, _ = read_header(path)
                 if header.tokenizer != wanted:
                     raise ShardError(
-                        f"{path} was made with another tokenizer than this miner's; make it again "
-                        "with scripts/pretokenize.py"
+                        f"{path} was made with another tokenizer than this miner's; make it again"
                     )
                 _, data = open_shard(path, verify=False)  # each when it is first used
             except (OSError, ShardError) as error:
@@ -212,7 +211,7 @@ class ShardTokens:
     def block(self, block: int, pages: int) -> SourceTokens:
         if not self._shards:
             self._counts.add("pages_missing", pages)
-            problem = f"{self._folder} holds no usable shards: see scripts/pretokenize.py --check"
+            problem = f"{self._folder} holds no usable shards"
             return SourceTokens(np.zeros(0, dtype=np.int32), [], [problem])
         pieces: list[np.ndarray[Any, Any]] = []
         used: list[tuple[str, int, str, int]] = []
