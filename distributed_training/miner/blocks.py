@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from distributed_training.miner.orders import ControlChannel
+from distributed_training.miner.orders import ControlChannel, DataOrder
 from distributed_training.protocol.types import Revision
 
 log = logging.getLogger(__name__)
+
+_REMEMBERED = 10_000  # blocks
 
 
 class ReadyLike(Protocol):
@@ -24,7 +26,7 @@ class ReadyLike(Protocol):
 
 
 class BlockFeed:
-    """Rank 0 only. ``prefetch``: blocks requested ahead of the one in training.
+    """Rank 0 only. ``prefetch``: how many blocks to request ahead of the one in training, now.
 
     ``patience``: seconds without any ready block after which a block that was served before is
     trained on again (its tokens are still cached on every rank), rather than leaving GPUs idle.
@@ -37,7 +39,7 @@ class BlockFeed:
         data: ReadyLike,
         channel: ControlChannel,
         micro_batch_size: int,
-        prefetch: int,
+        prefetch: Callable[[], int],
         patience: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -45,7 +47,7 @@ class BlockFeed:
         self._data = data
         self._channel = channel
         self._micro_batch_size = micro_batch_size
-        self._prefetch = max(1, prefetch)
+        self._prefetch = prefetch
         self._patience = patience
         self._clock = clock
         self._last_requested = 0
@@ -54,9 +56,13 @@ class BlockFeed:
         self._current = (0, 0)  # block, its sequences
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
+        self._ahead: list[int] = []  # requested before a restart
+        self._under_way = (0, 0, 0)  # block, sequences and position of a restored cursor
         self._since_step: set[int] = set()  # blocks in the inner step under way
-        self._trained: list[int] = []
-        self._published: dict[Revision, list[int]] = {}
+        self._steps = 0  # inner steps that ended
+        self._trained: dict[int, int] = {}  # block: the last step with its tokens
+        self._published: dict[Revision, dict[int, int]] = {}  # under way
+        self._done: dict[int, int] = {}  # block: the last of its steps that was published
 
     # --- what comes next -----------------------------------------------------------------------
 
@@ -64,17 +70,17 @@ class BlockFeed:
     def available(self) -> bool:
         return self._remaining > 0
 
-    def on_boundary(self, *, may_begin: bool) -> tuple[int, int, int]:
-        """(block to request, block to begin, its sequences); 0 where there is none."""
+    def on_boundary(self, *, may_begin: bool) -> DataOrder:
+        """What to prefetch, and what to train on from here; ``may_begin`` False: the former."""
         self._harvest()
         request = self._next_request()
         if not may_begin or self._remaining:
-            return request, 0, 0
-        block, sequences = self._next_block()
+            return DataOrder(request)
+        block, sequences, start = self._next_block()
         if block:
             self._current = (block, sequences)
-            self._remaining = sequences // self._micro_batch_size
-        return request, block, sequences
+            self._remaining = (sequences - start) // self._micro_batch_size
+        return DataOrder(request, block, sequences, start)
 
     def _harvest(self) -> None:
         for block in tuple(self._requested):
@@ -88,7 +94,11 @@ class BlockFeed:
                 log.warning("Block %d has no data for at least one rank and is skipped", block)
 
     def _next_request(self) -> int:
-        if len(self._requested) + len(self._ready) >= self._prefetch:
+        if self._ahead:
+            block = self._ahead.pop(0)
+            self._requested.append(block)
+            return block
+        if len(self._requested) + len(self._ready) >= max(1, self._prefetch()):
             return 0
         block = self._chain_block()
         if block <= self._last_requested:
@@ -97,10 +107,20 @@ class BlockFeed:
         self._requested.append(block)
         return block
 
-    def _next_block(self) -> tuple[int, int]:
+    def _next_block(self) -> tuple[int, int, int]:
+        block, sequences, start = self._under_way
+        if block in self._requested:
+            return 0, 0, 0  # the order of the blocks stays what it was before the restart
+        self._under_way = (0, 0, 0)
+        for entry in [entry for entry in self._ready if entry[0] == block]:
+            self._ready.remove(entry)
+            # The ranks' blocks lie on disk: what was served before is there, unless one was lost.
+            sequences = min(sequences, entry[1])
+            if sequences - start >= self._micro_batch_size:
+                return block, sequences, start
         if self._ready:
             self._starving_since = None
-            return self._ready.pop(0)
+            return (*self._ready.pop(0), 0)
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now
@@ -110,8 +130,8 @@ class BlockFeed:
                 now - self._starving_since,
                 self._current[0],
             )
-            return self._current
-        return 0, 0
+            return (*self._current, 0)
+        return 0, 0, 0
 
     # --- what was trained ----------------------------------------------------------------------
 
@@ -124,8 +144,9 @@ class BlockFeed:
 
     def step_done(self, *, skipped: bool = False) -> None:
         """An inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
+        self._steps += 1
         if not skipped:
-            self._trained.extend(sorted(self._since_step - set(self._trained)))
+            self._trained |= dict.fromkeys(sorted(self._since_step), self._steps)
         self._since_step.clear()
 
     def blocks(self) -> list[int]:
@@ -135,25 +156,80 @@ class BlockFeed:
     def snapshot_taken(self, revision: Revision) -> None:
         """The list goes with this revision; a block still in training enters the next one again."""
         self._published[revision] = self._trained
-        self._trained = []
+        self._trained = {}
 
     def publication_ended(self, revision: Revision, *, ok: bool) -> None:
         """A publication that failed, or was superseded, gives its blocks back."""
-        blocks = self._published.pop(revision, [])
+        blocks = self._published.pop(revision, {})
         if ok:
+            self._done |= blocks
+            for block in tuple(self._done)[:-_REMEMBERED]:
+                del self._done[block]
             return
-        later = [b for r, b in self._published.items() if r > revision]
-        if later:  # a newer snapshot is on its way: it cannot be changed any more
-            blocks = [b for b in blocks if all(b not in listed for listed in later)]
-        self._trained = sorted({*blocks, *self._trained})
+        later = {b for r, listed in self._published.items() if r > revision for b in listed}
+        # A newer snapshot on its way cannot be changed any more: what it lists is not listed twice.
+        blocks = {b: step for b, step in blocks.items() if b not in later}
+        self._trained = dict(sorted((blocks | self._trained).items()))
 
     # --- across restarts -----------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """JSON-able. Blocks of publications under way count as not published."""
-        waiting = {b for blocks in self._published.values() for b in blocks}
-        return {"blocks": sorted({*self._trained, *waiting}), "last_block": self._last_requested}
+        owed = dict(self._trained)
+        for blocks in self._published.values():
+            owed |= {b: max(step, owed.get(b, 0)) for b, step in blocks.items()}
+        return {
+            "blocks": sorted(owed.items()),
+            "steps": self._steps,
+            "last_block": self._last_requested,
+            "ahead": sorted([*(b for b, _ in self._ready), *self._requested, *self._ahead]),
+            "since_step": sorted(self._since_step),
+            "world_size": self._channel.world_size,
+            "micro_batch_size": self._micro_batch_size,
+        }
 
-    def restore(self, state: dict[str, Any]) -> None:
-        self._trained = [int(b) for b in state.get("blocks", [])]
+    def restore(self, state: dict[str, Any], cursor: dict[str, Any]) -> None:
+        """After a restart: ``state`` and the data's ``cursor`` of a checkpoint (both may be empty).
+
+        The block that was under way is begun again where it was, then those that were prefetched.
+        With another number of ranks or another micro-batch, what a rank holds of a block is cut
+        differently, and the trainer drops the micro-batches of the inner step under way; then a
+        new block is begun.
+        """
+        self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
+        self._steps = int(state.get("steps", 0))
         self._last_requested = int(state.get("last_block", 0))
+        if not state:
+            return
+        if (state.get("world_size"), state.get("micro_batch_size")) != (
+            self._channel.world_size,
+            self._micro_batch_size,
+        ):
+            log.info(
+                "Data goes on with a new block: the number of ranks or the micro-batch changed"
+            )
+            return
+        self._since_step = {int(b) for b in state.get("since_step", [])}
+        self._ahead = [int(b) for b in state.get("ahead", [])]
+        block, sequences, offset = (
+            int(cursor.get(key, 0)) for key in ("block", "sequences", "offset")
+        )
+        if block and sequences - offset >= self._micro_batch_size:
+            log.info("Data goes on in block %d at sequence %d of %d", block, offset, sequences)
+            self._under_way = (block, sequences, offset)
+            self._ahead = [block, *(b for b in self._ahead if b != block)]
+
+    def roll_back(self, state: dict[str, Any]) -> None:
+        """Weights are again those of the checkpoint ``state`` is from; data goes on from here.
+
+        What was trained on after it is not in the weights any more, and what was published since
+        is not listed again.
+        """
+        saved = {int(b): int(step) for b, step in state.get("blocks", [])}
+        owed = {b: step for b, step in saved.items() if self._done.get(b, 0) < step}
+        for revision, listed in sorted(self._published.items()):
+            kept = {b: min(step, owed[b]) for b, step in listed.items() if b in owed}
+            self._published[revision] = kept
+            owed = {b: step for b, step in owed.items() if kept.get(b, 0) < step}
+        self._trained = owed
+        self._since_step = {int(b) for b in state.get("since_step", [])}

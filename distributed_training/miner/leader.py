@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distributed_training.miner import state as st
-from distributed_training.miner.orders import ControlChannel, Order, OrderKind
+from distributed_training.miner.orders import ControlChannel, DataOrder, Order, OrderKind
 from distributed_training.miner.state import Do, MinerState, Mode, Timing, trains, transition
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -63,8 +63,8 @@ class GlobalWatchLike(Protocol):
 class BlocksLike(Protocol):
     """Which blocks to prefetch and train on; see :class:`~.blocks.BlockFeed`."""
 
-    def on_boundary(self, *, may_begin: bool) -> tuple[int, int, int]:
-        """(block to request, block to begin, its sequences); 0 where there is none."""
+    def on_boundary(self, *, may_begin: bool) -> DataOrder:
+        """What to prefetch, and what to train on from here; ``may_begin`` False: the former."""
 
     @property
     def available(self) -> bool:
@@ -140,15 +140,15 @@ class Leader:
             for report in self._publisher.reports():
                 self.on_publication(report)
         may_train = trains(self.state.mode) and not self._pending
-        request, begin, sequences = self._blocks.on_boundary(may_begin=may_train)
+        data = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:
             do = self._pending.popleft()
-            return Order(_KINDS[do], self._argument(do), request)
-        if may_train and (begin or self._blocks.available):
-            return Order(OrderKind.CONTINUE, 0, request, begin, sequences)
-        if not request:
+            return Order(_KINDS[do], self._argument(do), data.request)
+        if may_train and (data.begin or self._blocks.available):
+            return Order(OrderKind.CONTINUE, 0, *data)
+        if not data.request:
             self._wait_for_event()
-        return Order(OrderKind.IDLE, 0, request)
+        return Order(OrderKind.IDLE, 0, data.request)
 
     def _argument(self, do: Do) -> int:
         match do:

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,22 @@ class OrderKind(enum.IntEnum):
     STOP = 8  # arg: exit status
 
 
+class DataOrder(NamedTuple):
+    """What an order says about data; 0 where there is none."""
+
+    request: int = 0
+    begin: int = 0
+    sequences: int = 0
+    start: int = 0
+
+
 @dataclass(frozen=True)
 class Order:
     """One boundary's order.
 
     ``request_block`` starts prefetching of that block (0: none), ``begin_block`` switches training
-    to it, cut to ``begin_sequences`` sequences on every rank.
+    to it, cut to ``begin_sequences`` sequences on every rank, of which the first ``begin_start``
+    were trained on before a restart.
     """
 
     kind: OrderKind
@@ -44,6 +54,7 @@ class Order:
     request_block: int = 0
     begin_block: int = 0
     begin_sequences: int = 0
+    begin_start: int = 0
 
     def pack(self) -> list[int]:
         return [
@@ -52,14 +63,14 @@ class Order:
             self.request_block,
             self.begin_block,
             self.begin_sequences,
-            0,
+            self.begin_start,
             0,
             0,
         ]
 
     @classmethod
     def unpack(cls, vector: list[int]) -> Order:
-        return cls(OrderKind(vector[0]), *vector[1:5])
+        return cls(OrderKind(vector[0]), *vector[1:6])
 
 
 class ControlChannel:

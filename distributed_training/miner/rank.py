@@ -174,10 +174,14 @@ def _run(
         micro_batch_size=trainer.micro_batch_size,
         tokenizer_path=Path(facts.tokenizer_path),
         eos_id=facts.eos_id,
+        folder=folder / "data",
+        device=device,
+        vocabulary=int(facts.model_config["vocab_size"]),
         pin_memory=device.type == "cuda",
     )
     stack.callback(data.close)
     restored = _resume(trainer, checkpointer, facts, outside)
+    data.restore(restored.get("data", {}))
     if me.rank == 0:
         for line in gpu_report_lines(
             cuda=cuda_state(device.index),
@@ -213,7 +217,7 @@ def _resume(
     """Weights: the checkpoint where it belongs to the global epoch, else the global state.
 
     A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
-    validator's publication; comparing epochs later decides. Returns what rank 0 kept in it.
+    validator's publication; comparing epochs later decides. Returns what this rank kept in it.
     """
     restored: tuple[Progress, dict[str, Any]] | None = checkpointer.restore()
     if restored is not None:
@@ -222,7 +226,7 @@ def _resume(
             log.info(
                 "Resumed at outer step %d, inner step %d", progress.outer_step, progress.inner_step
             )
-            return dict(extra.get("rank_zero", {}))
+            return extra
         log.info(lines.epochs_differ(progress.outer_step, facts.global_outer_step))
     folder = outside.global_folder if outside is not None else None
     trainer.load_weights(folder / "model.safetensors" if folder else None)
@@ -250,9 +254,9 @@ def _rank_zero(
         data=data,
         channel=channel,
         micro_batch_size=trainer.micro_batch_size,
-        prefetch=config.data.prefetch_blocks,
+        prefetch=lambda: data.depth,
     )
-    blocks.restore(restored.get("blocks", {}))
+    blocks.restore(restored.get("rank_zero", {}).get("blocks", {}), restored.get("data", {}))
     swarm = outside.open_swarm(trainer.schema)
     stack.callback(swarm.close)
     publisher = outside.open_publisher(folder / "snapshots")

@@ -252,7 +252,7 @@ class RankZeroSide:
 
     def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None:
         self._skipped = 0
-        self._blocks.restore(extra.get("blocks", {}))
+        self._blocks.roll_back(extra.get("blocks", {}))
         log.warning(
             "Rolled back to outer step %d, inner step %d; half the learning rate for a while",
             progress.outer_step,

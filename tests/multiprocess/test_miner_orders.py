@@ -15,7 +15,7 @@ from distributed_training.miner.orders import Order, OrderKind, open_control_cha
 pytestmark = pytest.mark.timeout(90)
 
 SCRIPT = [
-    Order(OrderKind.CONTINUE, 0, 11, 10, 64),
+    Order(OrderKind.CONTINUE, 0, 11, 10, 64, 24),
     Order(OrderKind.SNAPSHOT, 2**40),
     Order(OrderKind.STOP, 3),
 ]

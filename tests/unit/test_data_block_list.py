@@ -25,6 +25,8 @@ MICRO_BATCHES_PER_STEP = 3
 class OneRank:
     """A control channel of one rank and data that is always ready, of few sequences a block."""
 
+    world_size = 1
+
     def ready_everywhere(self, block: int, own: int | None) -> int | None:
         del block
         return own
@@ -44,6 +46,8 @@ class BlockListMachine(RuleBasedStateMachine):
         self.pending: dict[Revision, tuple[int, list[int]]] = {}
         self.checkpoint: tuple[str, Any] | None = None
         self.current = 0
+        self.cursor: dict[str, int] = {}
+        self.published: dict[int, int] = {}  # block -> last step of it that was published
         self.feed = self.make()
 
     def make(self) -> BlockFeed:
@@ -52,7 +56,7 @@ class BlockListMachine(RuleBasedStateMachine):
             data=OneRank(),
             channel=OneRank(),  # type: ignore[arg-type]
             micro_batch_size=MICRO_BATCH,
-            prefetch=2,
+            prefetch=lambda: 2,
             patience=0.0,
         )
 
@@ -63,12 +67,15 @@ class BlockListMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 12))
     def train(self, times: int) -> None:
         for _ in range(times):
-            _, begun, _ = self.feed.on_boundary(may_begin=True)
-            if begun:
-                self.current = begun
+            order = self.feed.on_boundary(may_begin=True)
+            if order.begin:
+                self.current = order.begin
+                self.cursor = {"block": order.begin, "sequences": order.sequences}
+                self.cursor["offset"] = order.start
             if not self.feed.available:
                 continue
             self.feed.micro_batch_done()
+            self.cursor["offset"] += MICRO_BATCH
             self.in_step.append(self.current)
             if len(self.in_step) == MICRO_BATCHES_PER_STEP:
                 self.end_step(skipped=False)
@@ -101,6 +108,7 @@ class BlockListMachine(RuleBasedStateMachine):
         self.feed.publication_ended(revision, ok=ok)
         if ok:
             for block in listed:
+                self.published[block] = max(taken_at, self.published.get(block, 0))
                 if self.owed.get(block, taken_at + 1) <= taken_at:
                     del self.owed[block]
 
@@ -108,18 +116,42 @@ class BlockListMachine(RuleBasedStateMachine):
     def save(self) -> None:
         self.checkpoint = (
             json.dumps(self.feed.state()),
-            copy.deepcopy((self.owed, self.chain)),
+            copy.deepcopy((self.owed, self.in_step, self.cursor, self.steps)),
         )
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule()
     def kill(self) -> None:
-        """Everything since the checkpoint is gone, weights included; so is what was under way."""
+        """Everything since the checkpoint is gone, but for what it holds of the step under way."""
         assert self.checkpoint is not None
-        state, (owed, _) = self.checkpoint
+        state, kept = self.checkpoint
+        owed, in_step, cursor, steps = copy.deepcopy(kept)
         self.feed = self.make()
-        self.feed.restore(json.loads(state))
-        self.owed, self.in_step, self.pending = copy.deepcopy(owed), [], {}
+        self.feed.restore(json.loads(state), cursor)
+        self.owed, self.in_step, self.cursor, self.pending = owed, in_step, cursor, {}
+        self.steps, self.published = steps, {}
+        if cursor and cursor["sequences"] - cursor["offset"] >= MICRO_BATCH:
+            order = self.feed.on_boundary(may_begin=True)
+            assert order.request == cursor["block"] and not order.begin
+            order = self.feed.on_boundary(may_begin=True)
+            assert (order.begin, order.sequences, order.start) == tuple(
+                cursor[key] for key in ("block", "sequences", "offset")
+            )
+            self.current = order.begin
+
+    @precondition(lambda self: self.checkpoint is not None and self.checkpoint[1][3] <= self.steps)
+    @rule()
+    def roll_back(self) -> None:
+        """Weights go back, data does not; what was published since is published."""
+        assert self.checkpoint is not None
+        state, kept = self.checkpoint
+        owed, self.in_step, _, _ = copy.deepcopy(kept)
+        self.feed.roll_back(json.loads(state))
+        self.owed = {b: s for b, s in owed.items() if self.published.get(b, 0) < s}
+        self.pending = {
+            revision: (taken_at, [b for b in listed if b in owed])
+            for revision, (taken_at, listed) in self.pending.items()
+        }
 
     @invariant()
     def the_list_is_what_is_owed(self) -> None:
@@ -131,4 +163,4 @@ class BlockListMachine(RuleBasedStateMachine):
 
 
 TestBlockList = pytest.mark.timeout(90)(BlockListMachine.TestCase)
-TestBlockList.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBlockList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

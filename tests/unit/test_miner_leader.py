@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from distributed_training.miner.leader import Leader
-from distributed_training.miner.orders import ControlChannel, Order, OrderKind
+from distributed_training.miner.orders import ControlChannel, DataOrder, Order, OrderKind
 from distributed_training.miner.state import (
     AllReduceCalled,
     GlobalEpochSeen,
@@ -86,12 +86,12 @@ class Blocks:
         self.request = 0
         self.available = True
 
-    def on_boundary(self, *, may_begin: bool) -> tuple[int, int, int]:
+    def on_boundary(self, *, may_begin: bool) -> DataOrder:
         begin = self.begin if may_begin else (0, 0)
         if may_begin:
             self.begin = (0, 0)
         request, self.request = self.request, 0
-        return (request, *begin)
+        return DataOrder(request, *begin)
 
 
 class Rig:

@@ -1,0 +1,151 @@
+"""Which block comes next: ahead of need, in order, and where it was after a restart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner.orders import DataOrder
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class World:
+    """A chain, the ranks' prepared blocks (None: under way) and a clock."""
+
+    world_size = 2
+
+    def __init__(self) -> None:
+        self.chain = 100
+        self.sequences: dict[int, int | None] = {}
+        self.default: int | None = 10
+        self.now = 0.0
+
+    def ready(self, block: int) -> int | None:
+        return self.sequences.get(block, self.default)
+
+    def ready_everywhere(self, block: int, own: int | None) -> int | None:
+        del block
+        return own
+
+    def feed(self, *, prefetch: int = 2, micro_batch: int = 2) -> BlockFeed:
+        return BlockFeed(
+            chain_block=lambda: self.chain,
+            data=self,
+            channel=self,  # type: ignore[arg-type]
+            micro_batch_size=micro_batch,
+            prefetch=lambda: prefetch,
+            clock=lambda: self.now,
+        )
+
+
+def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
+    """Block 100 is in training, three of its five micro-batches done; 101 and 102 are ahead."""
+    feed = world.feed()
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
+    world.chain = 101
+    assert feed.on_boundary(may_begin=True) == DataOrder(101, 100, 10)
+    world.chain, world.sequences[101] = 102, None
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=102)
+    for _ in range(3):
+        feed.micro_batch_done()
+    return feed.state(), {"block": 100, "sequences": 10, "offset": 6}
+
+
+def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> None:
+    world = World()
+    state, cursor = saved(world)
+    world.chain = 200
+    world.sequences[100] = None
+    feed = world.feed()
+    feed.restore(state, cursor)
+    requested = [feed.on_boundary(may_begin=True) for _ in range(3)]
+    assert requested == [DataOrder(100), DataOrder(101), DataOrder(102)]
+    assert feed.on_boundary(may_begin=True) == DataOrder(), "102 is there, but 100 is not done"
+    world.sequences[100] = 10
+    order = feed.on_boundary(may_begin=True)
+    assert (order.begin, order.sequences, order.start) == (100, 10, 6)
+    for _ in range(2):
+        assert feed.available
+        feed.micro_batch_done()
+    assert not feed.available
+    assert feed.on_boundary(may_begin=True).begin == 102
+    feed.step_done()
+    assert feed.blocks() == [100], "the tokens of the step under way at the checkpoint count"
+
+
+@pytest.mark.parametrize("change", ["ranks", "micro-batch"])
+def test_what_is_cut_differently_begins_with_a_new_block(change: str) -> None:
+    world = World()
+    state, cursor = saved(world)
+    world.chain = 200
+    if change == "ranks":
+        world.world_size = 3
+    feed = world.feed(micro_batch=5 if change == "micro-batch" else 2)
+    feed.restore(state, cursor)
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=200)
+    feed.step_done()
+    assert feed.blocks() == [], "the micro-batches of the step under way were dropped"
+
+
+@pytest.mark.parametrize(("have", "served"), [(0, 0), (7, 0), (8, 1)])
+def test_a_block_that_came_back_shorter_is_served_as_far_as_it_goes(have: int, served: int) -> None:
+    world = World()
+    state, cursor = saved(world)
+    world.sequences |= {100: have, 101: 10}
+    feed = world.feed()
+    feed.restore(state, cursor)
+    feed.on_boundary(may_begin=True)
+    order = feed.on_boundary(may_begin=True)
+    if served:
+        assert (order.begin, order.sequences, order.start) == (100, have, 6)
+    else:
+        assert order.begin in (0, 102)
+
+
+def test_a_position_at_the_end_of_its_block_is_not_begun_again() -> None:
+    world = World()
+    state, _ = saved(world)
+    feed = world.feed()
+    feed.restore(state, {"block": 100, "sequences": 10, "offset": 10})
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=101)
+
+
+def test_no_more_is_requested_than_the_depth_asks_for_now() -> None:
+    world = World()
+    world.default = None
+    depth = 1
+    feed = BlockFeed(
+        chain_block=lambda: world.chain,
+        data=world,
+        channel=world,  # type: ignore[arg-type]
+        micro_batch_size=2,
+        prefetch=lambda: depth,
+    )
+    assert feed.on_boundary(may_begin=True).request == 100
+    world.chain = 101
+    assert feed.on_boundary(may_begin=True).request == 0
+    depth = 2
+    assert feed.on_boundary(may_begin=True).request == 101
+
+
+def test_without_new_data_the_last_block_is_trained_on_again_after_a_while() -> None:
+    world = World()
+    feed = world.feed()
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 100
+    feed.block_used_up()
+    assert feed.on_boundary(may_begin=True).begin == 0
+    world.now = 61.0
+    assert feed.on_boundary(may_begin=True) == DataOrder(0, 100, 10)
+
+
+def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFixture) -> None:
+    world = World()
+    world.sequences[100] = 1
+    feed = world.feed()
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 0
+    assert "Block 100 has no data for at least one rank and is skipped" in caplog.text
