@@ -82,6 +82,12 @@ class TrainingSettings:
         "previews; 'upload' commits at each upload as the public miner does; 'off' forgets",
         choices=("round", "upload", "off"),
     )
+    preview_sequences: int = flag(
+        "neuron.preview_sequences",
+        4,
+        "sequences of each rank that are never trained on: each gradient to be published is tried "
+        "on them as validators do; 0: no preview",
+    )
     precision: str = flag(
         "neuron.precision",
         "auto",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 import time
@@ -35,6 +36,7 @@ _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _LARGEST_BACKOFF = 60.0
 _SLOW_LINE_EVERY = 600.0
+_HELD_BACK = "held-back.npy"
 
 
 @dataclass
@@ -256,6 +258,36 @@ class DataPipeline:
         batch = self._host_batch(self._offset)
         if batch is not None:
             self._buffer.put(batch)
+
+    def held_back(self, micro_batches: int) -> torch.Tensor | None:
+        """int64 (micro_batches x micro-batch, sequence) that :meth:`next` does not serve.
+
+        Those kept in ``folder`` since they were first asked for, else what the block in training
+        has beyond the sequences ordered; None where that is too little.
+        """
+        wanted = micro_batches * self._micro_batch_size
+        path = self._block_folder / _HELD_BACK
+        with contextlib.suppress(OSError, ValueError, EOFError):
+            kept = np.load(path, allow_pickle=False)
+            if len(kept) >= wanted:
+                return torch.from_numpy(kept[:wanted].astype(np.int64))
+        held = self._blocks.get(self._current)
+        if held is None or len(held.order) < self._sequences + wanted:
+            return None
+        chosen = held.sequences[held.order[self._sequences : self._sequences + wanted]]
+        aside = path.with_suffix(".tmp.npy")
+        try:
+            np.save(aside, chosen)
+            os.replace(aside, path)
+        except OSError as error:  # a full disk, say: others will be held back after a restart
+            log.warning("What is held back from training could not be kept on disk: %s", error)
+        return torch.from_numpy(chosen.astype(np.int64))
+
+    def holds_back(self, micro_batches: int) -> bool:
+        """Whether :meth:`held_back` has them from before, so that no block need be cut for it."""
+        return (self._block_folder / _HELD_BACK).exists() and (
+            self.held_back(micro_batches) is not None
+        )
 
     @property
     def domain(self) -> int:

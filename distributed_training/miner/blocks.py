@@ -28,8 +28,10 @@ class ReadyLike(Protocol):
 class BlockFeed:
     """Rank 0 only. ``prefetch``: how many blocks to request ahead of the one in training, now.
 
-    ``patience``: seconds without any ready block after which a block that was served before is
-    trained on again (its tokens are still cached on every rank), rather than leaving GPUs idle.
+    ``hold_back``: micro-batches to leave out at the end of the first new block that is twice as
+    long, for previews. ``patience``: seconds without any ready block after which a block that was
+    served before is trained on again (its tokens are still cached on every rank), rather than
+    leaving GPUs idle.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class BlockFeed:
         channel: ControlChannel,
         micro_batch_size: int,
         prefetch: Callable[[], int],
+        hold_back: int = 0,
         patience: float = 60.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -48,6 +51,7 @@ class BlockFeed:
         self._channel = channel
         self._micro_batch_size = micro_batch_size
         self._prefetch = prefetch
+        self._hold_back = hold_back * micro_batch_size
         self._patience = patience
         self._clock = clock
         self._last_requested = 0
@@ -120,7 +124,10 @@ class BlockFeed:
                 return block, sequences, start
         if self._ready:
             self._starving_since = None
-            return (*self._ready.pop(0), 0)
+            block, sequences = self._ready.pop(0)
+            if sequences >= 2 * self._hold_back:
+                sequences, self._hold_back = sequences - self._hold_back, 0
+            return block, sequences, 0
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now

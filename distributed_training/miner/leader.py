@@ -36,6 +36,7 @@ _KINDS = {
     Do.OUTER_STEP: OrderKind.OUTER_STEP,
     Do.LOAD: OrderKind.LOAD,
     Do.SNAPSHOT: OrderKind.SNAPSHOT,
+    Do.PREVIEW: OrderKind.PREVIEW,
     Do.CHECKPOINT: OrderKind.CHECKPOINT,
     Do.ROLL_BACK: OrderKind.ROLL_BACK,
     Do.STOP: OrderKind.STOP,

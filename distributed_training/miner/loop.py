@@ -51,7 +51,11 @@ class TrainerLike(Protocol):
     def begin_epoch(self, outer_step: int) -> None: ...
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
-    ) -> SnapshotLike: ...
+    ) -> Any: ...
+    @property
+    def preview_micro_batches(self) -> int: ...
+    def hold_back(self, sequences: torch.Tensor | None) -> None: ...
+    def preview(self, handle: Any) -> float | None: ...
     def slow_down(self) -> None: ...
 
 
@@ -62,6 +66,7 @@ class DataLike(Protocol):
     def ready(self, block: int) -> int | None: ...
     def begin(self, block: int, sequences: int, start: int = 0) -> None: ...
     def next(self) -> torch.Tensor | None: ...
+    def held_back(self, micro_batches: int) -> torch.Tensor | None: ...
     def cursor(self) -> dict[str, Any]: ...
 
 
@@ -89,6 +94,7 @@ class RankZero(Protocol):
     def outer_step_done(self, *, committed: bool, outer_step: int, detail: str) -> None: ...
     def snapshot_taken(self, folder: Path, progress: Progress, handle: SnapshotLike) -> None: ...
     def snapshot_failed(self, problem: str) -> None: ...
+    def previewed(self, delta: float | None, seconds: float) -> None: ...
     def loaded(self, outer_step: int) -> None: ...
     def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None: ...
     def stopped(self, exit_status: int) -> None: ...
@@ -119,6 +125,8 @@ class MinerLoop:
         self._snapshots = snapshots
         self._zero = rank_zero
         self._fault_hook = fault_hook
+        self._handle: Any = None  # of the last snapshot
+        self._holds_back = False
         self._requested: set[int] = set()
         self._last_loss = 0.0
 
@@ -140,6 +148,8 @@ class MinerLoop:
                     self._load(order.arg)
                 case OrderKind.SNAPSHOT:
                     self._snapshot(block=order.arg)
+                case OrderKind.PREVIEW:
+                    self._preview()
                 case OrderKind.CHECKPOINT:
                     self._checkpoint()
                 case OrderKind.ROLL_BACK:
@@ -156,11 +166,19 @@ class MinerLoop:
             self._requested.add(order.request_block)
         if order.begin_block:
             self._data.begin(order.begin_block, order.begin_sequences, order.begin_start)
+            self._hold_back()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)
             if sequences is not None:
                 self._channel.report_ready(block, sequences)
                 self._requested.discard(block)
+
+    def _hold_back(self) -> None:
+        if self._holds_back or not self._trainer.preview_micro_batches:
+            return
+        held = self._data.held_back(self._trainer.preview_micro_batches)
+        self._holds_back = held is not None
+        self._trainer.hold_back(held)
 
     def _micro_batch(self) -> None:
         started = time.perf_counter()
@@ -240,8 +258,15 @@ class MinerLoop:
             if self._zero:
                 self._zero.snapshot_failed(str(error))
             return
+        self._handle = handle
         if self._zero:
             self._zero.snapshot_taken(folder, progress, handle)
+
+    def _preview(self) -> None:
+        started = time.perf_counter()
+        delta = self._trainer.preview(self._handle)
+        if self._zero:
+            self._zero.previewed(delta, time.perf_counter() - started)
 
     def _checkpoint(self) -> None:
         extra: dict[str, Any] = {"data": self._data.cursor()}

@@ -29,6 +29,7 @@ class OrderKind(enum.IntEnum):
     CHECKPOINT = 6
     ROLL_BACK = 7
     STOP = 8  # arg: exit status
+    PREVIEW = 9
 
 
 class DataOrder(NamedTuple):

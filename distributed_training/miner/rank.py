@@ -249,12 +249,14 @@ def _rank_zero(
 ) -> RankZeroSide:
     events = EventLog.from_settings(config.telemetry, folder)
     record = events.write if events is not None else (lambda kind, **fields: None)
+    held = trainer.preview_micro_batches
     blocks = BlockFeed(
         chain_block=outside.chain.block,
         data=data,
         channel=channel,
         micro_batch_size=trainer.micro_batch_size,
         prefetch=lambda: data.depth,
+        hold_back=0 if data.holds_back(held) else held,
     )
     blocks.restore(restored.get("rank_zero", {}).get("blocks", {}), restored.get("data", {}))
     swarm = outside.open_swarm(trainer.schema)
@@ -286,8 +288,14 @@ def _rank_zero(
     )
     stack.callback(server.close)
 
-    def submit(folder: Path, revision: Revision) -> None:
-        publisher.submit(folder, revision, channel.world_size, peer_id=swarm.peer_id)
+    def submit(folder: Path, revision: Revision, preview_delta: float | None) -> None:
+        publisher.submit(
+            folder,
+            revision,
+            channel.world_size,
+            peer_id=swarm.peer_id,
+            preview_delta=preview_delta,
+        )
 
     # model.safetensors, AdamW's two moments, and gradients.pt, which is smaller than the model
     snapshot_bytes = 16 * sum(math.prod(shape) for _, shape in trainer.schema)

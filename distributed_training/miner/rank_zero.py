@@ -47,7 +47,7 @@ class Cadence:
 class Submit(Protocol):
     """Hand a snapshot folder to the publisher. Returns at once."""
 
-    def __call__(self, folder: Path, revision: Revision) -> None: ...
+    def __call__(self, folder: Path, revision: Revision, preview_delta: float | None) -> None: ...
 
 
 class RankZeroSide:
@@ -87,7 +87,7 @@ class RankZeroSide:
         self._reload_timeout = reload_timeout
         self._skipped = 0
         self._round_started = 0.0
-        self._snapshot: SnapshotLike | None = None
+        self._snapshot: tuple[SnapshotLike, Path, Revision] | None = None
 
     # --- decisions -----------------------------------------------------------------------------
 
@@ -129,6 +129,7 @@ class RankZeroSide:
         self.leader.post(
             st.InnerStepEnded(
                 report.inner_step,
+                preview_due=self._snapshot_complete(),
                 snapshot_due=self._snapshot_due(report, now),
                 checkpoint_due=not report.skipped
                 and report.inner_step % self._cadence.checkpoint_steps == 0,
@@ -137,7 +138,6 @@ class RankZeroSide:
         )
 
     def _snapshot_due(self, report: StepReport, now: float) -> bool:
-        self._watch_snapshot()
         self._schedule.expect_round(self._round_clock.next_at())
         decision = self._schedule.step(report, now)
         for level, text in decision.lines:
@@ -151,13 +151,21 @@ class RankZeroSide:
             self.snapshot_failed(problem)
         return problem is None
 
-    def _watch_snapshot(self) -> None:
-        """The uploader waits for all files; if ours cannot be written, say why at once."""
-        handle = self._snapshot
-        if handle is not None and handle.done():
-            self._snapshot = None
-            if handle.error is not None:
-                log.warning("The snapshot could not be written: %s", handle.error)
+    def _snapshot_complete(self) -> bool:
+        """Whether a snapshot waits for its preview; one that could not be written is given up."""
+        if self._snapshot is None:
+            return False
+        handle, _, revision = self._snapshot
+        if not handle.done():
+            return False
+        if handle.error is None:
+            return True
+        self._snapshot = None
+        self._blocks.publication_ended(revision, ok=False)
+        self.snapshot_failed(
+            f"The snapshot could not be written, so this revision is not published: {handle.error}"
+        )
+        return False
 
     # --- the round -----------------------------------------------------------------------------
 
@@ -220,15 +228,24 @@ class RankZeroSide:
         self._schedule.cancelled()
 
     def snapshot_taken(self, folder: Path, progress: Progress, handle: SnapshotLike) -> None:
-        self._snapshot = handle
         revision = progress.revision(self._run)
+        self._snapshot = (handle, folder, revision)
         log.info("%s", lines.saving_state(progress.outer_step))
         log.info("%s", lines.FULL_STATE)
         log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, handle.hold_seconds)
         self._blocks.snapshot_taken(revision)
+
+    def previewed(self, delta: float | None, seconds: float) -> None:
+        """The snapshot's gradient was tried (None: that was not possible): publish."""
+        assert self._snapshot is not None
+        _, folder, revision = self._snapshot
+        self._snapshot = None
+        if delta is not None:
+            log.info("%s (%.2f s)", lines.preview(delta), seconds)
+            self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
         log.info("%s", lines.UPLOAD_MODEL_START)
         log.info("%s", lines.uploading(self._bucket))
-        self._submit(folder, revision)
+        self._submit(folder, revision, delta)
 
     def publication(self, report: PublicationReport) -> None:
         """The publisher's answer, collected by the leader."""

@@ -40,7 +40,8 @@ class Do(enum.Enum):
     AVERAGE = "write the pseudo-gradient into the swarm's buffers"
     OUTER_STEP = "prepare the outer step, vote, commit or roll back"
     LOAD = "load the fetched global state"
-    SNAPSHOT = "write a snapshot and hand it to the publisher"
+    SNAPSHOT = "write a snapshot"
+    PREVIEW = "try the snapshot's gradient as a validator would, then publish"
     CHECKPOINT = "write a checkpoint"
     ROLL_BACK = "go back to the last good checkpoint"
     STOP = "checkpoint and leave the loop"
@@ -54,7 +55,16 @@ class Do(enum.Enum):
 
 
 COLLECTIVE = frozenset(
-    {Do.AVERAGE, Do.OUTER_STEP, Do.LOAD, Do.SNAPSHOT, Do.CHECKPOINT, Do.ROLL_BACK, Do.STOP}
+    {
+        Do.AVERAGE,
+        Do.OUTER_STEP,
+        Do.LOAD,
+        Do.SNAPSHOT,
+        Do.PREVIEW,
+        Do.CHECKPOINT,
+        Do.ROLL_BACK,
+        Do.STOP,
+    }
 )
 
 
@@ -105,9 +115,11 @@ class OuterStepEnded:
 
 @dataclass(frozen=True)
 class InnerStepEnded:
-    """``snapshot_due`` and ``checkpoint_due`` are what the schedules say of this step."""
+    """``snapshot_due`` and ``checkpoint_due`` are what the schedules say of this step;
+    ``preview_due``: a snapshot is complete on disk. It comes again until there was a preview."""
 
     inner_step: int
+    preview_due: bool = False
     snapshot_due: bool = False
     checkpoint_due: bool = False
     roll_back: bool = False  # three losses in a row were not finite
@@ -222,6 +234,8 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             if event.roll_back:
                 return state, (Do.ROLL_BACK,)
             orders = ()
+            if event.preview_due:
+                orders += (Do.PREVIEW,)
             if event.snapshot_due:
                 orders += (Do.SNAPSHOT,)
             if event.checkpoint_due:

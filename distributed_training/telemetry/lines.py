@@ -84,6 +84,11 @@ def pushed(revision: Revision, bucket: str) -> str:
     return f"Successfully pushed new model state with tag {revision.tag} to bucket: {bucket}"
 
 
+def preview(delta: float) -> str:
+    """``delta``: loss with minus without the gradient about to be published, nats per token."""
+    return f"Preview: this gradient, decoded as a validator would, changes the loss by {delta:+.4f}"
+
+
 def upload_completed(result: object) -> str:
     return f"Model state upload completed with result: {result}"
 

@@ -69,16 +69,23 @@ class SnapshotState:
 class SnapshotHandle:
     """The writing of one snapshot by this rank."""
 
-    def __init__(self, folder: Path, hold_seconds: float) -> None:
+    def __init__(self, folder: Path, hold_seconds: float, epoch_id: str) -> None:
         self.folder = folder
         self.hold_seconds = hold_seconds  # how long training was held
+        self.epoch_id = epoch_id  # of the epoch start that the gradient is measured from
+        self.codes: Sequence[Code | None] | None = None  # as published; there before done()
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, write: Callable[[], None]) -> None:
+    def start(self, write: Callable[[Callable[[Sequence[Code | None]], None]], None]) -> None:
+        """``write`` gets a function to leave the codes with, before it says that it is ready."""
+
+        def keep(codes: Sequence[Code | None]) -> None:
+            self.codes = codes
+
         def run() -> None:
             try:
-                write()
+                write(keep)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 self.error = error
 
@@ -108,9 +115,16 @@ def prepare_folder(folder: Path) -> None:
     (folder / _PARTS).mkdir(parents=True)
 
 
-def write_snapshot(state: SnapshotState, folder: Path, *, parts_timeout: timedelta) -> None:
+def write_snapshot(
+    state: SnapshotState,
+    folder: Path,
+    keep: Callable[[Sequence[Code | None]], None],
+    *,
+    parts_timeout: timedelta,
+) -> None:
     """Write this rank's files; rank 0 also puts the ranks' parts together.
 
+    ``keep`` gets this rank's codes before any other rank can know that they are made.
     ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
     RuntimeError (another rank failed).
     """
@@ -120,6 +134,7 @@ def write_snapshot(state: SnapshotState, folder: Path, *, parts_timeout: timedel
     try:
         layout = _write_model_rows(state, parts / keys.MODEL)
         codes = [code() if callable(code) else code for code in state.codes]
+        keep(codes)
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
     except BaseException as error:

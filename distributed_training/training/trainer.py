@@ -49,6 +49,7 @@ from .model import (
 )
 from .outer_step import OuterStep
 from .plan import check_sequence_length, compute_dtype, plan_batch, plan_memory
+from .preview import Preview
 from .profile import StepProfiler
 from .schedule import CosineSchedule
 from .shards import RowStream, shards_of
@@ -173,6 +174,15 @@ class Trainer:
             momentum=settings.outer_momentum,
             feedback=self._feedback,
         )
+
+        self._preview = Preview(
+            shards=self.shards,
+            stream=self.stream,
+            feedback=self._feedback,
+            loss=lambda batch: self._root(batch.to(self.device)),
+            dropped=self._drop_step,
+        )
+        self._held: Tensor | None = None
 
         # progress
         self.outer_step = 0
@@ -540,7 +550,7 @@ class Trainer:
             ),
             scheduler_state=self.schedule.published_state(self.total_inner_steps),
         )
-        handle = SnapshotHandle(folder, time.perf_counter() - started)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
         handle.start(partial(write_snapshot, state, folder, parts_timeout=timedelta(minutes=10)))
         return handle
 
@@ -560,6 +570,45 @@ class Trainer:
                 rows = self._feedback.accumulated(i, start[i], current[i], rate)
                 codes.append(self._feedback.encode_whole(i, rows, subtract=False))
         return codes
+
+    # --- preview -------------------------------------------------------------------------------
+
+    def hold_back(self, sequences: Tensor | None) -> None:
+        """int64 (n, sequence) of this rank that are never trained on; None: it has none."""
+        self._held = sequences
+
+    @property
+    def preview_micro_batches(self) -> int:
+        """Micro-batches that a preview runs on each rank."""
+        return -(-self.settings.preview_sequences // self.micro_batch_size)
+
+    def preview(self, handle: SnapshotHandle) -> float | None:
+        """Loss with minus without the gradient of a finished snapshot, on what is held back.
+
+        In nats per token; below 0 is good. None when no rank holds anything back, or the epoch the
+        gradient belongs to is over. Collective, at an inner step's boundary; rank 0 must have seen
+        ``handle.done()``. Nothing of the training state changes.
+        """
+        wanted = self.preview_micro_batches * self.micro_batch_size
+        usable = self._held is not None and len(self._held) >= wanted > 0
+        problem = float(handle.codes is None or handle.epoch_id != self._outer.epoch_id)
+        there, problems = self.stream.sum([float(usable), problem])
+        if not there or problems or self._batches:
+            return None
+        assert handle.codes is not None and self._outer.epoch_start is not None
+        held = self._held if usable else None
+        if held is None:
+            held = torch.zeros((wanted, self.settings.sequence_length), dtype=torch.int64)
+        delta = self._preview.measure(
+            epoch_id=self._outer.epoch_id,
+            start=self._outer.epoch_start,
+            codes=handle.codes,
+            learning_rate=self._outer.learning_rate,
+            held=held[:wanted].split(self.micro_batch_size),
+            count=float(usable),
+        )
+        handle.codes = None
+        return delta
 
     # --- checkpoint ----------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from training_world import sequences, train, trainer, whole_weights
 
+from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer import nesterov_sgd
@@ -97,6 +98,65 @@ def snapshot(folder: Path) -> None:
         if RANK == 0:
             torch.save({"start": start, "now": now, "schema": made.schema}, folder / f"{mode}.pt")
         dist.barrier()
+
+
+def preview(folder: Path) -> None:
+    """What it says is what applying the published file gives, and it leaves no trace."""
+    made, other = (trainer(rank=RANK, world_size=WORLD, preview_sequences=3) for _ in range(2))
+    held = sequences(99, count=4 * WORLD)[RANK * 4 : (RANK + 1) * 4]
+    for each in (made, other):
+        each.hold_back(held)
+        train(each, 0, 3)
+    start, now = [t.clone() for t in made._outer.epoch_start], made._outer.current()
+
+    def snapshot_of(step: int) -> object:
+        handle = made.snapshot(
+            folder / "preview", progress=Progress(0, step, step, [7]), block=9, last_loss=1.0
+        )
+        handle.wait(timedelta(seconds=60))
+        dist.barrier()
+        return handle
+
+    handle = snapshot_of(3)
+    code = torch.load(folder / "preview" / "gradients.pt", weights_only=True)
+    delta = made.preview(handle)
+    assert delta is not None and delta < 0
+    same(now, made._outer.current())
+    assert [r.loss for r in train(made, 3, 5)] == [r.loss for r in train(other, 3, 5)]
+    # the same by hand, from the file
+    spread = torch.cat([sequences(99, count=4 * WORLD)[r * 4 : (r + 1) * 4] for r in range(WORLD)])
+    before = evaluated(other, start, spread)
+    applied = []
+    for item, rows in zip(other.shards, start, strict=True):
+        idxs, vals = code[item.name + "idxs"], code[item.name + "vals"]
+        whole = gradients.decode(idxs, vals, item.shape)
+        applied.append(rows - 0.8 * 0.5 * whole[item.start : item.stop])
+    assert abs(delta - (evaluated(other, applied, spread) - before)) < 1e-5
+    # a gradient that points the wrong way is seen
+    handle = snapshot_of(5)
+    handle.codes = [None if c is None else (c[0], -c[1]) for c in handle.codes]
+    assert made.preview(handle) > 0
+    # a rank that holds nothing back runs along and does not count
+    handle = snapshot_of(5)
+    if RANK == 1:
+        made.hold_back(None)
+    partial = made.preview(handle)
+    assert partial is not None and partial < 0
+    made.hold_back(None)
+    assert made.preview(snapshot_of(5)) is None
+    made.hold_back(held)
+    assert made.preview(handle) is None, "its codes were used"
+    handle = snapshot_of(5)
+    made.begin_epoch(1)
+    assert made.preview(handle) is None, "it belongs to an epoch that is over"
+
+
+def evaluated(made: object, rows: list[torch.Tensor], batches: torch.Tensor) -> float:
+    with torch.no_grad():
+        for item, part in zip(made.shards, rows, strict=True):
+            item.local.copy_(part)
+    made._drop_step()
+    return made.evaluate(batches)
 
 
 def until_killed(folder: Path) -> None:
