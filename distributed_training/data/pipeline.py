@@ -303,7 +303,10 @@ class DataPipeline:
 
     def cursor(self) -> dict[str, Any]:
         """Position as JSON-able values: the next sequence to serve is number ``offset`` of
-        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in."""
+        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in.
+
+        A checkpoint holds it, so what was served until here gets its receipt now."""
+        self._finish()
         held = self._blocks.get(self._current)
         return {
             "block": self._current,

@@ -183,6 +183,12 @@ class Leader:
             self._record("state", before=before.mode.value, after=self.state.mode.value)
         self._keep_payload(event)
         self._tell_what_was_dropped(event, orders)
+        if (
+            isinstance(event, st.AveragingEnded)
+            and event.result is None
+            and before.mode is Mode.AVERAGING
+        ):
+            self.on_round_failed(event.fault or AllReduceFault.LOCAL, event.detail)
         for do in orders:
             if do in _KINDS:
                 self._queue(do)

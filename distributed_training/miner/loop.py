@@ -289,6 +289,8 @@ class MinerLoop:
 
     def _stop(self, exit_status: int) -> None:
         self._checkpoint()
+        if self._handle is not None:
+            self._handle.cancel()
         self._checkpointer.wait()
         if self._zero:
             self._zero.stopped(exit_status)

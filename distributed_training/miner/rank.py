@@ -318,9 +318,7 @@ def _rank_zero(
         reload_timeout=config.miner.round_reload_timeout,
     )
     leader.on_publication = zero.publication
-    leader.on_round_failed = lambda fault, detail: zero.round_ended(
-        ok=False, detail=detail, fault=fault.name
-    )
+    leader.on_round_failed = zero.round_failed
     leader.on_snapshot_dropped = zero.snapshot_dropped
     leader.on_call_ignored = server.round_ended
     stop.leader = leader

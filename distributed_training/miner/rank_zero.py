@@ -24,6 +24,7 @@ from distributed_training.miner.orders import Order
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,
+    AllReduceFault,
     Progress,
     PublicationReport,
     Revision,
@@ -196,10 +197,15 @@ class RankZeroSide:
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
         self.leader.post(st.OuterStepEnded(committed, outer_step, time.time(), detail))
-        self.round_ended(ok=committed, detail=detail)
+        self._round_ended(ok=committed, detail=detail)
 
-    def round_ended(self, *, ok: bool, detail: str = "", fault: str = "") -> None:
-        """Record a round; also called by the leader's observer for rounds without an average."""
+    def round_failed(self, fault: AllReduceFault, detail: str) -> None:
+        """There is no average; training goes on with what it had."""
+        log.info("%s", lines.RESUMING)
+        log.info("%s", lines.waiting_for_validator(self._reload_timeout))
+        self._round_ended(ok=False, detail=detail, fault=fault.name)
+
+    def _round_ended(self, *, ok: bool, detail: str, fault: str = "") -> None:
         result = self.leader.averaged
         request_epoch = self.leader.state.outer_step
         self._record(
@@ -214,6 +220,7 @@ class RankZeroSide:
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
+        self._round_started = 0.0
         self._round_clock.round_ended()
         self._round_over()
 

@@ -76,16 +76,12 @@ class SnapshotHandle:
         self.codes: Sequence[Code | None] | None = None  # as published; there before done()
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._cancelled = threading.Event()
 
-    def start(self, write: Callable[[Callable[[Sequence[Code | None]], None]], None]) -> None:
-        """``write`` gets a function to leave the codes with, before it says that it is ready."""
-
-        def keep(codes: Sequence[Code | None]) -> None:
-            self.codes = codes
-
+    def start(self, write: Callable[[SnapshotHandle], None]) -> None:
         def run() -> None:
             try:
-                write(keep)
+                write(self)
             except BaseException as error:  # noqa: BLE001 - handed to whoever waits
                 self.error = error
 
@@ -95,6 +91,20 @@ class SnapshotHandle:
     def done(self) -> bool:
         """True when this rank's files are all there, or writing failed (see ``error``)."""
         return self._thread is not None and not self._thread.is_alive()
+
+    def cancel(self) -> None:
+        """Give it up, unless it is done. Returns when the thread has ended.
+
+        A process must not end with the thread still in it: the interpreter would abort.
+        """
+        self._cancelled.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def check(self) -> None:
+        """For the writing thread, now and then. Raises RuntimeError after :meth:`cancel`."""
+        if self._cancelled.is_set():
+            raise RuntimeError("the snapshot was given up")
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Covers all writing of this rank (rank 0: also the other ranks' parts).
@@ -116,25 +126,25 @@ def prepare_folder(folder: Path) -> None:
 
 
 def write_snapshot(
-    state: SnapshotState,
-    folder: Path,
-    keep: Callable[[Sequence[Code | None]], None],
-    *,
-    parts_timeout: timedelta,
+    state: SnapshotState, handle: SnapshotHandle, *, parts_timeout: timedelta
 ) -> None:
     """Write this rank's files; rank 0 also puts the ranks' parts together.
 
-    ``keep`` gets this rank's codes before any other rank can know that they are made.
+    ``handle`` has this rank's codes before any other rank can know that they are made.
     ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
     RuntimeError (another rank failed).
     """
+    folder = handle.folder
     parts = folder / _PARTS
     ready = parts / f"rank-{state.rank}.ready.json"
     files: list[Path] = []
     try:
-        layout = _write_model_rows(state, parts / keys.MODEL)
-        codes = [code() if callable(code) else code for code in state.codes]
-        keep(codes)
+        layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
+        codes: list[Code | None] = []
+        for code in state.codes:
+            handle.check()
+            codes.append(code() if callable(code) else code)
+        handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
     except BaseException as error:
@@ -142,15 +152,16 @@ def write_snapshot(
         raise
     write_json(ready, {"error": None})
     if state.rank == 0:
-        _wait_for_parts(parts, state.world_size, parts_timeout)
+        _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
         _write_gradients(state, codes, parts, folder / keys.GRADIENTS)
         write_json(folder / keys.CONFIG, state.config)
         files += [folder / keys.CONFIG, folder / keys.MODEL, folder / keys.GRADIENTS]
+    handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.world_size)
-    with atomic_file(inner) as handle:
-        torch.save(inner_optimizer_content(state), handle)
+    with atomic_file(inner) as file:
+        torch.save(inner_optimizer_content(state), file)
     files.append(inner)
     if state.rank == 0:
         shutil.rmtree(parts)
@@ -167,7 +178,9 @@ def write_snapshot(
     )
 
 
-def _write_model_rows(state: SnapshotState, path: Path) -> SafetensorsLayout:
+def _write_model_rows(
+    state: SnapshotState, path: Path, check: Callable[[], None]
+) -> SafetensorsLayout:
     layout = SafetensorsLayout.of(
         [(s.name, torch.float32, s.shape) for s in state.shards],
         metadata=keys.SAFETENSORS_METADATA,
@@ -178,6 +191,7 @@ def _write_model_rows(state: SnapshotState, path: Path) -> SafetensorsLayout:
         if state.rank == 0:
             _write_at(handle, memoryview(layout.header), 0)
         for shard, rows in zip(state.shards, state.weights, strict=True):
+            check()
             start = layout.offsets[shard.name] + shard.start * shard.row_size * 4
             _write_at(handle, tensor_bytes(rows), start)
         os.fsync(handle)
@@ -204,11 +218,14 @@ def _part_tensors(state: SnapshotState, codes: Sequence[Code | None]) -> dict[st
     return tensors
 
 
-def _wait_for_parts(parts: Path, world_size: int, timeout: timedelta) -> None:
+def _wait_for_parts(
+    parts: Path, world_size: int, timeout: timedelta, check: Callable[[], None]
+) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(world_size):
         ready = parts / f"rank-{rank}.ready.json"
         while not ready.exists():
+            check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not write its part of the snapshot in time")
             time.sleep(0.01)

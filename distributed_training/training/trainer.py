@@ -551,7 +551,7 @@ class Trainer:
             scheduler_state=self.schedule.published_state(self.total_inner_steps),
         )
         handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
-        handle.start(partial(write_snapshot, state, folder, parts_timeout=timedelta(minutes=10)))
+        handle.start(partial(write_snapshot, state, parts_timeout=timedelta(minutes=10)))
         return handle
 
     def _codes(

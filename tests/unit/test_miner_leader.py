@@ -181,12 +181,15 @@ def test_a_whole_round() -> None:
 )
 def test_a_failed_round_costs_time_only(error: Exception) -> None:
     rig = Rig()
+    failed: list[AllReduceFault] = []
+    rig.leader.on_round_failed = lambda fault, detail: failed.append(fault)
     rig.swarm.outcome = error
     rig.swarm.release.set()
     rig.leader.post(call())
     rig.order()
     rig.leader.post(PseudoGradientWritten(0.5))
     assert rig.order_other_than_idle().kind is OrderKind.CONTINUE
+    assert len(failed) == 1, "whoever keeps the books of rounds is told, once"
     assert rig.leader.state.outer_step == 4
     assert not rig.publisher.paused
 

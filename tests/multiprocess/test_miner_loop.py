@@ -1,0 +1,156 @@
+"""The whole loop over gloo ranks: kills, stops, votes and calls at awkward moments."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.data.receipts import read_receipts
+
+pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def start(scenario: str, folder: Path, world_size: int) -> list[subprocess.Popen[str]]:
+    folder.mkdir(exist_ok=True)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "miner_ranks.py"), scenario, str(folder)],
+            env=os.environ
+            | {"RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests"},
+            stdout=(folder / f"{scenario}-{rank}.log").open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            process_group=0 if rank == 0 else None,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def finish(processes: list[subprocess.Popen[str]], folder: Path, expected: int = 0) -> str:
+    try:
+        statuses = [process.wait(timeout=100) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    log = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    assert set(statuses) == {expected}, f"{statuses}\n{log}"
+    return log
+
+
+def run(scenario: str, folder: Path, world_size: int = 2) -> dict[str, Any]:
+    finish(start(scenario, folder, world_size), folder)
+    content: dict[str, Any] = json.loads((folder / f"{scenario}.json").read_text())
+    content["weights"] = torch.load(folder / f"{scenario}.pt", weights_only=True)
+    return content
+
+
+def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one["weights"], two["weights"], strict=True))
+
+
+def trained(folder: Path, rank: int) -> dict[int, dict[int, int]]:
+    """From the receipts: block -> first sequence -> sequences."""
+    found: dict[int, dict[int, int]] = {}
+    for receipt in read_receipts(folder / "data" / f"receipts.rank{rank}.jsonl"):
+        found.setdefault(receipt["block"], {})[receipt["first_sequence"]] = receipt["sequences"]
+    return found
+
+
+def spans(receipts: dict[int, dict[int, int]]) -> dict[int, tuple[int, int]]:
+    """Block -> first and one past the last sequence; fails where two receipts leave a gap."""
+    result = {}
+    for block, parts in receipts.items():
+        first = end = min(parts)
+        for begin in sorted(parts):
+            assert begin == end, f"block {block}: {parts}"
+            end = begin + parts[begin]
+        result[block] = (first, end)
+    return result
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """Twelve inner steps without a stop."""
+    folder = tmp_path_factory.mktemp("straight")
+    return run("straight", folder), folder
+
+
+def test_a_kill_loses_no_sequence_and_changes_no_bit(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, whole_folder = straight
+    processes = start("killed", tmp_path, 2)
+    processes[0].wait(timeout=100)
+    for process in processes[1:]:
+        process.kill()  # as the launcher does when a rank is gone
+    finish(processes, tmp_path, -signal.SIGKILL)
+    assert not (tmp_path / "killed.json").exists()
+    resumed = run("resumed", tmp_path)
+    assert resumed["losses"] == whole["losses"][5:]
+    assert same(resumed, whole)
+    assert resumed["blocks"] == whole["blocks"]
+    assert [s["tag"] for s in resumed["submitted"]] == [s["tag"] for s in whole["submitted"]][1:]
+    assert [s["blocks"] for s in resumed["submitted"]][1:] == [
+        s["blocks"] for s in whole["submitted"]
+    ][2:]
+    for rank in range(2):
+        assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
+
+
+def test_a_stop_within_an_inner_step_neither_drops_nor_repeats_a_micro_batch(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, whole_folder = straight
+    stopped = run("stopped", tmp_path)
+    assert stopped["losses"] == whole["losses"][:6]
+    after = run("after_stop", tmp_path)
+    assert after["losses"] == whole["losses"][6:]
+    assert same(after, whole)
+    assert after["blocks"] == whole["blocks"]
+    for rank in range(2):
+        assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
+
+
+def test_a_rank_that_fails_before_the_vote_stops_the_commit_on_all(tmp_path: Path) -> None:
+    result = run("vote", tmp_path)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"vote-{rank}.json").read_text())
+        assert seen == {
+            "same": True,
+            "untouched": True,
+            "steps": [0, 3],
+            "committed": [1, 0],  # the next round works
+        }
+    assert result["events"].count("round") == 2
+    assert result["events"].count("outer_step") == 1
+    assert result["events"].count("call over") == 2
+    assert (result["outer_step"], len(result["losses"])) == (1, 8)
+
+
+def test_calls_before_the_first_step_twice_and_during_a_publication(tmp_path: Path) -> None:
+    result = run("awkward", tmp_path)
+    assert result["events"].count("round") == 3, "one, one for two calls, one"
+    assert result["events"].count("outer_step") == 3
+    assert result["outer_step"] == 3
+    # The snapshot was taken before the third round and is published after it, unpaused.
+    first = result["submitted"][0]
+    assert first["delta"] is None and not first["paused"]
