@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
+        from distributed_training.miner.process import leave
         from distributed_training.miner.rank import run_rank
 
-        return run_rank(argv)
+        leave(run_rank(argv))
     from distributed_training.miner.launcher import launch
 
     return launch(argv)

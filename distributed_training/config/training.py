@@ -88,6 +88,12 @@ class TrainingSettings:
         "sequences of each rank that are never trained on: each gradient to be published is tried "
         "on them as validators do; 0: no preview",
     )
+    pcgrad: bool = flag(
+        "train.pcgrad",
+        False,
+        "of several --data.source, project each source's gradient off those it conflicts with "
+        "(gradient surgery); reduces at every micro-batch, one more gradient in memory per source",
+    )
     precision: str = flag(
         "neuron.precision",
         "auto",

@@ -170,8 +170,8 @@ class Checkpointer:
         numpy_state = state["numpy_rng"]
         scalars = {
             key: state[key]
-            for key in ("steps", "schedule", "outer_learning_rate", "outer_momentum", "epoch_id",
-                        "outer_step", "inner_step", "total_inner_steps", "python_rng")
+            for key in ("steps", "domains", "schedule", "outer_learning_rate", "outer_momentum",
+                        "epoch_id", "outer_step", "inner_step", "total_inner_steps", "python_rng")
         }  # fmt: skip
         scalars["numpy_rng"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
         self._write_part(folder, tensors, {"state": scalars, **content})

@@ -27,15 +27,13 @@ from . import weights
 from .attention import implementation
 from .feedback import Code, Codec, ErrorFeedback
 from .hardware import (
-    OUT_OF_MEMORY_ADVICE,
     attention_line,
     find_micro_batch,
-    first_line,
-    is_compiler_error,
     make_mesh,
 )
 from .inner_optimizer import InnerOptimizer
 from .loss import CausalLoss, choose_loss_kernel
+from .micro_batches import MicroBatches
 from .model import (
     Schema,
     build_meta_model,
@@ -45,7 +43,6 @@ from .model import (
     schema_of,
     shard,
     tied_names,
-    uncompile_blocks,
 )
 from .outer_step import OuterStep
 from .plan import check_sequence_length, compute_dtype, plan_batch, plan_memory
@@ -124,10 +121,10 @@ class Trainer:
         say(self.plan.note)
         say(attention_line(config, device, self.compute_dtype))
         checkpoint_activations(model, settings.activation_checkpointing)
-        self._compiled = False
+        compiled = False
         if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
             problem = compile_blocks(model, device)
-            self._compiled = problem is None
+            compiled = problem is None
             say(f"torch.compile: {'each block' if problem is None else 'off: ' + problem}")
         kernel, line = choose_loss_kernel(settings.loss_kernel, device)
         say(line)
@@ -175,13 +172,6 @@ class Trainer:
             feedback=self._feedback,
         )
 
-        self._preview = Preview(
-            shards=self.shards,
-            stream=self.stream,
-            feedback=self._feedback,
-            loss=lambda batch: self._root(batch.to(self.device)),
-            dropped=self._drop_step,
-        )
         self._held: Tensor | None = None
 
         # progress
@@ -193,13 +183,28 @@ class Trainer:
 
         # the step under way
         self._gauge = DeviceGauge(device)
-        self._loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-        self._batches: list[Tensor] = []  # kept to run the step again in smaller pieces
-        self._pieces = 1  # each micro-batch is run in this many; doubled when memory ran out
-        self._last: bool | None = None
+        self._step = MicroBatches(
+            root=self._root,
+            model=model,
+            modules=self._modules,
+            shards=self.shards,
+            stream=self.stream,
+            memory=self.plan,
+            device=device,
+            compiled=compiled,
+            surgery=settings.pcgrad,
+            say=say,
+        )
+        root = self._root
+        self._preview = Preview(
+            shards=self.shards,
+            stream=self.stream,
+            feedback=self._feedback,
+            loss=lambda batch: root(batch.to(device)),
+            dropped=self._step.drop,
+        )
         self._waited = 0.0
         self._seconds = 0.0  # spent here; pauses between micro-batches, as in a round, do not count
-        self._notes: list[str] = []
         self._profiler = StepProfiler(
             steps=settings.profile_steps, start=settings.profile_start, rank=rank
         )
@@ -221,7 +226,7 @@ class Trainer:
     @property
     def pending_micro_batches(self) -> int:
         """Micro-batches of the inner step under way."""
-        return len(self._batches)
+        return len(self._step.batches)
 
     @property
     def wants_roll_back(self) -> bool:
@@ -275,35 +280,35 @@ class Trainer:
 
     def _drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
-        discard_gradients(self._modules)
-        self._forget_step()
+        self._step.drop()
+        self._waited = self._seconds = 0.0
 
     def _forget_step(self) -> None:
-        self._loss_sum.zero_()
-        self._batches, self._notes = [], []
+        self._step.forget()
         self._waited = self._seconds = 0.0
 
     # --- inner step ----------------------------------------------------------------------------
 
     def add_micro_batch(
-        self, batch: Tensor, *, data_wait_seconds: float = 0.0
+        self, batch: Tensor, *, data_wait_seconds: float = 0.0, domain: int = 0
     ) -> StepReport | None:
         """Forward and backward of int64 (micro-batch, sequence); the report of a finished step.
 
         The loss of the step is the mean over the predicted tokens of all micro-batches of all
-        ranks; the gradient is that mean's, at every world size. Raises ValueError for another
-        shape than that of the settings.
+        ranks; the gradient is that mean's, at every world size. ``domain``: of a mixture, equal on
+        all ranks; see ``--train.pcgrad``. Raises ValueError for another shape than that of the
+        settings.
         """
         started = time.perf_counter()
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
         self._waited += data_wait_seconds
-        self._batches.append(batch)
-        self._run_guarded()
-        if len(self._batches) < self.micro_batches_per_step:
+        self._step.add(batch, domain, self.batch_plan)
+        if len(self._step.batches) < self.micro_batches_per_step:
             self._seconds += time.perf_counter() - started
             return None
+        self._step.combine(self.total_inner_steps)
         loss, norm = self._read_step()
         rate = self.schedule.rate(self.total_inner_steps)
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -320,82 +325,19 @@ class Trainer:
         self._profiler.step()
         return report
 
-    def _run_guarded(self) -> None:
-        """Run the newest micro-batch; when memory ran out, the whole step again in smaller pieces.
-
-        One rank alone can do that. With several the others would be left in a collective, so the
-        miner stops and the error says what to change.
-        """
-        try:
-            last = len(self._batches) == self.micro_batches_per_step
-            self._run(self._batches[-1], last=last)
-            return
-        except torch.OutOfMemoryError as error:
-            self._out_of_memory(error)
-        except Exception as error:
-            if not self._compiled or not is_compiler_error(error):
-                raise
-            self._say(f"torch.compile: off from here: {type(error).__name__}: {first_line(error)}")
-            uncompile_blocks(self.model)
-            self._compiled = False
-        discard_gradients(self._modules)
-        self._loss_sum.zero_()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        again, self._batches = self._batches, []
-        for batch in again:
-            self._batches.append(batch)
-            self._run_guarded()
-
-    def _out_of_memory(self, error: torch.OutOfMemoryError) -> None:
-        was, now = self.micro_batch_size // self._pieces, self.micro_batch_size // self._pieces // 2
-        if self.world_size > 1 or was % 2:
-            raise torch.OutOfMemoryError(
-                f"out of memory with {was} sequences at once ({first_line(error)}), so the miner "
-                f"stops: {OUT_OF_MEMORY_ADVICE}"
-            ) from error
-        self._pieces *= 2
-        line = (
-            f"out of memory: the step is retried with {now} instead of {was} sequences at once and "
-            f"the same effective batch of {self.batch_plan.effective}; to keep it so, give "
-            f"--neuron.local_batch_size_train {now}"
-        )
-        log.warning(line)
-        self._notes.append(line)
-
-    def _run(self, batch: Tensor, *, last: bool) -> None:
-        # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
-        tokens = self.micro_batches_per_step * batch.shape[0] * (batch.shape[1] - 1)
-        ids = batch.to(self.device, non_blocking=True)
-        pieces = ids.chunk(self._pieces)
-        for i, piece in enumerate(pieces):
-            self._set_last(last and i == len(pieces) - 1)
-            loss = self._root(piece)
-            (loss / tokens).backward()
-            self._loss_sum += loss.detach()
-
-    def _set_last(self, last: bool) -> None:
-        """Only the last backward of a step reduces gradients and drops gathered weights."""
-        if self._last is last:
-            return
-        self._last = last
-        root = self._modules[-1]
-        root.set_requires_gradient_sync(last or self.plan.sync_every)
-        root.set_reshard_after_backward(last or not self.plan.keep_unsharded)
-
     @torch.no_grad()
     def _read_step(self) -> tuple[float, float]:
         """Loss and gradient norm over all ranks: the only wait for the device in a step."""
-        norms = torch._foreach_norm([g for g in self._gradients() if g.numel()])
+        norms = torch._foreach_norm([g for g in self._step.gradients() if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
-        sums = torch.stack([self._loss_sum.double(), square]).tolist()
+        sums = torch.stack([self._step.loss_sum.double(), square]).tolist()
         total_loss, total_square = self.stream.sum(sums)
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
 
     @torch.no_grad()
     def _apply_step(self, norm: float, rate: float) -> None:
-        gradients = self._gradients()
+        gradients = self._step.gradients()
         clip = self.settings.gradient_clip
         if clip and norm > clip:
             torch._foreach_mul_(gradients, clip / (norm + 1e-6))
@@ -414,7 +356,7 @@ class Trainer:
             f"row; at {self.settings.nan_limit} the last good checkpoint is loaded)"
         )
         log.warning(line)
-        self._notes.append(line)
+        self._step.notes.append(line)
 
     def _report(self, loss: float, norm: float, rate: float, finite: bool) -> StepReport:
         samples = self.batch_plan.effective
@@ -434,15 +376,8 @@ class Trainer:
             gpu_utilization=self._gauge.utilization(),
             mfu=self._mfu(tokens / self._seconds),
             skipped=not finite,
-            note="; ".join(self._notes),
+            note="; ".join(self._step.notes),
         )
-
-    def _gradients(self) -> list[Tensor]:
-        result = []
-        for item in self.shards:
-            grad: Any = item.dtensor.grad
-            result.append(torch.zeros_like(item.local) if grad is None else grad.to_local())
-        return result
 
     def _mfu(self, tokens_per_second: float) -> float | None:
         if self._gauge.peak is None:
@@ -455,8 +390,7 @@ class Trainer:
         try:
             for _ in range(2):  # the first one warms up
                 started = time.perf_counter()
-                self._set_last(False)
-                self._root(ids.to(self.device)).backward()
+                self._step.measure(ids)
                 if self.device.type == "cuda":
                     torch.cuda.synchronize(self.device)
             return (time.perf_counter() - started) / sequences
@@ -593,7 +527,7 @@ class Trainer:
         usable = self._held is not None and len(self._held) >= wanted > 0
         problem = float(handle.codes is None or handle.epoch_id != self._outer.epoch_id)
         there, problems = self.stream.sum([float(usable), problem])
-        if not there or problems or self._batches:
+        if not there or problems or self._step.batches:
             return None
         assert handle.codes is not None and self._outer.epoch_start is not None
         held = self._held if usable else None
@@ -626,7 +560,8 @@ class Trainer:
                 "momentum": self._outer.momentum,
                 "residual": self._feedback.residual,
             },
-            "pending": torch.stack(self._batches) if self._batches else None,
+            "pending": torch.stack(self._step.batches) if self._step.batches else None,
+            "domains": list(self._step.domains),
             "steps": self._optimizer.step_count,
             "schedule": self.schedule.state(),
             "outer_learning_rate": self._outer.learning_rate,
@@ -668,8 +603,9 @@ class Trainer:
         pending = state["pending"]
         if pending is not None and pending.shape[1] == self.micro_batch_size:
             with torch.enable_grad():
-                for batch in pending[: self.micro_batches_per_step - 1]:
-                    self.add_micro_batch(batch)  # not their gradients were stored, but they
+                for i, batch in enumerate(pending[: self.micro_batches_per_step - 1]):
+                    # not their gradients were stored, but they
+                    self.add_micro_batch(batch, domain=state["domains"][i])
 
     def slow_down(self) -> None:
         """Half the learning rate for ``--neuron.nan_slow_steps`` inner steps."""

@@ -27,6 +27,7 @@ from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.orders import OrderKind, open_control_channel
+from distributed_training.miner.process import leave
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
@@ -115,7 +116,7 @@ class Miner:
         self.checkpointer = Checkpointer(trainer=self.trainer, folder=folder / "checkpoints")
         tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
         self.data = DataPipeline(
-            settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=4),
+            settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=1),
             uid=3,
             local_rank=RANK,
             sequence_length=SETTINGS.sequence_length,
@@ -165,7 +166,7 @@ class Miner:
             data=self.data,
             channel=self.channel,
             micro_batch_size=self.trainer.micro_batch_size,
-            prefetch=lambda: 2,
+            prefetch=lambda: 1,  # in order, whatever the ranks' pace
             hold_back=0 if self.data.holds_back(held) else held,
         )
         self.blocks.restore(extra.get("rank_zero", {}).get("blocks", {}), extra.get("data", {}))
@@ -386,3 +387,4 @@ def awkward(folder: Path) -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]](Path(sys.argv[2]))
+    leave(0)

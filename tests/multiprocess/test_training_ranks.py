@@ -32,6 +32,16 @@ def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2(tmp_path: Path) -> None:
+    for run in [Ranks("surgery", world, tmp_path) for world in (1, 2)]:
+        run.finish()
+    one, two = (json.loads((tmp_path / f"surgery-{w}.json").read_text()) for w in (1, 2))
+    assert one["losses"] == pytest.approx(two["losses"], abs=2e-4)
+    assert one["norms"] == pytest.approx(two["norms"], rel=2e-3)
+    assert one["notes"] == two["notes"] and any("PCGrad" in note for note in one["notes"])
+
+
+@pytest.mark.timeout(120)
 def test_an_outer_step_commits_or_leaves_every_bit(tmp_path: Path) -> None:
     Ranks("outer", 2, tmp_path).finish()
 

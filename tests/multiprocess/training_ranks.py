@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from training_world import sequences, train, trainer, whole_weights
 
+from distributed_training.miner.process import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 from distributed_training.training.checkpoint import Checkpointer
@@ -28,6 +29,25 @@ def losses(folder: Path) -> None:
     if RANK == 0:
         content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
         (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
+
+
+def surgery(folder: Path) -> None:
+    """Two domains that contradict each other: text forwards and backwards."""
+    made = trainer(rank=RANK, world_size=WORLD, pcgrad=True)
+    reports = []
+    for number in range(8):
+        mine = sequences(number)[:4][made.rank :: made.world_size]
+        for domain, part in enumerate((mine, mine.flip(1))):
+            for batch in part.split(made.micro_batch_size):
+                report = made.add_micro_batch(batch, domain=domain)
+        reports.append(report)
+    if RANK == 0:
+        content = {
+            "losses": [r.loss for r in reports],
+            "norms": [r.grad_norm for r in reports],
+            "notes": [r.note for r in reports],
+        }
+        (folder / f"surgery-{WORLD}.json").write_text(json.dumps(content))
 
 
 def outer(folder: Path) -> None:
@@ -220,3 +240,4 @@ if __name__ == "__main__":
     for scenario in name.split("+"):
         globals()[scenario](Path(where), *rest)
     dist.destroy_process_group()
+    leave(0)

@@ -200,7 +200,7 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
 
     said: list[str] = []
     made = trainer()
-    made._say, made._compiled = said.append, True
+    made._step.say, made._step.compiled = said.append, True
     real, seen = made._root.forward, [0]
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
