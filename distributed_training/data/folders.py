@@ -81,10 +81,19 @@ class _FolderSource:
         self._counts = counts
         self._lock = threading.Lock()
         self._table: dict[str, int] | None = None
+        self._all: dict[str, int] | None = None
 
     def num_rows(self) -> Mapping[str, int]:
+        rows = self.all_rows()
         with self._lock:
             if self._table is None:
+                self._table = large_enough(rows, where=str(self._files.folder), counts=self._counts)
+            return self._table
+
+    def all_rows(self) -> dict[str, int]:
+        """Rows of each config, also of those too small for the page selection."""
+        with self._lock:
+            if self._all is None:
                 rows: dict[Path, int] = {}
                 for path in itertools.chain.from_iterable(self._files.paths.values()):
                     try:
@@ -92,14 +101,12 @@ class _FolderSource:
                     except (OSError, ValueError) as error:
                         self._counts.add("files_unreadable")
                         log.warning("%s is left out: %s", path, error)
-                self._table = large_enough(
-                    self._files.count(rows), where=str(self._files.folder), counts=self._counts
-                )
-            return self._table
+                self._all = self._files.count(rows)
+            return self._all
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         del split  # a folder has one
-        self.num_rows()
+        self.all_rows()
         values: list[object] = []
         for path, first, count in self._files.spans(config, row, limit):
             try:
