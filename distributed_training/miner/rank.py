@@ -37,7 +37,7 @@ from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.protocol import names
 from distributed_training.protocol.types import Progress, Revision
 from distributed_training.store.files import disk_allows
-from distributed_training.telemetry import EventLog, lines, setup_logging
+from distributed_training.telemetry import EventLog, MetricsFile, lines, setup_logging
 
 log = logging.getLogger(__name__)
 
@@ -316,6 +316,15 @@ def _rank_zero(
         ),
         round_over=server.round_ended,
         reload_timeout=config.miner.round_reload_timeout,
+        metrics=MetricsFile(folder / "metrics.prom"),
+        counts={
+            "data": data.counters,
+            "server": lambda: {k: v for k, v in server.counters().items() if k != "connections"},
+        },
+        gauges={
+            "server_connections": lambda: server.counters()["connections"],
+            "chain_age_seconds": lambda: outside.chain.age().total_seconds(),
+        },
     )
     leader.on_publication = zero.publication
     leader.on_round_failed = zero.round_failed

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,7 +32,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.gate import upload_gate
-from distributed_training.telemetry import lines
+from distributed_training.telemetry import MetricsFile, lines, record_step
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,8 @@ class Submit(Protocol):
 
 
 class RankZeroSide:
-    """See the module. ``record`` writes an event; ``warnings`` are the step's (diagnostics)."""
+    """See the module. ``record`` writes an event; ``warnings`` are the step's (diagnostics);
+    ``counts``: what other rooms count, by the name of the room; ``gauges``: what they measure."""
 
     def __init__(
         self,
@@ -71,6 +72,9 @@ class RankZeroSide:
         warnings: Callable[[StepReport], list[str]],
         round_over: Callable[[], None],
         reload_timeout: timedelta,
+        metrics: MetricsFile,
+        counts: Mapping[str, Callable[[], Mapping[str, float]]],
+        gauges: Mapping[str, Callable[[], float]],
     ) -> None:
         self.leader = leader
         self._blocks = blocks
@@ -86,6 +90,9 @@ class RankZeroSide:
         self._warnings = warnings
         self._round_over = round_over
         self._reload_timeout = reload_timeout
+        self._metrics = metrics
+        self._counts = counts
+        self._gauges = gauges
         self._skipped = 0
         self._round_started = 0.0
         self._snapshot: tuple[SnapshotLike, Path, Revision] | None = None
@@ -126,6 +133,8 @@ class RankZeroSide:
         for line in self._warnings(report):
             log.warning("%s", line)
         self._record("step", **_fields(report))
+        record_step(self._metrics.registry, report)
+        self._metrics.write(time.monotonic(), self._collect)
         self._skipped = self._skipped + 1 if report.skipped else 0
         self.leader.post(
             st.InnerStepEnded(
@@ -137,6 +146,16 @@ class RankZeroSide:
                 roll_back=self._skipped >= self._cadence.nan_limit,
             )
         )
+
+    def _collect(self) -> None:
+        registry = self._metrics.registry
+        registry.gauge("repo_age_seconds", "since the newest gradient was published").set(
+            self._schedule.repo_age(time.time())
+        )
+        for name, value in self._gauges.items():
+            registry.gauge(name, name.replace("_", " ")).set(value())
+        for room, counts in self._counts.items():
+            registry.totals(room, counts())
 
     def _snapshot_due(self, report: StepReport, now: float) -> bool:
         self._schedule.expect_round(self._round_clock.next_at())
@@ -220,6 +239,9 @@ class RankZeroSide:
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
+        registry = self._metrics.registry
+        registry.counter("rounds_total", "all-reduce rounds, well or badly").add()
+        registry.counter("rounds_failed_total", "of them, without an outer step").add(not ok)
         self._round_started = 0.0
         self._round_clock.round_ended()
         self._round_over()
@@ -258,6 +280,10 @@ class RankZeroSide:
         """The publisher's answer, collected by the leader."""
         self._blocks.publication_ended(report.revision, ok=report.ok)
         self._schedule.published(report)
+        registry = self._metrics.registry
+        registry.counter("publications_total", "well or badly").add()
+        registry.counter("publications_failed_total", "of them, not published").add(not report.ok)
+        registry.counter("uploaded_bytes_total", "to the bucket").add(report.bytes_sent)
         if report.ok:
             log.info(
                 "%s (%.1f MB in %.1f s)",

@@ -6,12 +6,11 @@ from distributed_training.telemetry import lines
 from distributed_training.telemetry.events import EventLog, read_events
 from distributed_training.telemetry.lines import step_line
 from distributed_training.telemetry.logs import mask, register_secret, setup_logging, tame_libraries
-from distributed_training.telemetry.metrics import Counter, Gauge, Registry, record_step
+from distributed_training.telemetry.metrics import MetricsFile, Registry, record_step
 
 __all__ = [
-    "Counter",
     "EventLog",
-    "Gauge",
+    "MetricsFile",
     "Registry",
     "lines",
     "mask",

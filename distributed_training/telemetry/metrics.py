@@ -1,16 +1,19 @@
-"""Counters and gauges of this process, in one registry from which exporters read.
-
-Nothing is exported yet; ``Registry.snapshot`` is what an exporter will take.
-"""
+"""Counters and gauges of this process, and the file that monitoring reads them from."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from distributed_training.protocol.types import StepReport
 
+log = logging.getLogger(__name__)
+
+_LABEL = re.compile(r"[^A-Za-z0-9_]")
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")  # also a valid Prometheus name
 
 
@@ -56,6 +59,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._metrics: dict[str, Counter | Gauge] = {}
+        self._totals: dict[tuple[str, str], float] = {}
         self._lock = threading.Lock()
 
     def counter(self, name: str, help: str) -> Counter:
@@ -79,11 +83,62 @@ class Registry:
             raise TypeError(f"metric {name} is a {type(metric).__name__.lower()}")
         return metric
 
-    def snapshot(self) -> dict[str, float]:
-        """Every metric that has a value."""
+    def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
+        """Counts that another room keeps: ``refused.rate`` becomes
+        ``<prefix>_refused_total{kind="rate"}``, what has no dot ``<prefix>_<name>_total``."""
+        with self._lock:
+            for name, value in counts.items():
+                what, _, kind = name.partition(".")
+                label = f'{{kind="{_LABEL.sub("_", kind)}"}}' if kind else ""
+                self._totals[f"{prefix}_{_LABEL.sub('_', what)}_total", label] = float(value)
+
+    def text(self) -> str:
+        """Every metric that has a value, in Prometheus' text format; ``dt_`` before each name."""
         with self._lock:
             metrics = list(self._metrics.values())
-        return {m.name: m.value for m in metrics if m.value is not None}
+            totals = sorted(self._totals.items())
+        lines = []
+        for metric in metrics:
+            if metric.value is not None:
+                kind = type(metric).__name__.lower()
+                lines.append(f"# HELP dt_{metric.name} {metric.help}")
+                lines.append(f"# TYPE dt_{metric.name} {kind}")
+                lines.append(f"dt_{metric.name} {metric.value:.17g}")
+        said = ""
+        for (name, label), value in totals:
+            if name != said:
+                lines.append(f"# TYPE dt_{name} counter")
+                said = name
+            lines.append(f"dt_{name}{label} {value:.17g}")
+        return "\n".join(lines) + "\n"
+
+
+class MetricsFile:
+    """``path`` always holds the registry's latest text whole (Prometheus' textfile collector reads
+    it). Written at most once in ``every`` seconds; a failing disk costs the file, not training."""
+
+    def __init__(self, path: Path, *, every: float = 15.0) -> None:
+        self.registry = Registry()
+        self._path = path
+        self._every = every
+        self._written = -math.inf
+        self._failing = False
+
+    def write(self, now: float, update: Callable[[], None]) -> None:
+        """``update`` is called first, if it is time. ``now``: of a monotonic clock."""
+        if now - self._written < self._every:
+            return
+        self._written = now
+        update()
+        temporary = self._path.with_name(f".{self._path.name}.tmp")
+        try:
+            temporary.write_text(self.registry.text(), encoding="utf-8")
+            temporary.replace(self._path)
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.warning("Metrics cannot be written to %s: %s", self._path, error.strerror)
+            self._failing = True
 
 
 def record_step(registry: Registry, report: StepReport) -> None:

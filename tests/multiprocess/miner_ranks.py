@@ -37,6 +37,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.freshness import UploadSchedule
+from distributed_training.telemetry import MetricsFile
 from distributed_training.training import Checkpointer, Trainer
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -206,6 +207,9 @@ class Miner:
             warnings=lambda report: [],
             round_over=lambda: self.events.append("call over"),
             reload_timeout=timedelta(hours=1),
+            metrics=MetricsFile(self.folder / "metrics.prom", every=0.0),
+            counts={"data": self.data.counters},
+            gauges={},
         )
         self.leader.on_publication = self.zero.publication
         self.leader.on_round_failed = self.zero.round_failed

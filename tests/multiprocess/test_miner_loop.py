@@ -152,5 +152,8 @@ def test_calls_before_the_first_step_twice_and_during_a_publication(tmp_path: Pa
     assert result["events"].count("outer_step") == 3
     assert result["outer_step"] == 3
     # The snapshot was taken before the third round and is published after it, unpaused.
+    metrics = (tmp_path / "metrics.prom").read_text()
+    assert "dt_rounds_total 3\n" in metrics and "dt_rounds_failed_total 0\n" in metrics
+    assert "dt_data_blocks_total " in metrics
     first = result["submitted"][0]
     assert first["delta"] is None and not first["paused"]

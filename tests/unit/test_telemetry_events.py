@@ -9,7 +9,13 @@ from pydantic import SecretStr
 
 from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.telemetry import EventLog, Registry, read_events, register_secret
+from distributed_training.telemetry import (
+    EventLog,
+    MetricsFile,
+    Registry,
+    read_events,
+    register_secret,
+)
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -79,7 +85,7 @@ def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry = Registry()
     gauge = registry.gauge("train_mfu", "of the peak")
     registry.counter("uploads_total", "publications").add(2)
-    assert registry.snapshot() == {"uploads_total": 2}
+    assert "dt_uploads_total 2\n" in registry.text() and "train_mfu" not in registry.text()
     gauge.set(0.5)
     assert registry.gauge("train_mfu", "of the peak") is gauge
     gauge.set(float("nan"))
@@ -90,3 +96,34 @@ def test_metrics_are_typed_and_absent_until_measured() -> None:
         registry.counter("uploads_total", "").add(-1)
     with pytest.raises(ValueError):
         registry.gauge("Bad-Name", "")
+
+
+def test_the_metrics_file_is_whole_and_not_written_too_often(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.prom"
+    file = MetricsFile(path, every=15.0)
+    updates: list[float] = []
+
+    def update() -> None:
+        updates.append(1.0)
+        file.registry.totals("server", {"refused.bad-signature": len(updates), "calls": 7})
+        file.registry.gauge("repo_age_seconds", "of the newest gradient").set(12.5)
+
+    for now in (100.0, 110.0, 115.0):
+        file.write(now, update)
+    assert len(updates) == 2
+    assert path.read_text().splitlines() == [
+        "# HELP dt_repo_age_seconds of the newest gradient",
+        "# TYPE dt_repo_age_seconds gauge",
+        "dt_repo_age_seconds 12.5",
+        "# TYPE dt_server_calls_total counter",
+        "dt_server_calls_total 7",
+        "# TYPE dt_server_refused_total counter",
+        'dt_server_refused_total{kind="bad_signature"} 2',
+    ]
+    path.unlink()
+    path.mkdir()
+    for now in (200.0, 300.0):
+        file.write(now, update)
+    assert caplog.text.count("Metrics cannot be written") == 1

@@ -1,0 +1,301 @@
+"""Data: ours against the public miner's way, shards against tokenizing, and pretokenize's cores.
+
+    python bench/data.py                     all of it, about 4 minutes on two cores
+    python bench/data.py --only train
+
+train       A small model trains on blocks from a rows API on loopback, 300 ms latency and 5 %
+            errors. Baseline ``fetch, tokenize, train``: the public miner's way (protocol page,
+            section 5): the table twice, all pages, tokens, then steps; its waits after an error are
+            a second here instead of a minute. Ours is the DataPipeline. Tokens per second and the
+            share of the time that training waited for data.
+shards      One block of the same text after the other, from Parquet through a BPE tokenizer and
+            from shards, without training: tokens per second.
+pretokenize The script's share of all cores.
+
+Arms alternate; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import httpx
+import numpy as np
+import torch
+import torch.distributed as dist
+from support_data import DATASET, RowsServer
+
+from distributed_training.config.data import DataSettings
+from distributed_training.config.training import TrainingSettings
+from distributed_training.data import DataPipeline, StdlibSource, TextTokenizer
+from distributed_training.protocol.pages import select_pages
+from distributed_training.training.sizes import local_llama_config
+from distributed_training.training.trainer import Trainer
+
+ROOT = Path(__file__).resolve().parent.parent
+SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
+
+
+def corpus() -> dict[str, list[str]]:
+    source = StdlibSource()
+    return {
+        config: source.rows(config, 0, split="train", limit=rows)
+        for config, rows in source.num_rows().items()
+    }
+
+
+def make_tokenizer(folder: Path, rows: list[str]) -> Path:
+    """A BPE tokenizer of the kind language models have, learned from ``rows``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(rows, trainer)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}'
+    )
+    path = folder / "tokenizer.json"
+    path.write_text(tokenizer.to_str(), encoding="utf-8")
+    return path
+
+
+def _serve(connection: Any, latency: float, error_rate: float) -> None:
+    with RowsServer(corpus(), latency=latency, error_rate=error_rate) as server:
+        connection.send(server.url)
+        connection.recv()
+
+
+@contextlib.contextmanager
+def rows_server(*, latency: float, error_rate: float) -> Iterator[str]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=_serve, args=(theirs, latency, error_rate), daemon=True
+    )
+    process.start()
+    yield ours.recv()
+    ours.send(None)
+    process.join(5)
+    process.kill()
+
+
+class FetchTokenizeTrain:
+    """The public miner's way with one block."""
+
+    def __init__(self, settings: DataSettings, tokenizer: Path) -> None:
+        self._settings = settings
+        self._tokenizer = TextTokenizer(tokenizer, eos_id=0)
+        self._client = httpx.Client(timeout=20.0)
+
+    def _get(self, path: str, **query: Any) -> Any:
+        for attempt in range(1, 101):
+            answer = self._client.get(
+                f"{self._settings.rows_url}/{path}", params={"dataset": DATASET, **query}
+            )
+            if answer.status_code == 200:
+                return answer.json()
+            time.sleep(1.0 * attempt)  # 60 s there
+        raise RuntimeError("no answer")
+
+    def block(self, block: int) -> Iterator[torch.Tensor]:
+        for _ in range(2):
+            splits = self._get("size")["size"]["splits"]
+        table = {s["config"]: s["num_rows"] for s in splits if s["config"] != "default"}
+        pages = select_pages(
+            uid=3, local_rank=0, block=block, n_pages=self._settings.pages_per_block, num_rows=table
+        )
+
+        def fetch(page: tuple[str, int, str]) -> list[str]:
+            rows = self._get(
+                "rows", config=page[0], split=page[2], offset=page[1],
+                length=self._settings.rows_per_page,
+            )  # fmt: skip
+            return [row["row"]["text"] for row in rows["rows"]]
+
+        with ThreadPoolExecutor(5) as pool:
+            rows = [row for page in pool.map(fetch, pages) for row in page]
+        tokens = self._tokenizer.encode_rows(rows, max_length=self._settings.max_length)
+        count = len(tokens) // (MICRO * SEQUENCE) * MICRO
+        batches = tokens[: count * SEQUENCE].reshape(-1, MICRO, SEQUENCE).astype(np.int64)
+        yield from torch.from_numpy(batches)
+
+
+class Pipeline:
+    def __init__(self, settings: DataSettings, tokenizer: Path, folder: Path) -> None:
+        self.pipeline = DataPipeline(
+            settings=settings,
+            uid=3,
+            local_rank=0,
+            sequence_length=SEQUENCE,
+            micro_batch_size=MICRO,
+            tokenizer_path=tokenizer,
+            eos_id=0,
+            folder=folder,
+        )
+        self._next = 0
+
+    def ahead(self, block: int) -> None:
+        while self._next < block + self.pipeline.depth:
+            self._next = max(self._next, block - 1) + 1
+            self.pipeline.request(self._next)
+
+    def block(self, block: int) -> Iterator[torch.Tensor]:
+        self.ahead(block)
+        while (sequences := self.pipeline.ready(block)) is None:
+            time.sleep(0.001)
+        if not sequences:
+            return
+        self.pipeline.begin(block, sequences)
+        self.ahead(block + 1)
+        while (batch := self.pipeline.next()) is not None:
+            yield batch
+
+
+def train_on(trainer: Trainer, arm: Any, blocks: range) -> tuple[float, float]:
+    """Tokens per second, and the share of the time spent waiting for data."""
+    began, waited, tokens = time.perf_counter(), 0.0, 0
+    for block in blocks:
+        batches = arm.block(block)
+        while True:
+            asked = time.perf_counter()
+            batch = next(batches, None)
+            waited += time.perf_counter() - asked
+            if batch is None:
+                break
+            trainer.add_micro_batch(batch)
+            tokens += batch.numel()
+    seconds = time.perf_counter() - began
+    return tokens / seconds, waited / seconds
+
+
+def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repeat: int) -> None:
+    trainer = Trainer(
+        settings=TrainingSettings(
+            local_batch_size_train=MICRO,
+            local_batch_size_train_effective=EFFECTIVE,
+            sequence_length=SEQUENCE,
+        ),
+        model_config=local_llama_config(vocab_size=VOCABULARY, sequence_length=SEQUENCE),
+        device=torch.device("cpu"),
+        rank=0,
+        world_size=1,
+        say=lambda line: None,
+    )
+    trainer.load_weights(None)
+    trainer.begin_epoch(0)
+    found: dict[str, list[tuple[float, float]]] = {"public": [], "ours": []}
+    with rows_server(latency=0.3, error_rate=0.05) as url:
+        settings = DataSettings(
+            source="hf", dataset=DATASET, rows_url=url, rows_per_page=rows, pages_per_block=5,
+            cache_gb=0.0, workers=workers,
+        )  # fmt: skip
+        public = FetchTokenizeTrain(settings, tokenizer)
+        ours = Pipeline(settings, tokenizer, folder / f"ours-{rows}-{workers}")
+        train_on(trainer, ours, range(1, 3))  # the first steps and the first blocks warm up
+        for i in range(repeat):
+            blocks = range(100 * (i + 1), 100 * (i + 1) + 6)
+            ours.ahead(blocks[0])  # as in a run that has been going on
+            found["public"].append(train_on(trainer, public, blocks))
+            found["ours"].append(train_on(trainer, ours, blocks))
+        ours.pipeline.close()
+    speed, wait = (
+        {k: statistics.median(v[i] for v in values) for k, values in found.items()} for i in (0, 1)
+    )
+    print(
+        f"train, 5 pages of {rows} rows a block, {workers} worker(s): fetch-tokenize-train "
+        f"{speed['public']:.0f} tokens/s ({100 * wait['public']:.1f} % waiting), ours "
+        f"{speed['ours']:.0f} tokens/s ({100 * wait['ours']:.2f} % waiting): "
+        f"ratio {speed['ours'] / speed['public']:.2f}",
+        flush=True,
+    )
+
+
+def read_all(arm: Pipeline, blocks: range) -> float:
+    began, tokens = time.perf_counter(), 0
+    for block in blocks:
+        tokens += sum(batch.numel() for batch in arm.block(block))
+    return tokens / (time.perf_counter() - began)
+
+
+def bench_shards(folder: Path, tokenizer: Path, *, repeat: int) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = [row for table in corpus().values() for row in table] * 12
+    parquet, shards = folder / "parquet", folder / "shards"
+    parquet.mkdir()
+    pq.write_table(pa.table({"text": rows}), parquet / "a.parquet", row_group_size=2000)
+    said = subprocess.run(
+        [
+            sys.executable, str(ROOT / "scripts" / "pretokenize.py"), f"parquet:{parquet}",
+            str(shards), "--tokenizer", str(tokenizer.parent), "--sequence-length", str(SEQUENCE),
+            "--rows-per-shard", "5000",
+        ],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    print("pretokenize:", next(line for line in said.splitlines() if "tokens/s" in line))
+    found: dict[str, list[float]] = {"tokenizing": [], "shards": []}
+    for i in range(repeat):
+        for name, source in (("tokenizing", f"parquet:{parquet}"), ("shards", f"shards:{shards}")):
+            # A page of shards is rows_per_page sequences, one of Parquet that many rows.
+            settings = DataSettings(source=source, pages_per_block=40, rows_per_page=100)
+            path = shards / "tokenizer.json"
+            arm = Pipeline(settings, path, folder / f"{name}-{i}")
+            read_all(arm, range(1, 3))
+            found[name].append(read_all(arm, range(10, 16)))
+            arm.pipeline.close()
+    speed = {name: statistics.median(values) for name, values in found.items()}
+    print(
+        f"shards: from Parquet through the tokenizer {speed['tokenizing'] / 1e6:.2f} M tokens/s, "
+        f"from shards {speed['shards'] / 1e6:.2f} M tokens/s: "
+        f"ratio {speed['shards'] / speed['tokenizing']:.1f}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=("train", "shards"))
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # workers and server have the other core, as they would have theirs
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "tokenizer").mkdir()
+        rows = [row for table in corpus().values() for row in table]
+        tokenizer = make_tokenizer(folder / "tokenizer", rows[:4000])
+        if args.only != "shards":
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            bench_train(folder, tokenizer, rows=5, workers=1, repeat=args.repeat)
+            bench_train(folder, tokenizer, rows=2, workers=3, repeat=args.repeat)
+            dist.destroy_process_group()
+        if args.only != "train":
+            bench_shards(folder, tokenizer, repeat=args.repeat)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
