@@ -131,6 +131,8 @@ class Admission:
                 reason = "connection_rate"
             if reason is not None:
                 self.refused[reason] += 1
+                if reason == "connections_of_address":
+                    self._strike(address)
                 if not self._open[address]:
                     del self._open[address]
                 return False
@@ -153,12 +155,15 @@ class Admission:
     def strike(self, address: str) -> None:
         """A request of this address was refused unproven."""
         with self._lock:
-            if address in self._trusted or self._strikes.take(address):
-                return
-            self._blocked[address] = self._clock() + self._block_seconds
-            self._blocked.move_to_end(address)
-            if len(self._blocked) > 4096:
-                self._blocked.popitem(last=False)
+            self._strike(address)
+
+    def _strike(self, address: str) -> None:
+        if address in self._trusted or self._strikes.take(address):
+            return
+        self._blocked[address] = self._clock() + self._block_seconds
+        self._blocked.move_to_end(address)
+        if len(self._blocked) > 4096:
+            self._blocked.popitem(last=False)
 
     def trust(self, address: str) -> None:
         """A validator called from here: never blocked, and not counted among newcomers."""
@@ -168,6 +173,16 @@ class Admission:
             self._blocked.pop(address, None)
             if len(self._trusted) > 1024:
                 self._trusted.popitem(last=False)
+
+    def rules(self, most: int) -> tuple[list[str], list[str], bool]:
+        """For :class:`~.firewall.Firewall`: who is blocked and who is trusted (at most ``most`` of
+        each, the latest first), and whether a stranger would be let in now."""
+        with self._lock:
+            now = self._clock()
+            blocked = [a for a, until in reversed(self._blocked.items()) if until > now]
+            trusted = list(reversed(self._trusted))
+            welcome = self._total < self._max and not self._newcomers.empty("newcomers")
+            return blocked[:most], trusted[:most], welcome
 
     def blocked(self, address: str) -> bool:
         with self._lock:

@@ -16,6 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from distributed_training.config.flags import ConfigError
 
 from .admission import Admission, admit, normalize
+from .firewall import MAX_ADDRESSES, Firewall, accept_with_data
 
 MAX_HEADER_BYTES = 16 * 1024
 BACKLOG = 1024
@@ -24,6 +25,7 @@ BACKLOG = 1024
 BATCH = 256
 FLOOD_PAUSE = 0.05
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
+SHIELD_INTERVAL = 0.5  # between two looks at who is kept out, while somebody is
 
 
 def bind(*, ip: str, port: int) -> socket.socket:
@@ -79,6 +81,7 @@ def guarded_protocol(
     class GuardedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
         _address = ""
+        _silent = True  # not a byte so far
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -96,13 +99,15 @@ def guarded_protocol(
 
         def _expired(self) -> None:
             self._timer = None
-            # Idle between requests is no offence; a request begun and not finished is.
-            if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-                on_refused("timeout", self._address)
+            # Idle between requests is no offence; a request begun and not finished is, and so is
+            # a connection opened for nothing.
+            if self._silent or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+                on_refused("silent" if self._silent else "timeout", self._address)
                 admission.strike(self._address)
             self.transport.abort()
 
         def data_received(self, data: bytes) -> None:
+            self._silent = False
             super().data_received(data)
             if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
                 self._disarm()
@@ -142,11 +147,15 @@ class HttpThread:
         sock: socket.socket,
         admission: Admission,
         protocol: type[H11Protocol],
+        read_timeout: timedelta,
         name: str,
     ) -> None:
         self._sock = sock
         self._admission = admission
         self._protocol = protocol
+        accept_with_data(sock, read_timeout)
+        self._firewall = Firewall(sock)
+        self._shielding = False
         config = uvicorn.Config(
             app,
             # A bound method does not look like one to uvicorn, which would then call it as ASGI 2.
@@ -210,7 +219,24 @@ class HttpThread:
             self._server.server_state.tasks.add(task)
             task.add_done_callback(self._server.server_state.tasks.discard)
         if refused:
+            if not self._shielding:
+                self._shield()
             self._pause(FLOOD_PAUSE)
+
+    def _shield(self) -> None:
+        """Have the kernel keep out those who would be refused here, until they would not be."""
+        self._shielding = False
+        if self._server.should_exit:
+            return
+        blocked, trusted, strangers = self._admission.rules(MAX_ADDRESSES)
+        self._firewall.apply(blocked=blocked, trusted=trusted, strangers=strangers)
+        if self._firewall.active:
+            self._shielding = True
+            asyncio.get_running_loop().call_later(SHIELD_INTERVAL, self._shield)
+
+    def dropped(self) -> int:
+        """Packets that the kernel dropped for us."""
+        return self._firewall.dropped() if self._sock.fileno() >= 0 else 0
 
     async def _attach(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()

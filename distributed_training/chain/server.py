@@ -121,6 +121,7 @@ class SignedServer:
                 read_timeout=settings.read_timeout,
                 on_refused=self._count_unread,
             ),
+            read_timeout=settings.read_timeout,
             name="signed-server",
         )
         self._stopping = False
@@ -176,6 +177,7 @@ class SignedServer:
         counts = dict(self._counts)
         for reason, count in dict(self._admission.refused).items():
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
+        counts["refused.dropped_packets"] = self._http.dropped()
         counts["connections"] = self._admission.connections
         return counts
 
