@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -23,7 +24,9 @@ def write_durably(path: Path, data: bytes) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)
-    except OSError:
+    except OSError as error:
+        if error.filename is None:  # write and sync do not say where
+            error.filename = str(path)
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
@@ -65,6 +68,21 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
     return (
         f"UPLOAD BLOCKED: a snapshot needs {_gb(needed)} in {folder}, only {_gb(free)} are free "
         f"({_gb(reserve)} stay in reserve). Training goes on unpublished: free the disk, lower "
+        "--neuron.keep_epochs or move --neuron.run_folder"
+    )
+
+
+def is_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def disk_problem(error: OSError) -> str:
+    """One line: what the disk said, where, and what to do about a full one."""
+    line = f"{error.filename or 'the disk'}: {error.strerror or error}"
+    if not is_full(error):
+        return line
+    return (
+        f"{line}. This revision is not published and training goes on: free the disk, lower "
         "--neuron.keep_epochs or move --neuron.run_folder"
     )
 

@@ -175,6 +175,7 @@ class Sender:
         except UploadMissingError:
             # Aborted behind our back. A retry of the publication starts a new one.
             self._journal.drop(key)
+            self._try("look for the bucket", self._store.list_multiparts, deadline)  # if it is gone
             raise IntegrityError(
                 f"the multipart upload of {key} was aborted by someone else: it is sent again with "
                 "the next publication; is another miner using this bucket?"

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from .base import Line, ObjectStore
 from .cleanup import prune_epochs
 from .errors import IntegrityError, StoppedError, StoreError
+from .files import disk_problem
 from .gate import preview_warning, upload_gate
 from .journal import Journal, PendingRecord
 from .multipart import Sender, Staged
@@ -87,7 +89,6 @@ class Publication:
         Raises StoppedError; the journal then holds what the next process needs to go on.
         """
         began = time.monotonic()
-        self.journal.set_pending(submission.record())
         settings = self.settings
         sender = Sender(
             store=self.store,
@@ -98,16 +99,18 @@ class Publication:
         )
         reason = ""
         try:
+            self.journal.set_pending(submission.record())
             self._publish(submission, sender)
         except StoppedError:
             raise
         except StoreError as error:
             reason = str(error)
         except OSError as error:
-            reason = f"the snapshot cannot be read: {error.strerror or error}"
+            reason = disk_problem(error)
         finally:
             sender.close()
-        self.journal.set_pending(None)
+        with contextlib.suppress(OSError):  # a full disk; whoever submitted must hear of the end
+            self.journal.set_pending(None)
         return PublicationReport(
             revision=submission.revision,
             ok=not reason,

@@ -23,7 +23,7 @@ from distributed_training.protocol.types import Revision
 from .base import Line, ObjectInfo, ObjectStore
 from .contents import PtFile, safetensors_not_finite
 from .errors import IntegrityError, ObjectMissingError, PreconditionError, StoreError
-from .files import disk_allows, sync_folder, write_durably, write_json
+from .files import disk_allows, is_full, sync_folder, write_durably, write_json
 from .retry import deadline_in, retrying
 from .snapshot import read_config
 
@@ -248,9 +248,9 @@ def _download(
     part = path.with_name(f".{path.name}.part")
     notes = path.with_name(f".{path.name}.part.json")
     done = _ranges_done(notes, part, info)
-    lack = disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0)
-    if lack:
-        raise IntegrityError(f"no room to download it: {info.size} bytes into {path.parent}")
+    no_room = f"no room to download it: {info.size} bytes into {path.parent}; free the disk"
+    if disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0):
+        raise IntegrityError(no_room)
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     lock = threading.Lock()
     try:
@@ -287,6 +287,12 @@ def _download(
                 for future in futures:
                     future.cancel()
         os.fsync(handle)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        part.unlink(missing_ok=True)  # rather than keep the disk full until the next attempt
+        notes.unlink(missing_ok=True)
+        raise IntegrityError(no_room) from error
     finally:
         os.close(handle)
     part.replace(path)

@@ -94,7 +94,8 @@ class Worker:
         """Whoever submitted must hear of the end, or nothing would ever be submitted again."""
         current = self._current
         if current is not None:
-            self._journal.set_pending(None)
+            with contextlib.suppress(OSError):
+                self._journal.set_pending(None)
             self._send(PublicationReport(current.revision, False, 0.0, 0, reason, time.time()))
         time.sleep(1)
 
