@@ -66,6 +66,18 @@ class Chain(Protocol):
         """Text last committed by ``hotkey``; None when there is none."""
         ...
 
+    def reads(self) -> int:
+        """How often neurons and commitments were read since the start, also when nothing had
+        changed: two looks between which it did not grow saw the same answer of the chain."""
+        ...
+
+    def counters(self) -> Mapping[str, int]:
+        """What only grows, by name: ``reads``, ``failures`` (of a node, a connection lost or an
+        answer that did not come), ``connections`` (made, so one more than reconnects),
+        ``went_back`` (looks that showed a lower block than before: a reorganization or a node
+        behind), ``writes`` and ``writes_failed``. What never happened may be left out."""
+        ...
+
     def age(self) -> timedelta:
         """Time since the chain was last read successfully; ``timedelta.max`` when it never was."""
         ...

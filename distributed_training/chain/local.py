@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,7 @@ class LocalChain:
         self._version = -1
         self._chain = ""
         self._read_at: float | None = None  # monotonic
+        self._counts: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._poll, name="local-chain", daemon=True)
         self._thread.start()
 
@@ -78,6 +80,12 @@ class LocalChain:
         self._check()
         return self._commitments.get(hotkey)
 
+    def reads(self) -> int:
+        return self._counts["reads"]
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
     def age(self) -> timedelta:
         read_at = self._read_at
         return timedelta.max if read_at is None else timedelta(seconds=time.monotonic() - read_at)
@@ -104,6 +112,14 @@ class LocalChain:
         self._write("/weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
     def _write(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self._counts["writes"] += 1
+        try:
+            return self._post(path, body)
+        except ChainError:
+            self._counts["writes_failed"] += 1
+            raise
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         from bittensor import http_auth
 
         if self._wallet is None:
@@ -147,6 +163,7 @@ class LocalChain:
                         log.info("Chain server at %s answers again", self._url)
                     reported = False
                 except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+                    self._counts["failures"] += 1
                     if not reported:
                         log.warning(
                             "Chain server at %s does not answer (%s): going on with what was last "
@@ -176,6 +193,7 @@ class LocalChain:
                 self._neurons = neurons
                 self._version, self._chain = version, chain
             self._read_at = time.monotonic()
+            self._counts["reads"] += 1
         self._ready.set()
 
     def close(self) -> None:

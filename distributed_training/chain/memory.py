@@ -65,6 +65,7 @@ class MemoryChain:
         self._age = timedelta.max
         self._neurons: tuple[Neuron, ...] = ()
         self._commitments: dict[str, str] = {}
+        self._reads = 0
 
     def _read(self) -> None:
         ledger = self.ledger
@@ -76,6 +77,7 @@ class MemoryChain:
                     self._neurons = neurons
                 self._commitments = dict(ledger.commitments)
                 self._age = timedelta(0)
+                self._reads += 1
         if self._age == timedelta.max:
             raise ChainUnavailable("the chain has not answered yet")
 
@@ -100,6 +102,12 @@ class MemoryChain:
     def commitment(self, hotkey: str) -> str | None:
         self._read()
         return self._commitments.get(hotkey)
+
+    def reads(self) -> int:
+        return self._reads
+
+    def counters(self) -> Mapping[str, int]:
+        return {"reads": self._reads}
 
     def age(self) -> timedelta:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,8 +15,10 @@ from .base import Chain, ChainUnavailable, find
 log = logging.getLogger(__name__)
 
 INTERVAL = timedelta(seconds=10)
-# A reorganization can take back a registration for a moment: the same answer this often in a row.
+# A reorganization can take back a registration for a moment; reads of the chain, in a row.
 CONFIRMATIONS = 2
+TAKEN_BACK_AT_MOST = 2
+TAKEN_BACK_WITHIN = 3600.0  # seconds
 
 
 class Change(enum.Enum):
@@ -31,12 +34,61 @@ class RegistrationEvent:
     line: str  # for the operator
 
 
+@dataclass(frozen=True)
+class Suspicion:
+    """What one read of the chain showed."""
+
+    change: Change | None
+    uid: int | None
+    lost: _Written | None = None
+
+
+class _Written:
+    """Something we write to the chain, and what the chain has shown in its place."""
+
+    def __init__(self, name: str, ours: object, clock: Callable[[], float]) -> None:
+        self.name = name
+        self._ours = ours
+        self._clock = clock
+        self._before: object = None
+        self._shown = False
+        self._taken_back_at: list[float] = []
+        self._lost = False
+
+    def look(self, shown: object) -> str:
+        """``ours``, ``waiting`` (not on the chain yet), ``lost`` (a reorganization took it back) or
+        ``foreign``."""
+        if shown == self._ours:
+            self._shown, self._lost = True, False
+            return "ours"
+        if not self._shown:
+            self._before = shown
+            return "waiting"
+        if shown is not None and shown != self._before:
+            return "foreign"
+        if self._lost:
+            return "waiting"
+        # Once is a reorganization (or a node that is behind). Again and again is a second miner
+        # whose endpoint was there before ours and who puts it back as we put back ours.
+        now = self._clock()
+        recent = [t for t in self._taken_back_at if now - t < TAKEN_BACK_WITHIN]
+        return "foreign" if shown is not None and len(recent) >= TAKEN_BACK_AT_MOST else "lost"
+
+    def lost(self) -> None:
+        """It is to be written again."""
+        self._lost = True
+        self._taken_back_at.append(self._clock())
+
+
 class RegistrationWatcher:
     """Looks at the last known state of the chain and reports each change once.
 
     A second miner with our hotkey shows itself by overwriting what we wrote: once the chain has
     shown our endpoint (or commitment), another one in its place was written by somebody else who
-    holds the key. ``endpoint`` and ``commitment`` are what this miner writes; None: not watched.
+    holds the key. What stood there before ours, or nothing, is different: a reorganization took
+    back our write, and ``on_lost`` is called with ``endpoint`` or ``commitment`` to write it again;
+    only when that happens more than twice within an hour it is a second miner after all.
+    ``endpoint`` and ``commitment`` are what this miner writes; None: not watched.
     """
 
     def __init__(
@@ -46,22 +98,24 @@ class RegistrationWatcher:
         hotkey: str,
         uid: int,
         on_event: Callable[[RegistrationEvent], None],
+        on_lost: Callable[[str], None] = lambda what: None,
         endpoint: tuple[str, int] | None = None,
         commitment: str | None = None,
         interval: timedelta = INTERVAL,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain = chain
         self._hotkey = hotkey
         self._uid = uid
         self._on_event = on_event
-        self._endpoint = endpoint
-        self._commitment = commitment
+        self._on_lost = on_lost
+        self._endpoint = _Written("endpoint", endpoint, clock) if endpoint else None
+        self._commitment = _Written("commitment", commitment, clock) if commitment else None
         self._interval = interval.total_seconds()
-        self._shown_endpoint = False
-        self._shown_commitment = False
         self._reported: set[Change] = set()
-        self._suspicion: tuple[Change, int | None] | None = None
+        self._suspicion: Suspicion | None = None
         self._seen = 0
+        self._reads = -1
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="registration", daemon=True)
 
@@ -82,19 +136,34 @@ class RegistrationWatcher:
                 self._on_event(event)
 
     def check(self) -> RegistrationEvent | None:
-        """One look. A change is reported when it was seen in ``CONFIRMATIONS`` looks in a row."""
+        """One look. A change is reported when ``CONFIRMATIONS`` reads of the chain in a row showed
+        it; a look between two reads sees nothing new."""
+        reads = self._chain.reads()
+        if reads == self._reads:
+            return None
+        self._reads = reads
         try:
             found = self._look()
         except ChainUnavailable:
             return None
-        if found is None or found[0] in self._reported:
+        if found is None or found.change in self._reported:
             self._suspicion, self._seen = None, 0
             return None
         self._seen = self._seen + 1 if found == self._suspicion else 1
         self._suspicion = found
         if self._seen < CONFIRMATIONS:
             return None
-        change, uid = found
+        self._suspicion, self._seen = None, 0
+        if found.lost is not None:
+            log.warning(
+                "A reorganization of the chain took back our %s: writing it again",
+                found.lost.name,
+            )
+            found.lost.lost()
+            self._on_lost(found.lost.name)
+            return None
+        change, uid = found.change, found.uid
+        assert change is not None
         if change is Change.UID_CHANGED:
             old, self._uid = self._uid, uid if uid is not None else self._uid
             line = (
@@ -104,25 +173,24 @@ class RegistrationWatcher:
         else:
             self._reported.add(change)
             line = self._line(change)
-        self._suspicion, self._seen = None, 0
         return RegistrationEvent(change, uid, line)
 
-    def _look(self) -> tuple[Change, int | None] | None:
+    def _look(self) -> Suspicion | None:
         me = find(self._chain.neurons(), self._hotkey)
         if me is None:
-            return Change.DEREGISTERED, None
+            return Suspicion(Change.DEREGISTERED, None)
         if me.uid != self._uid:
-            return Change.UID_CHANGED, me.uid
-        if self._endpoint is not None:
-            if (me.ip, me.port) == self._endpoint:
-                self._shown_endpoint = True
-            elif self._shown_endpoint:
-                return Change.DOUBLE, me.uid
-        if self._commitment is not None:
-            if self._chain.commitment(self._hotkey) == self._commitment:
-                self._shown_commitment = True
-            elif self._shown_commitment:
-                return Change.DOUBLE, me.uid
+            return Suspicion(Change.UID_CHANGED, me.uid)
+        shown: list[tuple[_Written | None, object]] = [
+            (self._endpoint, (me.ip, me.port) if me.port is not None else None),
+            (self._commitment, self._chain.commitment(self._hotkey)),
+        ]
+        verdicts = [(written, written.look(value)) for written, value in shown if written]
+        if any(verdict == "foreign" for _, verdict in verdicts):
+            return Suspicion(Change.DOUBLE, me.uid)
+        for written, verdict in verdicts:
+            if verdict == "lost":
+                return Suspicion(None, me.uid, written)
         return None
 
     def _line(self, change: Change) -> str:

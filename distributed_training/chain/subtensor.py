@@ -13,6 +13,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -41,6 +42,7 @@ class BittensorChain:
     ``settings.call_timeout`` covers connecting and each read, ``settings.write_timeout`` a write
     from the call to its finalized block, waiting for a connection included. ``substrate`` makes the
     SDK's chain access for an endpoint (the SDK's own seam, for tests); None: a websocket.
+    ``monotonic`` and ``sleep`` are the clock of ages, pauses and intervals (not of deadlines).
     """
 
     def __init__(
@@ -49,12 +51,17 @@ class BittensorChain:
         settings: ChainSettings,
         wallet: Wallet | None,
         substrate: Callable[[str], Any] | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._settings = settings
         self._wallet = wallet
         self._substrate = substrate
         self._netuid = settings.netuid
+        self._monotonic = monotonic
+        self._sleep = sleep
         self._ready = threading.Event()
+        self._counts: Counter[str] = Counter()
         self._block = 0
         self._read_at: float | None = None  # monotonic
         self._neurons: tuple[Neuron, ...] = ()
@@ -97,9 +104,17 @@ class BittensorChain:
         self._check()
         return self._commitments.get(hotkey)
 
+    def reads(self) -> int:
+        return self._counts["reads"]
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
     def age(self) -> timedelta:
         read_at = self._read_at
-        return timedelta.max if read_at is None else timedelta(seconds=time.monotonic() - read_at)
+        if read_at is None:
+            return timedelta.max
+        return timedelta(seconds=max(0.0, self._monotonic() - read_at))
 
     # writes
 
@@ -135,6 +150,14 @@ class BittensorChain:
     def _write(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         if self._closed:
             raise ChainError(f"{kind}: the chain was closed")
+        self._counts["writes"] += 1
+        try:
+            self._wait_written(kind, submit)
+        except ChainError:
+            self._counts["writes_failed"] += 1
+            raise
+
+    def _wait_written(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         seconds = self._settings.write_timeout.total_seconds()
         future = asyncio.run_coroutine_threadsafe(self._submit(kind, submit, seconds), self._loop)
         try:
@@ -201,13 +224,14 @@ class BittensorChain:
                 await self._follow(endpoint)
             except Exception as error:  # noqa: BLE001 - whatever a node or the SDK's decoder does
                 # must not end this thread: training goes on with what is known.
-                now = time.monotonic()
+                self._counts["failures"] += 1
+                now = self._monotonic()
                 if now - said_at > _LOG_INTERVAL or self._read_at != before:
                     said_at = now
                     log.warning("%s", self._stale_line(endpoint, error))
             if self._read_at != before:  # it did answer: start the pauses anew
                 pause = FIRST_PAUSE
-            await asyncio.sleep(pause)
+            await self._sleep(pause)
             # All endpoints are tried before the pause grows.
             if turn % len(endpoints) == 0:
                 pause = min(LONGEST_PAUSE, 2 * pause)
@@ -247,23 +271,25 @@ class BittensorChain:
         reported = self._ready.is_set()
         try:
             await self._timed(client.connect())
+            self._counts["connections"] += 1
             while True:
                 block = int(await self._timed(client.block()))
-                if time.monotonic() - neurons_at >= (
+                if self._monotonic() - neurons_at >= (
                     self._settings.neurons_interval.total_seconds()
                 ):
                     await self._read_neurons(client)
-                    neurons_at = time.monotonic()
+                    neurons_at = self._monotonic()
                 # A reorganization or a node that lags must not turn the clock back.
+                self._counts["went_back"] += block < self._block
                 self._block = max(self._block, block)
-                self._read_at = time.monotonic()
+                self._read_at = self._monotonic()
                 self._client = client
                 self._connected.set()
                 if not self._ready.is_set() or reported:
                     reported = False
                     log.info("Chain at %s: block %d", endpoint, self._block)
                 self._ready.set()
-                await asyncio.sleep(interval)
+                await self._sleep(interval)
         finally:
             self._connected.clear()
             self._client = None
@@ -290,6 +316,7 @@ class BittensorChain:
         if neurons != self._neurons:
             self._uids = {n.hotkey: n.uid for n in neurons}
             self._neurons = neurons
+        self._counts["reads"] += 1
 
     def close(self) -> None:
         if self._closed:

@@ -198,11 +198,18 @@ class Outside:
         def changed(event: RegistrationEvent) -> None:
             stop(event.line, FAULT if event.change is Change.UID_CHANGED else DEREGISTERED)
 
+        def lost(what: str) -> None:
+            if what == "endpoint":
+                self.announce(port)
+            else:
+                _commit(self.config, self.chain, self.wallet)
+
         watcher = RegistrationWatcher(
             chain=self.chain,
             hotkey=self.hotkey,
             uid=self.uid,
             on_event=changed,
+            on_lost=lost,
             endpoint=self._endpoint(port),
             commitment=self.commitment,
             interval=self._registration_interval(),

@@ -319,6 +319,7 @@ def _rank_zero(
         metrics=MetricsFile(folder / "metrics.prom"),
         counts={
             "data": data.counters,
+            "chain": outside.chain.counters,
             "server": lambda: {k: v for k, v in server.counters().items() if k != "connections"},
         },
         gauges={

@@ -13,14 +13,8 @@ import pytest
 
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
-from distributed_training.chain.registration import (
-    Change,
-    RegistrationEvent,
-    RegistrationWatcher,
-)
 from distributed_training.protocol.types import RoundRequest
-from tests.chain_world import EPOCH, MINER, PEER, STRANGER, VALIDATOR, World, until, world
+from tests.chain_world import EPOCH, MINER, PEER, STRANGER, VALIDATOR, World, world
 
 pytestmark = pytest.mark.timeout(60)
 SECOND = timedelta(seconds=1)
@@ -115,77 +109,3 @@ def test_a_running_miner_with_our_hotkey_is_found(server: World) -> None:
     # Another miner's server at the endpoint we once had is none of ours.
     assert not SignedClient(wallet=PEER).answers_for_us(neuron(server), SECOND)
     assert not SignedClient(wallet=MINER).answers_for_us(neuron(server, port=1), SECOND)
-
-
-class Watched:
-    def __init__(self) -> None:
-        self.ledger = MemoryLedger()
-        self.uid = self.ledger.register(MINER.ss58)
-        self.events: list[RegistrationEvent] = []
-        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
-        self.watcher = RegistrationWatcher(
-            chain=self.chain,
-            hotkey=MINER.ss58,
-            uid=self.uid,
-            endpoint=("1.2.3.4", 8091),
-            commitment="ours",
-            on_event=self.events.append,
-            interval=timedelta(milliseconds=10),
-        )
-
-    def looks(self, count: int = 5) -> list[Change]:
-        events = [self.watcher.check() for _ in range(count)]
-        return [event.change for event in events if event is not None]
-
-
-def test_nothing_happens_while_all_is_well() -> None:
-    watched = Watched()
-    watched.chain.serve("9.9.9.9", 1)  # an endpoint of before this start is no second miner
-    assert watched.looks() == []
-    watched.chain.serve("1.2.3.4", 8091)
-    watched.chain.commit("ours")
-    assert watched.looks() == []
-    watched.ledger.up = False  # nor is a chain that is away
-    assert watched.looks() == []
-
-
-def test_a_deregistration_is_reported_once() -> None:
-    watched = Watched()
-    assert watched.looks() == []
-    watched.watcher.start()
-    watched.ledger.deregister(MINER.ss58)
-    (event,) = until(lambda: watched.events)
-    assert event.change is Change.DEREGISTERED and "btcli" in event.line
-    watched.watcher.close()
-    assert watched.looks() == []
-
-
-def test_a_reorganization_is_no_deregistration() -> None:
-    watched = Watched()
-    for _ in range(3):
-        watched.ledger.deregister(MINER.ss58)
-        assert watched.looks(1) == []
-        watched.ledger.register(MINER.ss58, uid=watched.uid)
-        assert watched.looks(1) == []
-
-
-def test_a_new_uid_is_followed() -> None:
-    watched = Watched()
-    watched.ledger.register(MINER.ss58, uid=41)
-    event = next(e for e in (watched.watcher.check() for _ in range(3)) if e is not None)
-    assert event.change is Change.UID_CHANGED and event.uid == 41
-    assert watched.looks() == []
-
-
-@pytest.mark.parametrize("how", ["endpoint", "commitment"])
-def test_a_second_miner_overwrites_what_we_wrote(how: str) -> None:
-    watched = Watched()
-    watched.chain.serve("1.2.3.4", 8091)
-    watched.chain.commit("ours")
-    assert watched.looks() == []
-    other = MemoryChain(hotkey=MINER.ss58, ledger=watched.ledger)
-    if how == "endpoint":
-        other.serve("5.6.7.8", 8091)
-    else:
-        other.commit("theirs")
-    assert watched.looks() == [Change.DOUBLE]
