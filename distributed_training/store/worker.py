@@ -220,7 +220,7 @@ class _Forward(logging.Handler):
 def lower_priority() -> None:
     """Training comes first, for the CPU and for the disk."""
     with contextlib.suppress(OSError):
-        os.nice(10)
+        os.nice(19)
     try:
         import psutil
 
