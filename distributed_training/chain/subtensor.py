@@ -197,6 +197,7 @@ class BittensorChain:
 
     def _run(self, started: threading.Event) -> None:
         asyncio.set_event_loop(self._loop)
+        self._loop.set_exception_handler(_stray)
         try:
             with suppress(asyncio.CancelledError):
                 self._loop.run_until_complete(self._main(started))
@@ -326,6 +327,14 @@ class BittensorChain:
             if self._task is not None:
                 self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_CLOSE_TIMEOUT + 1)
+
+
+def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What tasks of the SDK leave behind when a call of ours was given up: the call's own failure
+    has been told, and asyncio would add a traceback for each attempt."""
+    message = str(context.get("message"))
+    level = logging.DEBUG if "never retrieved" in message else logging.WARNING
+    log.log(level, "%s: %s", message, _describe(context.get("exception") or ""))
 
 
 def _neuron(found: Any) -> Neuron:

@@ -132,6 +132,13 @@ def test_the_neurons_are_one_object_until_something_changes(setup: Setup) -> Non
     assert setup.chain.neurons() is before
 
 
+def test_reads_are_counted_also_when_nothing_changes(setup: Setup) -> None:
+    assert setup.chain.wait_ready(timedelta(seconds=10))
+    before = setup.chain.reads()
+    until(lambda: (setup.chain.block(), setup.chain.reads() > before + 2)[1])
+    assert setup.chain.counters()["reads"] >= before
+
+
 def test_commitments(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
     assert setup.chain.commitment(setup.me.ss58) is None

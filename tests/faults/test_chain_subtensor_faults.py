@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.memory import MemoryLedger
+from distributed_training.chain.registration import (
+    Change,
+    RegistrationEvent,
+    RegistrationWatcher,
+)
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
@@ -34,16 +41,38 @@ SETTINGS = replace(
 )
 
 
+class FastClock:
+    """Minutes pass in milliseconds: a pause ends at once and the time has gone by all the same."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.pauses.append(seconds)
+        await asyncio.sleep(0.001)
+
+
 class Nodes:
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, *, settings: ChainSettings = SETTINGS, clock: FastClock | None = None
+    ) -> None:
         self.wallet = create_wallet(folder, "miner")
         self.ledger = MemoryLedger()
         self.ledger.register(self.wallet.ss58)
         self.first = LedgerSubstrate(self.ledger, SETTINGS.netuid)
         self.second = LedgerSubstrate(self.ledger, SETTINGS.netuid)
         nodes = {FIRST: self.first, SECOND: self.second}
+        self.clock = clock
+        clock_of: dict[str, Any] = (
+            {"monotonic": clock.monotonic, "sleep": clock.sleep} if clock is not None else {}
+        )
         self.chain = BittensorChain(
-            settings=SETTINGS, wallet=self.wallet, substrate=nodes.__getitem__
+            settings=settings, wallet=self.wallet, substrate=nodes.__getitem__, **clock_of
         )
 
 
@@ -128,3 +157,76 @@ def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
     assert time.monotonic() - started < 3
     with pytest.raises(ChainError, match="closed"):
         nodes.chain.commit("x")
+
+
+def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) -> None:
+    """The pauses, intervals and log lines of the public network's settings; only time is faster."""
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    public = ChainSettings()
+    settings = replace(
+        SETTINGS, poll_interval=public.poll_interval, neurons_interval=public.neurons_interval
+    )
+    clock = FastClock()
+    nodes = Nodes(tmp_path, settings=settings, clock=clock)
+    chain = nodes.chain
+    try:
+        assert chain.wait_ready(timedelta(seconds=5))
+        caplog.set_level(logging.INFO)
+        last = chain.block()
+        nodes.ledger.up = False
+        until(lambda: chain.age() > timedelta(hours=1))
+        assert chain.block() == last and chain.uid(nodes.wallet.ss58) == 0
+        # Both endpoints at each length of pause, which grows to a minute.
+        away = [p for p in clock.pauses if p != public.poll_interval.total_seconds()]
+        assert away[:12] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32] and set(away[12:]) == {60}
+        # A line every five minutes, with the age of what is known; not one for each attempt.
+        lines = [m for m in caplog.messages if "going on with what was known" in m]
+        assert 10 <= len(lines) <= 14 < len(away)
+        ages = [int(m.partition("known ")[2].split()[0]) for m in lines]
+        assert ages == sorted(ages) and ages[-1] > 3000
+        failures = chain.counters()["failures"]
+        assert failures >= len(away)
+
+        nodes.ledger.advance(300)  # an hour's blocks
+        nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
+        nodes.ledger.up = True
+        until(lambda: chain.block() == last + 300)
+        until(lambda: len(chain.neurons()) == 2)
+        assert chain.age() < timedelta(minutes=1)
+        assert chain.counters()["failures"] <= failures + 2  # one may have been under way
+        assert "Chain at" in caplog.messages[-1]
+        chain.commit("after the storm")
+        assert chain.counters()["writes"] == 1
+
+        nodes.ledger.up = False  # the next outage starts with short pauses again
+        known = len(clock.pauses)
+        until(lambda: len([p for p in clock.pauses[known:] if p != 6.0]) >= 3)
+        assert next(p for p in clock.pauses[known:] if p != 6.0) == 1
+    finally:
+        chain.close()
+
+
+def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    nodes = Nodes(tmp_path, clock=FastClock())
+    events: list[RegistrationEvent] = []
+    watcher = RegistrationWatcher(
+        chain=nodes.chain,
+        hotkey=nodes.wallet.ss58,
+        uid=0,
+        on_event=events.append,
+        interval=timedelta(milliseconds=2),
+    )
+    try:
+        assert nodes.chain.wait_ready(timedelta(seconds=5))
+        watcher.start()
+        nodes.ledger.up = False
+        until(lambda: nodes.chain.age() > timedelta(minutes=10))
+        assert events == []  # a chain that is away says nothing about us
+        nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW", uid=0)
+        nodes.ledger.up = True
+        until(lambda: events)
+        assert [e.change for e in events] == [Change.DEREGISTERED]
+    finally:
+        watcher.close()
+        nodes.chain.close()

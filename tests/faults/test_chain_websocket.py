@@ -1,0 +1,176 @@
+"""The chain over a real websocket: connections that drop, hang, are refused, and move on."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.chain import subtensor
+from distributed_training.chain.base import ChainUnavailable, wait_ready
+from distributed_training.chain.memory import MemoryLedger
+from distributed_training.chain.subtensor import BittensorChain
+from distributed_training.config.chain import ChainSettings
+from tests.chain_node import Node, NodeSubstrate
+from tests.chain_world import MINER, VALIDATOR, until
+
+pytestmark = pytest.mark.timeout(60)
+QUICK = timedelta(milliseconds=20)
+SETTINGS = replace(
+    ChainSettings(),
+    poll_interval=QUICK,
+    neurons_interval=QUICK,
+    call_timeout=timedelta(milliseconds=500),
+)
+
+
+class Network:
+    def __init__(self) -> None:
+        self.ledger = MemoryLedger()
+        self.ledger.register(MINER.ss58)
+        self.ledger.register(VALIDATOR.ss58, stake=1e6, validator_permit=True)
+        self.ledger.commitments[VALIDATOR.ss58] = "where to read"
+        self.nodes = [Node(self.ledger, SETTINGS.netuid) for _ in range(2)]
+        self._chains: list[BittensorChain] = []
+
+    def chain(
+        self, *endpoints: str, substrate: Callable[[str], object] | None = NodeSubstrate
+    ) -> BittensorChain:
+        first, *more = endpoints or [node.url for node in self.nodes]
+        chain = BittensorChain(
+            settings=replace(SETTINGS, chain_endpoint=first, fallback_endpoints=tuple(more)),
+            wallet=MINER,
+            substrate=substrate,
+        )
+        self._chains.append(chain)
+        return chain
+
+    def close(self) -> None:
+        for chain in self._chains:
+            chain.close()
+        for node in self.nodes:
+            node.close()
+
+
+@pytest.fixture
+def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(subtensor, "FIRST_PAUSE", 0.02)
+    monkeypatch.setattr(subtensor, "LONGEST_PAUSE", 0.1)
+    made = Network()
+    yield made
+    made.close()
+
+
+def follows(network: Network, chain: BittensorChain) -> bool:
+    network.ledger.advance()
+    until(lambda: chain.block() == network.ledger.height)
+    return chain.age() < timedelta(seconds=2)
+
+
+def test_everything_is_read_over_one_connection(network: Network) -> None:
+    chain = network.chain()
+    assert chain.wait_ready(timedelta(seconds=10))
+    assert follows(network, chain)
+    assert [n.hotkey for n in chain.neurons()] == [MINER.ss58, VALIDATOR.ss58]
+    assert chain.neurons()[1].validator_permit and chain.neurons()[1].stake == 1e6
+    assert chain.commitment(VALIDATOR.ss58) == "where to read"
+    assert network.nodes[0].accepted == 1 and network.nodes[1].accepted == 0
+    assert "chain_getHeader" in network.nodes[0].methods
+
+
+def test_a_lost_connection_is_made_again(network: Network) -> None:
+    chain = network.chain()
+    assert chain.wait_ready(timedelta(seconds=10))
+    for _ in range(3):
+        before = sum(node.accepted for node in network.nodes)
+        network.nodes[0].drop()
+        network.nodes[1].drop()
+        until(lambda before=before: sum(node.accepted for node in network.nodes) > before)
+        assert follows(network, chain)
+
+
+def test_a_node_that_goes_away_is_left_for_the_next(network: Network, caplog) -> None:
+    chain = network.chain()
+    assert chain.wait_ready(timedelta(seconds=10))
+    caplog.set_level(logging.WARNING, logger="distributed_training")
+    network.nodes[0].stop()
+    until(lambda: network.nodes[1].accepted, 20)
+    assert follows(network, chain)
+    assert chain.counters()["failures"] >= 1 and chain.counters()["connections"] >= 2
+    line = next(m for m in caplog.messages if m.startswith("The chain at"))
+    assert network.nodes[0].url in line and "--subtensor.chain_endpoint" in line
+    # And back, when that one goes too.
+    network.nodes[0].start()
+    network.nodes[1].stop()
+    known = network.nodes[0].accepted
+    until(lambda: network.nodes[0].accepted > known, 20)
+    assert follows(network, chain)
+
+
+def test_a_node_that_hangs_is_left_for_the_next(network: Network) -> None:
+    chain = network.chain()
+    assert chain.wait_ready(timedelta(seconds=10))
+    network.nodes[0].silent = True  # connected, and not a word more
+    until(lambda: network.nodes[1].accepted, 10)
+    assert follows(network, chain)
+
+
+def test_a_first_endpoint_that_is_dead_or_mute_does_not_stop_the_start(network: Network) -> None:
+    network.nodes[0].stop()
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # accepts, never shakes hands
+        urls = [network.nodes[0].url, f"ws://127.0.0.1:{mute.getsockname()[1]}"]
+        chain = network.chain(*urls, network.nodes[1].url)
+        assert chain.wait_ready(timedelta(seconds=20))
+        assert chain.uid(MINER.ss58) == 0
+
+
+def test_no_endpoint_at_all_is_one_line_and_no_thread_dies(network: Network) -> None:
+    for node in network.nodes:
+        node.stop()
+    chain = network.chain()
+    started = time.monotonic()
+    with pytest.raises(ChainUnavailable, match=r"--subtensor\.chain_endpoint"):
+        wait_ready(chain, timedelta(milliseconds=300))
+    assert time.monotonic() - started < 5
+    network.nodes[1].start()
+    assert chain.wait_ready(timedelta(seconds=20))
+
+
+def test_everything_away_leaves_what_was_known(network: Network, caplog) -> None:
+    chain = network.chain()
+    assert chain.wait_ready(timedelta(seconds=10))
+    caplog.set_level(logging.WARNING, logger="distributed_training")
+    block, neurons = chain.block(), chain.neurons()
+    for node in network.nodes:
+        node.stop()
+    until(lambda: chain.age() > timedelta(seconds=2), 20)
+    started = time.monotonic()
+    for _ in range(1000):
+        assert chain.block() == block and chain.neurons() is neurons
+    assert time.monotonic() - started < 0.5
+    assert any("going on with what was known" in m for m in caplog.messages)
+    gc.collect()  # the SDK's abandoned tasks would now say so, each with a traceback
+    assert [r for r in caplog.records if r.exc_info or r.name == "asyncio"] == []
+    for node in network.nodes:
+        node.start()
+    assert until(lambda: chain.age() < timedelta(seconds=1), 20)
+    assert follows(network, chain)
+
+
+def test_the_sdk_by_itself_asks_for_the_metadata_and_is_not_waited_for(network: Network) -> None:
+    """No substrate of ours in between: the SDK connects, asks for the runtime, and what this node
+    cannot tell it is a failure of the node like any other."""
+    chain = network.chain(substrate=None)
+    until(lambda: chain.counters().get("failures", 0) >= 2, 20)
+    assert all(node.accepted for node in network.nodes)
+    asked = set(network.nodes[0].methods)
+    assert asked & {"state_getRuntimeVersion", "state_getMetadata", "state_call"}, asked
+    assert not chain.wait_ready(timedelta(0))
