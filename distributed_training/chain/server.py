@@ -9,7 +9,6 @@ further calls are told so and cause nothing.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -28,9 +27,10 @@ from distributed_training.protocol.types import RoundRequest
 
 from . import auth
 from .admission import Admission, Buckets, normalize
+from .asgi import parse_fields, read_body, read_headers, respond, target
 from .auth import Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
-from .http import MAX_HEADER_BYTES, HttpThread, bind, guarded_protocol
+from .http import HttpThread, bind, guarded_protocol
 from .replay import NonceMemory
 from .wallet import Wallet
 
@@ -199,7 +199,7 @@ class SignedServer:
         address = normalize(scope["client"][0]) if scope["client"] else ""
         claimed: str | None = None
         try:
-            headers = _headers(scope)
+            headers = read_headers(scope)
             if not self._admission.request(address):
                 raise Refused(Refusal.RATE)
             if scope["path"] not in synapses.ROUTES:
@@ -214,7 +214,7 @@ class SignedServer:
             claim = auth.claim(headers, self._settings.auth_schemes)
             claimed = claim.hotkey
             self._check_claim(claim)
-            body = await _read(receive)
+            body = await read_body(receive)
             if body is None:
                 return  # the client went away
             auth.proven(
@@ -222,7 +222,7 @@ class SignedServer:
                 headers,
                 body,
                 method="POST",
-                path=_target(scope),
+                path=target(scope),
                 own=self._own,
             )
             if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
@@ -232,7 +232,7 @@ class SignedServer:
         except Refused as refused:
             await self._refuse(refused.refusal, claimed, address, send)
             return
-        await _respond(send, 200, reply)
+        await respond(send, 200, reply)
 
     def _check_claim(self, claim: auth.Claim) -> None:
         """What can be decided without the body. Nothing is proven yet, so nothing is recorded."""
@@ -270,7 +270,7 @@ class SignedServer:
         master = claim.hotkey == self._master
         permit = master or (neuron is not None and neuron.validator_permit)
         stake = neuron.stake if neuron is not None else 0.0
-        fields = _fields(body)
+        fields = parse_fields(body)
         if path == synapses.IS_ALIVE_ROUTE:
             if self._settings.force_validator_permit and not permit:
                 raise Refused(Refusal.NO_PERMIT)
@@ -329,7 +329,7 @@ class SignedServer:
         if refusal not in _NO_STRIKE:
             self._admission.strike(address)
         self._log_refusal(refusal.reason, claimed or address)
-        await _respond(send, refusal.status, {"message": refusal.message}, close=True)
+        await respond(send, refusal.status, {"message": refusal.message}, close=True)
 
     def _log_refusal(self, reason: str, caller: str) -> None:
         """At most one line a minute for each caller, and few for all of them together."""
@@ -364,73 +364,3 @@ def round_bounds(settings: ChainSettings) -> RoundBounds:
         next_chunk_timeout=seconds(settings.clamp_next_chunk_timeout),
         min_matchmaking_time=seconds(settings.clamp_min_matchmaking_time),
     )
-
-
-def _headers(scope: Any) -> dict[str, str]:
-    """Raises Refused for what is too large, repeated or not ASCII."""
-    headers: dict[str, str] = {}
-    size = 0
-    for name, value in scope["headers"]:
-        size += len(name) + len(value) + 4
-        if size > MAX_HEADER_BYTES:
-            raise Refused(Refusal.HEADERS)
-        try:
-            key = name.decode("ascii")
-            # Two values of one header: whoever reads the other one is deceived.
-            if key in headers and key.startswith(_SINGLE):
-                raise Refused(Refusal.MALFORMED)
-            headers[key] = value.decode("ascii")
-        except UnicodeDecodeError:
-            raise Refused(Refusal.MALFORMED) from None
-    return headers
-
-
-_SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
-
-
-def _target(scope: Any) -> str:
-    """The request target as sent, for the signed text."""
-    path: str = scope["raw_path"].decode("ascii")
-    query = scope["query_string"].decode("ascii")
-    return f"{path}?{query}" if query else path
-
-
-async def _read(receive: Any) -> bytes | None:
-    """The whole body; None when the client left. The protocol's timer bounds the time."""
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] != "http.request":
-            return None
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise Refused(Refusal.TOO_LARGE)
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
-def _fields(body: bytes) -> dict[str, Any]:
-    def refuse(_: str) -> float:
-        raise ValueError("not finite")
-
-    try:
-        fields = json.loads(body or b"{}", parse_constant=refuse)
-    except (ValueError, RecursionError):
-        raise Refused(Refusal.MALFORMED) from None
-    if not isinstance(fields, dict):
-        raise Refused(Refusal.MALFORMED)
-    return fields
-
-
-async def _respond(send: Any, status: int, content: dict[str, Any], *, close: bool = False) -> None:
-    headers = [
-        (b"content-type", b"application/json"),
-        # What a legacy caller takes for success.
-        (b"bt_header_axon_status_code", str(status).encode()),
-    ]
-    if close:
-        headers.append((b"connection", b"close"))
-    body = json.dumps(content).encode()
-    headers.append((b"content-length", str(len(body)).encode()))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
