@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed_training.miner.drift import NotComparable, Rows, drift
 from distributed_training.miner.global_watch import GlobalUnavailableError
 from distributed_training.protocol import keys
 from distributed_training.store.errors import StoreError
@@ -54,6 +56,14 @@ class GlobalBucket:
             if number.isdigit() and int(number) < outer_step - 1:
                 shutil.rmtree(old, ignore_errors=True)
         return folder
+
+    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+        """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
+        try:
+            key = keys.epoch_key(outer_step, keys.MODEL)
+            return drift(rows, self._remote.reader(key), seed=outer_step)
+        except (StoreError, NotComparable) as error:
+            raise GlobalUnavailableError(str(error)) from None
 
     def stop(self) -> None:
         """End a fetch under way; what was fetched stays for the next."""

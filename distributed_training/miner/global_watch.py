@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
+from distributed_training.miner.drift import TOLERANCE, Rows
 from distributed_training.miner.state import (
     Event,
     GlobalEpochSeen,
     GlobalFetched,
     GlobalFetchFailed,
+    WeightsCompared,
 )
 
 log = logging.getLogger(__name__)
@@ -35,12 +37,16 @@ class GlobalReader(Protocol):
     def fetch(self, outer_step: int) -> Path:
         """Download the state of ``outer_step``, check it, return its folder."""
 
+    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+        """See :func:`~.drift.drift`."""
+
 
 class GlobalWatch:
     """Compares and fetches in a thread of its own.
 
     ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
     failed fetch, doubled up to ``attempts`` times before the fetch is given up with an event.
+    ``epoch_start``: what the global weights are compared with; called in the watch's thread.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class GlobalWatch:
         interval: timedelta,
         retry: timedelta = timedelta(seconds=5),
         attempts: int = 3,
+        epoch_start: Callable[[], Sequence[Rows]] = lambda: (),
     ) -> None:
         self._reader = reader
         self._post = post
@@ -60,6 +67,8 @@ class GlobalWatch:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._target: int | None = None
+        self._compare_weights: int | None = None
+        self._epoch_start = epoch_start
         self._unavailable_since: float | None = None
         self._thread = threading.Thread(target=self._run, name="global-watch", daemon=True)
 
@@ -72,6 +81,11 @@ class GlobalWatch:
     def fetch(self, outer_step: int) -> None:
         """Fetch that epoch in the background; answered by GlobalFetched or GlobalFetchFailed."""
         self._target = outer_step
+        self._wake.set()
+
+    def compare_weights(self, outer_step: int) -> None:
+        """Answered by WeightsCompared, unless the bucket cannot be read."""
+        self._compare_weights = outer_step
         self._wake.set()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
@@ -92,6 +106,28 @@ class GlobalWatch:
                 self._fetch(target)
             else:
                 self._compare()
+            compare, self._compare_weights = self._compare_weights, None
+            if compare is not None:
+                self._look_for_drift(compare)
+
+    def _look_for_drift(self, outer_step: int) -> None:
+        rows = self._epoch_start()
+        if not rows:
+            return
+        try:
+            found = self._reader.drift(outer_step, rows)
+        except GlobalUnavailableError as error:
+            log.warning("The global weights could not be compared with ours: %s", error)
+            return
+        same = found <= TOLERANCE
+        if not same:
+            log.warning(
+                "Our weights of outer step %d are not the global ones (difference %.1e): the "
+                "global state is taken as the epoch's start, what was trained since is kept",
+                outer_step,
+                found,
+            )
+        self._post(WeightsCompared(outer_step, same))
 
     def _compare(self) -> None:
         try:

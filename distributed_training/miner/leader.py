@@ -35,6 +35,7 @@ _KINDS = {
     Do.AVERAGE: OrderKind.AVERAGE,
     Do.OUTER_STEP: OrderKind.OUTER_STEP,
     Do.LOAD: OrderKind.LOAD,
+    Do.REBASE: OrderKind.REBASE,
     Do.SNAPSHOT: OrderKind.SNAPSHOT,
     Do.PREVIEW: OrderKind.PREVIEW,
     Do.CHECKPOINT: OrderKind.CHECKPOINT,
@@ -59,6 +60,7 @@ class PublisherLike(Protocol):
 class GlobalWatchLike(Protocol):
     def compare_soon(self) -> None: ...
     def fetch(self, outer_step: int) -> None: ...
+    def compare_weights(self, outer_step: int) -> None: ...
 
 
 class BlocksLike(Protocol):
@@ -155,7 +157,7 @@ class Leader:
         match do:
             case Do.SNAPSHOT:
                 return self._chain_block()
-            case Do.LOAD:
+            case Do.LOAD | Do.REBASE:
                 return self.state.fetch_target or 0
             case Do.STOP:
                 return self.state.exit_status
@@ -247,6 +249,8 @@ class Leader:
             case Do.FETCH_GLOBAL:
                 assert self.state.fetch_target is not None
                 self._global_watch.fetch(self.state.fetch_target)
+            case Do.COMPARE_WEIGHTS:
+                self._global_watch.compare_weights(self.state.outer_step)
             case _:
                 raise AssertionError(f"{do} is an order for all ranks")
 

@@ -49,6 +49,7 @@ class TrainerLike(Protocol):
     def load_weights(self, path: Path | None) -> None: ...
     def load_outer_optimizer(self, path: Path | None) -> None: ...
     def begin_epoch(self, outer_step: int) -> None: ...
+    def rebase(self, weights: Path | None, outer_optimizer: Path | None) -> None: ...
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> Any: ...
@@ -148,6 +149,8 @@ class MinerLoop:
                     self._outer_step()
                 case OrderKind.LOAD:
                     self._load(order.arg)
+                case OrderKind.REBASE:
+                    self._rebase(order.arg)
                 case OrderKind.SNAPSHOT:
                     self._snapshot(block=order.arg)
                 case OrderKind.PREVIEW:
@@ -248,6 +251,15 @@ class MinerLoop:
         self._trainer.load_weights(folder / "model.safetensors" if folder else None)
         self._trainer.load_outer_optimizer(folder / "outer_optimizer.pt" if folder else None)
         self._trainer.begin_epoch(outer_step)
+        if self._zero:
+            self._zero.loaded(outer_step)
+
+    def _rebase(self, outer_step: int) -> None:
+        folder = self._zero.global_folder if self._zero else None
+        self._trainer.rebase(
+            folder / "model.safetensors" if folder else None,
+            folder / "outer_optimizer.pt" if folder else None,
+        )
         if self._zero:
             self._zero.loaded(outer_step)
 

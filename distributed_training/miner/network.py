@@ -34,6 +34,7 @@ from distributed_training.chain.server import SignedServer
 from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
 from distributed_training.data import build_tokenizer
+from distributed_training.miner.drift import Rows
 from distributed_training.miner.global_state import GlobalBucket, model_config
 from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
 from distributed_training.miner.round_clock import RoundClock
@@ -132,12 +133,15 @@ class Outside:
             snapshots=snapshots,
         )
 
-    def watch(self, post: Callable[[Event], None]) -> GlobalWatch:
+    def watch(
+        self, post: Callable[[Event], None], epoch_start: Callable[[], Sequence[Rows]]
+    ) -> GlobalWatch:
         blocks = self.config.miner.epoch_check_blocks
         return GlobalWatch(
             reader=self.global_bucket,
             post=post,
             interval=timedelta(seconds=blocks * self._seconds_per_block()),
+            epoch_start=epoch_start,
         )
 
     def _seconds_per_block(self) -> float:

@@ -30,6 +30,7 @@ class OrderKind(enum.IntEnum):
     ROLL_BACK = 7
     STOP = 8  # arg: exit status
     PREVIEW = 9
+    REBASE = 10  # arg: outer step
 
 
 class DataOrder(NamedTuple):

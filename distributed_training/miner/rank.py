@@ -22,6 +22,7 @@ from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_
 from distributed_training.miner import network
 from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner.drift import Rows
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.network import BAD_CONFIGURATION, FAULT
@@ -263,7 +264,10 @@ def _rank_zero(
     stack.callback(swarm.close)
     publisher = outside.open_publisher(folder / "snapshots")
     stack.callback(publisher.close)
-    watch = outside.watch(lambda event: leader.post(event))
+    watch = outside.watch(
+        lambda event: leader.post(event),
+        lambda: [Rows(*rows) for rows in trainer.epoch_start_rows()],
+    )
     stack.callback(watch.close)
     behind = trainer.outer_step != outside.global_outer_step
     leader = Leader(
@@ -341,6 +345,8 @@ def _rank_zero(
         server.port, lambda reason, status: leader.post(st.StopRequested(reason, status)), stack
     )
     watch.start()
+    if restored and not behind:
+        watch.compare_weights(trainer.outer_step)  # of a round before the restart, perhaps
     record(
         "start",
         uid=outside.uid,

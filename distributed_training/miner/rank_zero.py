@@ -215,7 +215,13 @@ class RankZeroSide:
             log.warning("%s (%s)", lines.all_reduce_failed(3), detail)
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
-        self.leader.post(st.OuterStepEnded(committed, outer_step, time.time(), detail))
+        partial = result is not None and result.partial
+        if committed and partial:
+            log.warning(
+                "Parts of the average failed: the global state is taken as the epoch's start once "
+                "the validator has published it; what is trained until then is kept"
+            )
+        self.leader.post(st.OuterStepEnded(committed, outer_step, time.time(), detail, partial))
         self._round_ended(ok=committed, detail=detail)
 
     def round_failed(self, fault: AllReduceFault, detail: str) -> None:

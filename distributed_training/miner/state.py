@@ -40,6 +40,7 @@ class Do(enum.Enum):
     AVERAGE = "write the pseudo-gradient into the swarm's buffers"
     OUTER_STEP = "prepare the outer step, vote, commit or roll back"
     LOAD = "load the fetched global state"
+    REBASE = "take the fetched global state as epoch start, keep what was trained since"
     SNAPSHOT = "write a snapshot"
     PREVIEW = "try the snapshot's gradient as a validator would, then publish"
     CHECKPOINT = "write a checkpoint"
@@ -52,6 +53,7 @@ class Do(enum.Enum):
     RESUME_UPLOADS = "the line is free again"
     COMPARE_EPOCHS = "read the global epoch soon"
     FETCH_GLOBAL = "download the global state in the background"
+    COMPARE_WEIGHTS = "compare a sample of the global weights with our epoch start"
 
 
 COLLECTIVE = frozenset(
@@ -59,6 +61,7 @@ COLLECTIVE = frozenset(
         Do.AVERAGE,
         Do.OUTER_STEP,
         Do.LOAD,
+        Do.REBASE,
         Do.SNAPSHOT,
         Do.PREVIEW,
         Do.CHECKPOINT,
@@ -77,6 +80,8 @@ class MinerState:
     round: RoundRequest | None = None
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the epoch being fetched
+    partial: bool = False  # our last outer step may differ from that of others
+    rebase: bool = False  # while LOADING: the epoch is ours, only its start is not
     exit_status: int = 0
     stop_reason: str = ""
 
@@ -111,6 +116,7 @@ class OuterStepEnded:
     outer_step: int  # after it
     at: float
     detail: str = ""
+    partial: bool = False  # parts of the average failed
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,14 @@ class InnerStepEnded:
 class GlobalEpochSeen:
     outer_step: int
     at: float
+
+
+@dataclass(frozen=True)
+class WeightsCompared:
+    """Whether the global weights of ``outer_step`` are those our epoch began with."""
+
+    outer_step: int
+    same: bool
 
 
 @dataclass(frozen=True)
@@ -166,6 +180,7 @@ Event = (
     | OuterStepEnded
     | InnerStepEnded
     | GlobalEpochSeen
+    | WeightsCompared
     | GlobalFetched
     | GlobalFetchFailed
     | LoadEnded
@@ -226,6 +241,8 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             return _round_over(state, timing), (Do.RESUME_UPLOADS,)
         case OuterStepEnded(committed=committed, outer_step=outer) if state.mode is Mode.AVERAGING:
             after = replace(_round_over(state, timing), outer_step=outer)
+            if committed:
+                after = replace(after, partial=event.partial)
             # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
             return after, (
                 (Do.CHECKPOINT, Do.RESUME_UPLOADS) if committed else (Do.RESUME_UPLOADS,)
@@ -243,21 +260,39 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             return state, orders
         case GlobalEpochSeen(outer_step=seen, at=at):
             return _epoch_seen(state, seen, at)
+        case WeightsCompared(outer_step=outer, same=False) if (
+            state.mode is Mode.TRAINING and outer == state.outer_step
+        ):
+            return _fetch_for_rebase(state)
         case GlobalFetched() if state.mode is Mode.LOADING:
-            return state, (Do.LOAD,)
+            return state, (Do.REBASE if state.rebase else Do.LOAD,)
         case GlobalFetchFailed(at=at) if state.mode is Mode.LOADING:
             # Training on stale weights beats not training; the next comparison tries again.
             return (
-                replace(state, mode=Mode.AWAITING_GLOBAL, fetch_target=None, global_due=at + 60.0),
+                replace(
+                    state,
+                    mode=Mode.AWAITING_GLOBAL,
+                    fetch_target=None,
+                    rebase=False,
+                    partial=state.partial or state.rebase,
+                    global_due=at + 60.0,
+                ),
                 (Do.RESUME_UPLOADS,),
             )
         case LoadEnded(outer_step=outer) if state.mode is Mode.LOADING:
             return (
-                replace(state, mode=Mode.TRAINING, outer_step=outer, fetch_target=None),
+                replace(
+                    state,
+                    mode=Mode.TRAINING,
+                    outer_step=outer,
+                    fetch_target=None,
+                    rebase=False,
+                    partial=False,
+                ),
                 (Do.CHECKPOINT, Do.RESUME_UPLOADS),
             )
         case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
-            return replace(state, mode=Mode.TRAINING), (Do.COMPARE_EPOCHS,)
+            return replace(state, mode=Mode.TRAINING), (Do.COMPARE_EPOCHS, Do.COMPARE_WEIGHTS)
         case _:
             return state, ()
 
@@ -272,10 +307,19 @@ def _round_over(state: MinerState, timing: Timing) -> MinerState:
     )
 
 
+def _fetch_for_rebase(state: MinerState) -> tuple[MinerState, Orders]:
+    return (
+        replace(state, mode=Mode.LOADING, fetch_target=state.outer_step, rebase=True, round=None),
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    )
+
+
 def _epoch_seen(state: MinerState, seen: int, at: float) -> tuple[MinerState, Orders]:
     if state.mode is Mode.AWAITING_GLOBAL:
         if seen == state.outer_step and at >= state.global_due:
-            return replace(state, mode=Mode.TRAINING), ()
+            if state.partial:
+                return _fetch_for_rebase(state)
+            return replace(state, mode=Mode.TRAINING), (Do.COMPARE_WEIGHTS,)
         # Before its time is up the validator may still be publishing the epoch we already have.
         # An epoch ahead of ours is never on its way: it is there.
         if seen <= state.outer_step and at < state.global_due:
@@ -283,8 +327,8 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> tuple[MinerState, Or
     elif state.mode is not Mode.TRAINING:
         return state, ()
     if seen == state.outer_step:
-        return state, ()
+        return _fetch_for_rebase(state) if state.partial else (state, ())
     return (
-        replace(state, mode=Mode.LOADING, fetch_target=seen, round=None),
+        replace(state, mode=Mode.LOADING, fetch_target=seen, rebase=False, round=None),
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     )

@@ -106,12 +106,18 @@ class AllReduceResult:
     """A successful average, before it is committed."""
 
     peers: tuple[str, ...]  # peer ids of the group, ours included
-    failed_peers: tuple[str, ...]  # banned senders or failed parts
+    failed_peers: tuple[str, ...]  # banned senders
     matchmaking_seconds: float | None
     transfer_seconds: float | None
     total_seconds: float
     average_norm: float | None = None
     local_norm: float | None = None
+    kept_local: float = 0.0  # part of all values for which no average came back
+
+    @property
+    def partial(self) -> bool:
+        """Others of the group may hold other averages than we do."""
+        return bool(self.failed_peers) or self.kept_local > 0
 
     @property
     def group_size(self) -> int:

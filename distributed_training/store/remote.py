@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -92,6 +92,31 @@ class RemoteState:
             return Metadata.parse(data)
         except MetadataError as error:
             raise StateUnavailable(f"{self._store.bucket}/{key}: {error}") from None
+
+    def reader(self, key: str) -> Callable[[int, int], bytes]:
+        """(first byte, bytes) -> content, all of one version of the object. The function and this
+        raise StoreError; StateUnavailable when it is not there or was replaced."""
+        deadline = deadline_in(min(self._deadline, timedelta(minutes=5)))
+        info = retrying(
+            f"look at {key}", lambda: self._store.head(key), deadline=deadline, line=self._line
+        )
+        if info is None:
+            raise StateUnavailable(f"{self._store.bucket}/{key} is missing")
+
+        def read(first: int, count: int) -> bytes:
+            data = retrying(
+                f"read {key}",
+                lambda: self._store.get_range(key, first, count, etag=info.etag),
+                deadline=deadline,
+                line=self._line,
+            )
+            if len(data) != count:
+                raise StateUnavailable(
+                    f"{self._store.bucket}/{key} is shorter than its header says"
+                )
+            return data
+
+        return read
 
     # --- whole states ---------------------------------------------------------------------------
 

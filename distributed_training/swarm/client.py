@@ -324,6 +324,7 @@ class HivemindSwarm:
             total_seconds=total,
             average_norm=average_norm,
             local_norm=local_norm,
+            kept_local=answer["kept_local"],
         )
 
 

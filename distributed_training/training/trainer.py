@@ -278,6 +278,29 @@ class Trainer:
         self.inner_step = 0
         self._drop_step()
 
+    @torch.no_grad()
+    def rebase(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
+        """Epoch start and outer momentum := rank 0's files; what was trained since stays.
+
+        The pseudo-gradient is the same afterwards; the inner step too. Raises ValueError on all
+        ranks alike when a file is not this model's; weights are then as they were.
+        """
+        start = self._outer.epoch_start
+        assert start is not None
+        self._outer.load(outer_optimizer, self.schema)
+        current = self._outer.current()
+        self.load_weights(weights_path)
+        self._outer.begin_epoch()
+        for item, now, before in zip(self.shards, current, start, strict=True):
+            item.local.add_((now - before).to(item.local.device))
+        self._drop_step()
+
+    def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
+        """Name, first row and this rank's rows of the weights the epoch began with; host memory,
+        never changed in place."""
+        start = self._outer.epoch_start or []
+        return [(s.name, s.start, rows) for s, rows in zip(self.shards, start, strict=False)]
+
     def _drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
         self._step.drop()

@@ -89,6 +89,8 @@ class Watch:
 
     def fetch(self, outer_step: int) -> None: ...
 
+    def compare_weights(self, outer_step: int) -> None: ...
+
 
 class Miner:
     """``on_step``: called on rank 0 after each inner step, to post events."""

@@ -67,6 +67,11 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one["weights"], two["weights"], strict=True))
 
 
+def listed(result: dict[str, Any]) -> set[int]:
+    """Blocks that were published or wait for it; when a snapshot is done depends on the machine."""
+    return {b for s in result["submitted"] for b in s["blocks"]} | set(result["blocks"])
+
+
 def trained(folder: Path, rank: int) -> dict[int, dict[int, int]]:
     """From the receipts: block -> first sequence -> sequences."""
     found: dict[int, dict[int, int]] = {}
@@ -107,11 +112,7 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(
     resumed = run("resumed", tmp_path)
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
-    assert resumed["blocks"] == whole["blocks"]
-    assert [s["tag"] for s in resumed["submitted"]] == [s["tag"] for s in whole["submitted"]][1:]
-    assert [s["blocks"] for s in resumed["submitted"]][1:] == [
-        s["blocks"] for s in whole["submitted"]
-    ][2:]
+    assert listed(resumed) == listed(whole)
     for rank in range(2):
         assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
 
@@ -125,7 +126,7 @@ def test_a_stop_within_an_inner_step_neither_drops_nor_repeats_a_micro_batch(
     after = run("after_stop", tmp_path)
     assert after["losses"] == whole["losses"][6:]
     assert same(after, whole)
-    assert after["blocks"] == whole["blocks"]
+    assert listed(stopped) | listed(after) == listed(whole)
     for rank in range(2):
         assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
 

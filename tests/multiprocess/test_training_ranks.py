@@ -68,6 +68,11 @@ def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(120)
+def test_another_epoch_start_keeps_the_pseudo_gradient(tmp_path: Path) -> None:
+    Ranks("rebase", 2, tmp_path).finish()
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_preview_is_what_the_published_file_does(world_size: int, tmp_path: Path) -> None:
     Ranks("preview", world_size, tmp_path).finish()

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from training_world import sequences, train, trainer, whole_weights
 
 from distributed_training.miner.process import leave
@@ -118,6 +120,41 @@ def snapshot(folder: Path) -> None:
         if RANK == 0:
             torch.save({"start": start, "now": now, "schema": made.schema}, folder / f"{mode}.pt")
         dist.barrier()
+
+
+def rebase(folder: Path) -> None:
+    """Another epoch start under what was trained: the pseudo-gradient stays."""
+    made = trainer(rank=RANK, world_size=WORLD)
+    train(made, 0, 3)
+    before = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
+    made.write_pseudo_gradient(before)
+    start = whole_weights(made)
+    if RANK == 0:
+        theirs = {n: torch.randn(s) * 0.02 for n, s in made.schema}
+        save_file(theirs, folder / "global.safetensors")
+        save_file({"model.norm.weight": torch.zeros(3)}, folder / "bad.safetensors")
+    dist.barrier()
+    now = made._outer.current()
+    try:
+        made.rebase(folder / "bad.safetensors" if RANK == 0 else None, None)
+    except ValueError:
+        same(now, made._outer.current())
+    else:
+        raise AssertionError("a file of another model was taken")
+    made.rebase(folder / "global.safetensors" if RANK == 0 else None, None)
+    after = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
+    made.write_pseudo_gradient(after)
+    if RANK == 0:
+        assert start is not None and before is not None and after is not None
+        for a, b in zip(before, after, strict=True):
+            assert torch.allclose(a, b, atol=1e-6)
+    for item, rows in zip(made.shards, made._outer.epoch_start, strict=True):
+        with safe_open(folder / "global.safetensors", "pt") as file:
+            assert torch.equal(rows, file.get_slice(item.name)[item.start : item.stop])
+    assert (made.outer_step, made.inner_step, made.total_inner_steps) == (0, 3, 3)
+    assert train(made, 3, 4)[0].inner_step == 4
+    for name, first, rows in made.epoch_start_rows():
+        assert rows.shape[0] + first <= dict(made.schema)[name][0]
 
 
 def preview(folder: Path) -> None:

@@ -79,6 +79,8 @@ class Watch:
     def fetch(self, outer_step: int) -> None:
         self.fetched.append(outer_step)
 
+    def compare_weights(self, outer_step: int) -> None: ...
+
 
 class Blocks:
     def __init__(self) -> None:

@@ -27,6 +27,7 @@ from distributed_training.miner.state import (
     StopRequested,
     Tick,
     Timing,
+    WeightsCompared,
     trains,
     transition,
 )
@@ -192,7 +193,56 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         state(Mode.AWAITING_GLOBAL),
         GlobalEpochSeen(12, 3641.0),
         Mode.TRAINING,
+        (Do.COMPARE_WEIGHTS,),
+    ),
+    (
+        "agreed after a round that lost parts: others' weights may differ",
+        state(Mode.AWAITING_GLOBAL, partial=True),
+        GlobalEpochSeen(12, 3641.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "the same, seen while training",
+        state(Mode.TRAINING, partial=True),
+        GlobalEpochSeen(12, 5000.0),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "our weights are the global ones",
+        state(Mode.TRAINING),
+        WeightsCompared(12, True),
+        Mode.TRAINING,
         (),
+    ),
+    (
+        "our weights are not the global ones",
+        state(Mode.TRAINING),
+        WeightsCompared(12, False),
+        Mode.LOADING,
+        (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
+    ),
+    (
+        "a comparison of an epoch that is over",
+        state(Mode.TRAINING),
+        WeightsCompared(11, False),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "a comparison that ends in a round",
+        state(Mode.AVERAGING),
+        WeightsCompared(12, False),
+        Mode.AVERAGING,
+        (),
+    ),
+    (
+        "fetched because our weights differed: what was trained is kept",
+        state(Mode.LOADING, rebase=True),
+        GlobalFetched(12, Path("epoch-12")),
+        Mode.LOADING,
+        (Do.REBASE,),
     ),
     (
         "disagreed after it",
@@ -214,7 +264,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         state(Mode.AWAITING_GLOBAL),
         Tick(3640.0),
         Mode.TRAINING,
-        (Do.COMPARE_EPOCHS,),
+        (Do.COMPARE_EPOCHS, Do.COMPARE_WEIGHTS),
     ),
     ("ticks mean nothing else", state(Mode.TRAINING), Tick(9e9), Mode.TRAINING, ()),
     (
@@ -287,6 +337,31 @@ def test_a_committed_round_moves_the_epoch() -> None:
     assert (after.outer_step, after.round) == (13, None)
 
 
+def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
+    loading, _ = transition(state(Mode.TRAINING), WeightsCompared(12, False), TIMING)
+    assert loading.rebase and loading.fetch_target == 12
+    waiting, _ = transition(loading, GlobalFetchFailed("404", 5000.0), TIMING)
+    assert waiting.partial and not waiting.rebase
+    again, orders = transition(waiting, GlobalEpochSeen(12, 5060.0), TIMING)
+    assert again.rebase and Do.FETCH_GLOBAL in orders
+    done, _ = transition(again, LoadEnded(12), TIMING)
+    assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
+
+
+def test_a_whole_round_clears_what_a_partial_one_left() -> None:
+    for partial in (True, False):
+        after, _ = transition(
+            state(Mode.AVERAGING, partial=not partial),
+            OuterStepEnded(True, 13, 1100.0, "", partial),
+            TIMING,
+        )
+        assert after.partial is partial
+    after, _ = transition(
+        state(Mode.AVERAGING, partial=True), OuterStepEnded(False, 12, 1100.0), TIMING
+    )
+    assert after.partial, "nothing was committed, so nothing is mended"
+
+
 def test_stop_keeps_reason_and_status() -> None:
     after, _ = transition(state(Mode.TRAINING), StopRequested("deregistered", 3), TIMING)
     assert (after.stop_reason, after.exit_status) == ("deregistered", 3)
@@ -317,4 +392,11 @@ def test_invariants_over_any_sequence_of_events(events: list[Event]) -> None:
             assert orders == ()
         # Training goes on in every state in which no collective order is under way.
         if trains(current.mode) and trains(before.mode):
-            assert set(orders) <= COLLECTIVE | {Do.COMPARE_EPOCHS, Do.RESUME_UPLOADS}
+            assert set(orders) <= COLLECTIVE | {
+                Do.COMPARE_EPOCHS,
+                Do.COMPARE_WEIGHTS,
+                Do.RESUME_UPLOADS,
+            }
+        # What makes a difference to others' weights is not forgotten before it is mended.
+        if before.partial and not current.partial:
+            assert isinstance(event, (LoadEnded, OuterStepEnded))

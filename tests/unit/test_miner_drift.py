@@ -1,0 +1,132 @@
+"""A sample of the published weights tells whether ours are the same."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
+from distributed_training.miner.global_state import GlobalBucket
+from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
+from distributed_training.miner.state import Event, GlobalEpochSeen, WeightsCompared
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.types import Revision
+from distributed_training.store.memory import MemoryObjectStore
+from distributed_training.store.remote import RemoteState
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"a.weight": (700, 300), "b.weight": (64, 900), "norm": (300,)}
+    return {n: torch.randn(s, generator=generator) for n, s in shapes.items()}
+
+
+def rows_of(state: dict[str, torch.Tensor], rank: int = 0, world: int = 2) -> list[Rows]:
+    """The row blocks of one rank, as FSDP cuts them."""
+    found = []
+    for name, value in state.items():
+        size = -(-len(value) // world)
+        found.append(Rows(name, rank * size, value[rank * size : (rank + 1) * size].clone()))
+    return found
+
+
+class File:
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        self.data = save(state, metadata={"format": "pt"})
+        self.read_bytes = 0
+
+    def __call__(self, first: int, count: int) -> bytes:
+        self.read_bytes += count
+        return self.data[first : first + count]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_same_weights_do_not_differ(rank: int) -> None:
+    file = File(weights())
+    assert drift(rows_of(weights(), rank), file, seed=1) == 0.0
+    near = {n: v * (1 + 2e-6) for n, v in weights().items()}
+    assert drift(rows_of(near, rank), file, seed=1) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_tenth_of_other_values_is_found(seed: int) -> None:
+    other = weights()
+    other["a.weight"][:70] += 1e-3
+    assert drift(rows_of(other), File(weights()), seed=seed) > TOLERANCE
+
+
+def test_nan_is_a_difference() -> None:
+    broken = weights()
+    broken["a.weight"].fill_(float("nan"))
+    assert not drift(rows_of(weights()), File(broken), seed=1) <= TOLERANCE
+
+
+def test_only_a_sample_is_read() -> None:
+    large = {"a": torch.zeros(20_000, 1000)}
+    file = File(large)
+    drift([Rows("a", 0, large["a"])], file, seed=1)
+    assert file.read_bytes < len(file.data) / 5
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ({"a.weight": torch.zeros(700, 300)}, "no float32"),
+        ({n: v.half() for n, v in weights().items()}, "no float32"),
+        ({n: v[:30] for n, v in weights().items()}, "another shape"),
+    ],
+)
+def test_what_cannot_be_compared(state: dict[str, torch.Tensor], said: str) -> None:
+    with pytest.raises(NotComparable, match=said):
+        drift(rows_of(weights()), File(state), seed=1)
+
+
+def test_what_is_no_safetensors_file() -> None:
+    with pytest.raises(NotComparable, match="impossible"):
+        drift(rows_of(weights()), lambda first, count: b"\xff" * count, seed=1)
+
+
+def bucket(state: dict[str, torch.Tensor], folder: Path) -> GlobalBucket:
+    store = MemoryObjectStore("global")
+    store.put(keys.epoch_key(4, keys.MODEL), save(state, metadata={"format": "pt"}))
+    store.put(keys.ROOT_METADATA, Metadata.of(Revision(5, 4, 0), "").to_json())
+    remote = RemoteState(store=store, deadline=timedelta(seconds=2))
+    return GlobalBucket(remote=remote, run=5, folder=folder)
+
+
+def test_the_bucket_compares_by_ranges(tmp_path: Path) -> None:
+    reader = bucket(weights(), tmp_path)
+    assert reader.drift(4, rows_of(weights())) == 0.0
+    with pytest.raises(GlobalUnavailableError, match="missing"):
+        reader.drift(5, rows_of(weights()))
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
+    ours = weights() if same else {n: v + 0.01 for n, v in weights().items()}
+    events: list[Event] = []
+    watch = GlobalWatch(
+        reader=bucket(weights(), tmp_path),
+        post=events.append,
+        interval=timedelta(hours=1),
+        epoch_start=lambda: rows_of(ours),
+    )
+    watch.start()
+    try:
+        watch.compare_weights(4)
+        deadline = time.monotonic() + 10
+        while not any(isinstance(event, WeightsCompared) for event in events):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        watch.close()
+    assert WeightsCompared(4, same) in events
+    assert any(isinstance(event, GlobalEpochSeen) for event in events)
