@@ -12,7 +12,8 @@
    Goal: <= 1.05. Training and server share one core (the hardest case: one thread of training); the
    senders have the other to themselves, as they would on a network, and never wait for an answer,
    so that their work is not counted as the server's. ``sink`` is the same load on a process that
-   accepts and closes: what is left of it beside ``quiet`` is no server's fault.
+   accepts and closes: what is left of it beside ``quiet`` is no server's fault. A validator calls
+   IsAlive all the while, so that what it meets under junk is measured too.
 
 Strangers come from other loopback addresses than the validator, as they would on a network.
 """
@@ -116,6 +117,22 @@ def signed(sender: Wallet, receiver: str, *, close: bool) -> bytes:
     if close:
         lines.append("connection: close")
     return ("POST /IsAlive HTTP/1.1\r\n" + "\r\n".join(lines) + "\r\n\r\n").encode() + body
+
+
+def validator_by_arm(port: int, pause: float, arm: Any, done: Any, out: Connection) -> None:
+    """The same until ``done``; the calls of each arm apart (-1: between two arms)."""
+    leave_first_core()
+    senders = [wallet(f"//validator{i}") for i in range(VALIDATORS)]
+    receiver = wallet("//miner").ss58
+    results: dict[int, list[float]] = {}
+    i = 0
+    while not done.is_set():
+        during = arm.value
+        call = signed(senders[i % VALIDATORS], receiver, close=True)
+        results.setdefault(during, []).extend(call_is_alive(port, [call]))
+        i += 1
+        time.sleep(pause)
+    out.send(results)
 
 
 def validator(port: int, seconds: float, pause: float, out: Connection) -> None:
@@ -307,6 +324,10 @@ def latency(seconds: float, nice: int) -> dict[str, Any]:
         for helper in helpers:
             helper.join(20)
     server.close()
+    return {**summary(results), "training_steps": len(steps)}
+
+
+def summary(results: list[float]) -> dict[str, float]:
     good = sorted(1e3 * s for s in results if s >= 0)
     return {
         "calls": len(results),
@@ -314,7 +335,6 @@ def latency(seconds: float, nice: int) -> dict[str, Any]:
         "p50_ms": round(statistics.median(good), 1),
         "p99_ms": round(good[int(0.99 * (len(good) - 1))], 1),
         "max_ms": round(good[-1], 1),
-        "training_steps": len(steps),
     }
 
 
@@ -384,6 +404,11 @@ def under_junk(seconds: float, block_seconds: float, nice: int) -> dict[str, Any
             args = (port, 1000.0, sources[i::2], active[name], done, counter)
             helpers.append(context.Process(target=junk, args=args))
         helpers.append(context.Process(target=idle, args=(port, 1000, active[name], done)))
+    arm = context.Value("i", -1)
+    ours, theirs = context.Pipe()
+    helpers.append(
+        context.Process(target=validator_by_arm, args=(server.port, 0.05, arm, done, theirs))
+    )
     for helper in helpers[1:]:
         helper.start()
     # All threads of this process: training, server.
@@ -397,9 +422,10 @@ def under_junk(seconds: float, block_seconds: float, nice: int) -> dict[str, Any
     cpu = dict.fromkeys(ARMS, 0.0)
     lasted = dict.fromkeys(ARMS, 0.0)
     for _ in range(max(3, round(seconds / block_seconds))):
-        for name in ARMS:
+        for index, name in enumerate(ARMS):
             if name in active:
                 active[name].set()
+            arm.value = index
             steps = []
             began, before = time.monotonic(), cpu_seconds(thread)
             while time.monotonic() - began < block_seconds:
@@ -407,10 +433,12 @@ def under_junk(seconds: float, block_seconds: float, nice: int) -> dict[str, Any
             blocks[name].append(statistics.median(steps))
             cpu[name] += cpu_seconds(thread) - before
             lasted[name] += time.monotonic() - began
+            arm.value = -1
             if name in active:
                 active[name].clear()
             time.sleep(0.3)
     done.set()
+    calls = ours.recv()
     for helper in helpers[1:]:
         helper.join(20)
     helpers[0].terminate()
@@ -432,6 +460,7 @@ def under_junk(seconds: float, block_seconds: float, nice: int) -> dict[str, Any
             name: round(sum(c.value for c in counters) / lasted[name])
             for name, counters in sent.items()
         },
+        "validator_calls": {name: summary(calls[i]) for i, name in enumerate(ARMS)},
         "counters": {k: v for k, v in counts.items() if k.startswith("refused")},
     }
 
