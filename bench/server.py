@@ -24,6 +24,7 @@ import argparse
 import json
 import multiprocessing as mp
 import os
+import signal
 import socket
 import statistics
 import tempfile
@@ -44,6 +45,7 @@ from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.chain.server import SignedServer
 from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
+from distributed_training.miner.process import die_with_parent
 
 VALIDATORS = 50
 SETTINGS = replace(ChainSettings(), axon_ip="127.0.0.1", axon_port=0)
@@ -121,7 +123,7 @@ def signed(sender: Wallet, receiver: str, *, close: bool) -> bytes:
 
 def validator_by_arm(port: int, pause: float, arm: Any, done: Any, out: Connection) -> None:
     """The same until ``done``; the calls of each arm apart (-1: between two arms)."""
-    leave_first_core()
+    as_sender()
     senders = [wallet(f"//validator{i}") for i in range(VALIDATORS)]
     receiver = wallet("//miner").ss58
     results: dict[int, list[float]] = {}
@@ -167,7 +169,9 @@ def stream(port: int, seconds: float, start: int, out: Connection) -> None:
     out.send(answered)
 
 
-def leave_first_core() -> None:
+def as_sender() -> None:
+    """Leave the first core to the training and the server, and end with the bench."""
+    die_with_parent(signal.SIGKILL)
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[1:] or cores)
 
@@ -212,7 +216,7 @@ def junk(
     port: int, per_second: float, sources: list[str], active: Any, done: Any, sent: Any
 ) -> None:
     """Unsigned requests at a fixed rate while ``active``, each on a connection of its own."""
-    leave_first_core()
+    as_sender()
     burst = Burst(port, 0.2)
     count = 0
     due = time.monotonic()
@@ -232,7 +236,7 @@ def junk(
 
 def idle(port: int, connections: int, active: Any, done: Any) -> None:
     """Keep ``connections`` open while ``active``, from 50 addresses; open again what is closed."""
-    leave_first_core()
+    as_sender()
     held: list[socket.socket] = []
     while not done.is_set():
         if not active.wait(0.1):
@@ -265,7 +269,7 @@ def idle(port: int, connections: int, active: Any, done: Any) -> None:
 def trivial_sink(port: Any) -> None:
     """Accepts and closes, nothing else, on the senders' core: what the load costs the training when
     there is no server to speak of."""
-    leave_first_core()
+    as_sender()
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     port.value = listening.getsockname()[1]
     while True:
@@ -277,6 +281,7 @@ def upload(folder: str, port: int, done: Any) -> None:
     """Reads a file and sends it over loopback, hashing, at low priority: the uploader's load."""
     import hashlib
 
+    die_with_parent(signal.SIGKILL)
     os.nice(10)
     path = Path(folder) / "weights"
     path.write_bytes(os.urandom(64 << 20))

@@ -47,7 +47,7 @@ def program(folder: Path, seconds_per_block: float = 0.1) -> Iterator[tuple[str,
 def chain_of(url: str, wallet: Wallet) -> Iterator[LocalChain]:
     chain = LocalChain(url=url, wallet=wallet, poll_interval=timedelta(milliseconds=20))
     try:
-        assert chain.wait_ready(timedelta(seconds=10))
+        assert chain.wait_ready(timedelta(seconds=30))
         yield chain
     finally:
         chain.close()
