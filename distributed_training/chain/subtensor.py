@@ -32,6 +32,8 @@ T = TypeVar("T")
 
 FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
+FURTHEST_BEHIND = 30  # blocks
+NOBODY_BETTER = timedelta(minutes=10)  # then the chain itself has gone back
 _CLOSE_TIMEOUT = 5.0
 _LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
 
@@ -275,6 +277,7 @@ class BittensorChain:
             self._counts["connections"] += 1
             while True:
                 block = int(await self._timed(client.block()))
+                self._refuse_behind(block)
                 if self._monotonic() - neurons_at >= (
                     self._settings.neurons_interval.total_seconds()
                 ):
@@ -297,6 +300,13 @@ class BittensorChain:
             # A connection that failed may fail to close; it is dropped either way.
             with suppress(Exception):
                 await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
+
+    def _refuse_behind(self, block: int) -> None:
+        """A node that stopped long ago knows neither our registration nor what we wrote: what it
+        shows would end the miner. Reorganizations go back a few blocks only."""
+        behind = self._block - block
+        if behind > FURTHEST_BEHIND and self.age() < NOBODY_BETTER:
+            raise ChainError(f"the node is {behind} blocks behind what was seen before")
 
     async def _timed(self, call: Awaitable[T]) -> T:
         seconds = self._settings.call_timeout.total_seconds()
@@ -334,7 +344,8 @@ def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     has been told, and asyncio would add a traceback for each attempt."""
     message = str(context.get("message"))
     level = logging.DEBUG if "never retrieved" in message else logging.WARNING
-    log.log(level, "%s: %s", message, _describe(context.get("exception") or ""))
+    error = context.get("exception")
+    log.log(level, "%s (%s)", message, "no error" if error is None else _describe(error))
 
 
 def _neuron(found: Any) -> Neuron:

@@ -230,3 +230,38 @@ def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> N
     finally:
         watcher.close()
         nodes.chain.close()
+
+
+def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
+    clock = FastClock()
+    nodes = Nodes(tmp_path, settings=settings, clock=clock)
+    stuck = MemoryLedger(block=nodes.ledger.height - 500)  # our hotkey was not there yet
+    stuck.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
+    nodes.second.ledger = stuck
+    events: list[RegistrationEvent] = []
+    watcher = RegistrationWatcher(
+        chain=nodes.chain,
+        hotkey=nodes.wallet.ss58,
+        uid=0,
+        on_event=events.append,
+        interval=timedelta(milliseconds=2),
+    )
+    try:
+        assert nodes.chain.wait_ready(timedelta(seconds=5))
+        watcher.start()
+        nodes.ledger.up = False
+        known = nodes.second.connections
+        until(lambda: nodes.chain.age() > timedelta(minutes=5) and nodes.second.connections > known)
+        nodes.ledger.up = True
+        until(lambda: nodes.chain.age() < timedelta(minutes=1))
+        assert events == [] and nodes.chain.uid(nodes.wallet.ss58) == 0
+        # Unless there is nobody else for long: then it is the chain that went back.
+        highest = nodes.chain.block()
+        nodes.ledger.up = False
+        until(lambda: nodes.chain.uid(nodes.wallet.ss58) is None)
+        assert nodes.chain.block() == highest
+    finally:
+        watcher.close()
+        nodes.chain.close()
