@@ -4,6 +4,9 @@
 
 Each peer is a process of its own; the three ways take turns, medians are printed with their ratio
 to stock hivemind. Transfer is what the peers do after the group was found; matchmaking is apart.
+``CPU`` is what the peers' processes used in a round, p2pd (hivemind's libp2p daemon, which encrypts
+and frames) apart from Python (serialization, sums, asyncio), and their sum as a share of all cores
+during the transfer: near 100 % the machine's processors, not the way, are what bounds a round.
 Raw TCP moves what one all-reduce moves through one peer (2 (n-1)/n of the model out, as much in)
 from n sending processes to n threads of one that receives, with no sums and no serialization.
 """
@@ -11,7 +14,9 @@ from n sending processes to n threads of one that receives, with no sums and no 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -22,6 +27,8 @@ import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+
+import psutil
 
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
@@ -64,6 +71,17 @@ main()
 """
 
 Sample = tuple[float, float]  # matchmaking and transfer, seconds: the slowest peer's
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Of this process's children by kind, those that ended since not included."""
+    used = {"p2pd": 0.0, "python": 0.0}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = child.cpu_times()
+            kind = "p2pd" if "p2pd" in child.name() else "python"
+            used[kind] += times.user + times.system
+    return used
 
 
 class Ours:
@@ -205,12 +223,16 @@ def main() -> None:
     args = parser.parse_args()
     size = args.parameters * 1_000_000
     samples: dict[str, list[Sample]] = {"stock": [], "ours": [], "raw tcp": []}
+    cpu: dict[str, list[list[float]]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory(prefix="bench-all-reduce-") as name:
         ours, stock = Ours(Path(name), args.peers, size), Stock(Path(name), args.peers, size)
         try:
             for _ in range(args.repeats):
-                samples["stock"].append(stock.round())
-                samples["ours"].append(ours.round())
+                for way, swarm in (("stock", stock), ("ours", ours)):
+                    before = cpu_seconds()
+                    samples[way].append(swarm.round())
+                    after = cpu_seconds()
+                    cpu[way].append([max(0.0, after[k] - before[k]) for k in ("p2pd", "python")])
                 samples["raw tcp"].append((0.0, raw_tcp(args.peers, size)))
         finally:
             ours.close()
@@ -224,6 +246,13 @@ def main() -> None:
             f"{way:8} transfer {transfer:7.2f} s  {4 * size / transfer / 1e6:8.0f} MB/s per peer"
             f"  {base / transfer:6.2f} x stock   matchmaking {matchmaking:5.2f} s"
         )
+        if way in cpu:
+            p2pd, python = (statistics.median(c[i] for c in cpu[way]) for i in (0, 1))
+            share = (p2pd + python) / (transfer * len(os.sched_getaffinity(0)))
+            print(
+                f"{'':8} CPU p2pd {p2pd:.1f} s, python {python:.1f} s: "
+                f"{100 * share:.0f} % of all cores during the transfer"
+            )
 
 
 if __name__ == "__main__":
