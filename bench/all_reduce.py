@@ -74,13 +74,15 @@ Sample = tuple[float, float]  # matchmaking and transfer, seconds: the slowest p
 
 
 def cpu_seconds() -> dict[str, float]:
-    """Of this process's children by kind, those that ended since not included."""
+    """Of this process's children and theirs, by kind."""
     used = {"p2pd": 0.0, "python": 0.0}
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = child.cpu_times()
             kind = "p2pd" if "p2pd" in child.name() else "python"
             used[kind] += times.user + times.system
+            if kind == "python":  # a round's averager is a process that its host has waited for
+                used[kind] += times.children_user + times.children_system
     return used
 
 

@@ -86,7 +86,7 @@ class Peer:
                 address,
                 str(SIZE),
                 json.dumps(known),
-            ],  # fmt: skip
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder.parent / f"{folder.name}.log").open("w"),
