@@ -22,17 +22,8 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.names import r2_endpoint
 
 from .base import MultipartInfo, ObjectInfo, PartInfo, Section
-from .errors import (
-    AccessDeniedError,
-    BucketMissingError,
-    ClockSkewError,
-    IntegrityError,
-    ObjectMissingError,
-    PreconditionError,
-    StoreError,
-    TransientError,
-    UploadMissingError,
-)
+from .errors import IntegrityError, ObjectMissingError, TransientError
+from .refusal import Refusal
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
 _READ_CHUNK = 1024 * 1024
@@ -80,8 +71,8 @@ class S3ObjectStore:
         from botocore.config import Config
 
         self._bucket = bucket
-        self._what = what
         self._endpoint = endpoint_url
+        self._refusal = Refusal(bucket, endpoint_url, what)
         self._write_interval = write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
@@ -329,57 +320,13 @@ class S3ObjectStore:
         except self._client.exceptions.BucketAlreadyOwnedByYou:
             return  # what create_bucket() wants
         except ClientError as error:
-            raise self._translate(verb, key, error.response) from None
+            raise self._refusal.error(verb, key, error.response) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
             raise TransientError(
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
                 f"({type(error).__name__})"
             ) from None
-
-    def _translate(self, verb: str, key: str, response: Any) -> StoreError:
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        place = f"{verb} {self._bucket}/{key}".rstrip("/")
-        if code == "NoSuchBucket":
-            return BucketMissingError(
-                f"bucket {self._bucket} does not exist at {self._endpoint}, so nothing can be "
-                "read or published there: create it in the R2 dashboard under exactly this name"
-            )
-        if code == "NoSuchUpload":
-            return UploadMissingError(f"{place}: the store does not know this multipart upload")
-        if code == "RequestTimeTooSkewed":
-            return ClockSkewError(
-                f"{place}: this machine's clock differs too much from the store's, so no request "
-                "is accepted: set the clock (timedatectl set-ntp true)"
-            )
-        if status in (401, 403):
-            return AccessDeniedError(self._denied(verb, place, code))
-        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
-            return ObjectMissingError(f"{place}: no such object")
-        if status == 412:
-            return PreconditionError(f"{place}: the object changed meanwhile")
-        if (
-            status in (408, 409, 429)
-            or status >= 500
-            or code
-            in ("SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError")
-        ):
-            return TransientError(f"{place}: the store answered {status} {code}")
-        return StoreError(f"{place}: the store answered {status} {code}")
-
-    def _denied(self, verb: str, place: str, code: str) -> str:
-        name = f"{self._what}_ACCESS_KEY_ID"
-        if code in ("InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"):
-            return (
-                f"{place}: the store does not accept these keys ({code}): copy {name} and "
-                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
-            )
-        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
-        return (
-            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
-            f'give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API tokens)'
-        )
 
 
 def _plain(value: str | SecretStr) -> str:
