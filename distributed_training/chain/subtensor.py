@@ -311,7 +311,9 @@ class BittensorChain:
     async def _timed(self, call: Awaitable[T]) -> T:
         seconds = self._settings.call_timeout.total_seconds()
         try:
-            return await asyncio.wait_for(call, seconds)
+            # wait_for of Python 3.11 may lose a cancellation that comes with the answer.
+            async with asyncio.timeout(seconds):
+                return await call
         except TimeoutError:
             raise ChainError(f"no answer within {seconds:.0f} s") from None
 
@@ -333,10 +335,13 @@ class BittensorChain:
         if self._closed:
             return
         self._closed = True
-        with suppress(RuntimeError):  # the loop has ended by itself
-            if self._task is not None:
-                self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(_CLOSE_TIMEOUT + 1)
+        deadline = time.monotonic() + _CLOSE_TIMEOUT + 1
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            with suppress(RuntimeError):  # the loop has ended by itself
+                if self._task is not None:
+                    self._loop.call_soon_threadsafe(self._task.cancel)
+            # The SDK's own cleaning up may have taken the cancellation for its own.
+            self._thread.join(1.0)
 
 
 def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
