@@ -87,8 +87,14 @@ def cpu_seconds() -> dict[str, float]:
 
 
 class Ours:
-    def __init__(self, folder: Path, peers: int, size: int) -> None:
-        settings = SwarmSettings(dht_port=0, dht_listen_ip="127.0.0.1", initial_peers=())
+    def __init__(self, folder: Path, peers: int, size: int, options: argparse.Namespace) -> None:
+        settings = SwarmSettings(
+            dht_port=0,
+            dht_listen_ip="127.0.0.1",
+            initial_peers=(),
+            part_size=options.part_size,
+            compression=options.compression,
+        )
         self._swarms: list[HivemindSwarm] = []
         for i in range(peers):
             swarm = HivemindSwarm(
@@ -222,12 +228,14 @@ def main() -> None:
     parser.add_argument("--peers", type=int, default=2)
     parser.add_argument("--parameters", type=int, default=10, help="millions")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--part-size", type=int, default=SwarmSettings().part_size)
+    parser.add_argument("--compression", default="none", help="ours")
     args = parser.parse_args()
     size = args.parameters * 1_000_000
     samples: dict[str, list[Sample]] = {"stock": [], "ours": [], "raw tcp": []}
     cpu: dict[str, list[list[float]]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory(prefix="bench-all-reduce-") as name:
-        ours, stock = Ours(Path(name), args.peers, size), Stock(Path(name), args.peers, size)
+        ours, stock = Ours(Path(name), args.peers, size, args), Stock(Path(name), args.peers, size)
         try:
             for _ in range(args.repeats):
                 for way, swarm in (("stock", stock), ("ours", ours)):

@@ -69,6 +69,13 @@ class SwarmSettings:
     part_size: int = flag(
         "neuron.part_size_bytes", 512 * 1024, "bytes of the parts in which tensors travel"
     )
+    compression: str = flag(
+        "neuron.all_reduce_compression",
+        "none",
+        "how this peer sends tensors in a round: 'none' as the public network; 'float16' halves "
+        "the bytes and is lossy, for networks of your own",
+        choices=("none", "float16"),
+    )
     max_norm_ratio: float = flag(
         "neuron.max_average_norm_ratio",
         20.0,

@@ -6,6 +6,11 @@ from typing import Any
 
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
+from hivemind.compression import Float16Compression, NoCompression
+
+#: By ``--neuron.all_reduce_compression``. hivemind's 8-bit quantizations are not among them: they
+#: fail on parts of few values, which load balancing makes, and such a part is lost for the round.
+COMPRESSIONS = {"none": NoCompression, "float16": Float16Compression}
 
 
 class RoundBroken(RuntimeError):

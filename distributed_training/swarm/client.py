@@ -177,6 +177,7 @@ class HivemindSwarm:
                 "start_timeout": settings.start_timeout.total_seconds(),
                 "prefix": f"{settings.run_id}_grad_averager",
                 "part_size": settings.part_size,
+                "compression": settings.compression,
             }
         )
         try:

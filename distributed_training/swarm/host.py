@@ -85,7 +85,7 @@ class Host:
         """One round; always answers with ``average`` or ``failed``."""
         from hivemind.averaging.control import AveragingStage
 
-        from .averager import DTGradAverager
+        from .averager import COMPRESSIONS, DTGradAverager
 
         self._cancel.clear()
         started = time.monotonic()
@@ -102,6 +102,7 @@ class Host:
             allreduce_timeout=order["allreduce_timeout"],
             next_chunk_timeout=order["next_chunk_timeout"],
             part_size_bytes=self._config["part_size"],
+            compression=COMPRESSIONS[self._config["compression"]](),
             bandwidth=order["bandwidth"],
             client_mode=False,
             auxiliary=False,
