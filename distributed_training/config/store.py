@@ -111,7 +111,9 @@ class StoreSettings:
         "do not publish a gradient whose own decode does not lower the loss (default: warn only)",
     )
     keep_epochs: int = flag(
-        "neuron.keep_epochs", 3, "outer steps kept in the bucket and as local snapshots"
+        "neuron.keep_epochs",
+        3,
+        "outer steps kept in the bucket; local snapshots go once published or given up",
     )
     part_size: int = flag(
         "r2.part_size",

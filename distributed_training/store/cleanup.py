@@ -81,19 +81,41 @@ def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> int:
     return len(old)
 
 
-def prune_snapshots(folder: Path, *, keep: Revision, spare: Collection[Path] = ()) -> int:
-    """Delete local snapshots (``<outer>.<inner>``) older than ``keep``; how many."""
+def prune_snapshots(
+    folder: Path,
+    *,
+    before: Revision | None = None,
+    unused_for: timedelta | None = None,
+    spare: Collection[Path] = (),
+) -> int:
+    """Delete local snapshots (``<outer>.<inner>``) that nothing will publish any more; how many.
+
+    Those of a revision before ``before``, and those in which nothing was written for
+    ``unused_for``: left by a miner that was killed, or by a disk that was full.
+    """
     count = 0
     spared = {path.resolve() for path in spare}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         parts = path.name.split(".")
         if len(parts) not in (2, 3) or not all(p.isdigit() for p in parts) or not path.is_dir():
             continue
-        outer, inner = int(parts[-2]), int(parts[-1])
-        if (outer, inner) < (keep.outer_step, keep.inner_step) and path.resolve() not in spared:
+        if path.resolve() in spared:
+            continue
+        place = (int(parts[-2]), int(parts[-1]))
+        old = before is not None and place < (before.outer_step, before.inner_step)
+        if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)
             count += 1
     return count
+
+
+def _unused(folder: Path) -> float:
+    """Seconds since anything in it was written; 0 if it is being deleted."""
+    try:
+        written = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:
+        return 0.0
+    return time.time() - written
 
 
 def sweep_uploads(store: ObjectStore, *, spare: Collection[str]) -> None:

@@ -67,8 +67,8 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
         return None
     return (
         f"UPLOAD BLOCKED: a snapshot needs {_gb(needed)} in {folder}, only {_gb(free)} are free "
-        f"({_gb(reserve)} stay in reserve). Training goes on unpublished: free the disk, lower "
-        "--neuron.keep_epochs or move --neuron.run_folder"
+        f"({_gb(reserve)} stay in reserve). Training goes on unpublished: free the disk or "
+        "move --neuron.run_folder"
     )
 
 
@@ -82,8 +82,8 @@ def disk_problem(error: OSError) -> str:
     if not is_full(error):
         return line
     return (
-        f"{line}. This revision is not published and training goes on: free the disk, lower "
-        "--neuron.keep_epochs or move --neuron.run_folder"
+        f"{line}. This revision is not published and training goes on: free the disk or "
+        "move --neuron.run_folder"
     )
 
 

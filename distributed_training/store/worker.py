@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -20,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from distributed_training.protocol.types import PublicationReport
+from distributed_training.protocol.types import PublicationReport, Revision
 
 from .base import Line
 from .cleanup import prune_snapshots, sweep_uploads
@@ -149,13 +150,29 @@ class Worker:
     def _publish(self, submission: Submission) -> None:
         self._send(Busy(True))
         report = self._publication.run(submission)
+        self._prune_snapshots(before=submission.revision)
+        if not report.ok:
+            self._forget(submission.folder)
         self._send(report)
-        if report.ok and self._snapshots is not None:
-            with self._wake:
-                spare = [self._waiting.folder] if self._waiting else []
-            prune_snapshots(
-                self._snapshots, keep=submission.revision, spare=[*spare, submission.folder]
-            )
+
+    def _forget(self, folder: Path) -> None:
+        """A snapshot that was not published is not sent again, the next publication has its own. An
+        outage of a day would fill the disk with them, and then nothing could be published after."""
+        if self._snapshots is None or folder.parent.resolve() != self._snapshots.resolve():
+            return
+        with self._wake:
+            wanted = self._waiting is not None and self._waiting.folder == folder
+        if not wanted:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _prune_snapshots(
+        self, *, before: Revision | None = None, unused_for: timedelta | None = None
+    ) -> None:
+        if self._snapshots is None:
+            return
+        with self._wake:
+            used = [s.folder for s in (self._current, self._waiting) if s is not None]
+        prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
 
     def _publish_peer_id(self, peer_id: str) -> None:
         try:
@@ -173,6 +190,7 @@ class Worker:
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_EVERY.total_seconds()
             sweep_uploads(self._store, spare=self._journal.owned())
+            self._prune_snapshots(unused_for=2 * self._settings.file_deadline)
 
     def _keep_claim(self) -> None:
         complaint = ""

@@ -93,6 +93,36 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
         publisher.close()
 
 
+def test_an_outage_does_not_fill_the_disk_with_snapshots(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    """What was not published is not kept, or the disk check would block every later snapshot."""
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    store._client.delete_bucket(Bucket=store.bucket)
+    snapshots = tmp_path / "snapshots"
+    publisher = Publisher(
+        settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
+    )
+    try:
+        for inner_step in (5, 10):
+            revision = Revision(5, 3, inner_step)
+            write_snapshot(snapshots / f"3.{inner_step}", revision, world_size=1)
+            publisher.submit(snapshots / f"3.{inner_step}", revision, 1, peer_id=PEER_ID)
+            report = wait_report(publisher)
+            assert not report.ok and "does not exist" in report.reason
+            assert list(snapshots.iterdir()) == []
+        store.create_bucket()
+        revision = Revision(5, 3, 15)
+        files = write_snapshot(snapshots / "3.15", revision, world_size=1)
+        publisher.submit(snapshots / "3.15", revision, 1, peer_id=PEER_ID)
+        report = wait_report(publisher)
+        assert report.ok, report.reason
+        assert_published(store, revision, files)
+    finally:
+        publisher.close()
+
+
 def test_pause_frees_the_line_and_resume_finishes(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:

@@ -72,7 +72,7 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
     line = disk_allows(tmp_path, 10**18)
     assert line is not None
     assert "UPLOAD BLOCKED" in line
-    assert "--neuron.keep_epochs" in line
+    assert "--neuron.run_folder" in line
 
 
 # --- the schedule ---------------------------------------------------------------------------------

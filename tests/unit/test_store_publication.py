@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -210,8 +211,20 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     }
     for name in ("3.45", "3.50", "2.90", "4.5", "notes", "x.y"):
         (tmp_path / name).mkdir()
-    assert prune_snapshots(tmp_path, keep=REVISION, spare=[tmp_path / "2.90"]) == 1
+    assert prune_snapshots(tmp_path, before=REVISION, spare=[tmp_path / "2.90"]) == 1
     assert not (tmp_path / "3.45").exists()
+
+
+def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
+    for name in ("4.5", "4.10", "4.15", "notes"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"x")
+        for path in (tmp_path / name / "model.safetensors", tmp_path / name):
+            os.utime(path, (0, 0))
+    os.utime(tmp_path / "4.15" / "model.safetensors")  # is being written
+    count = prune_snapshots(tmp_path, unused_for=timedelta(hours=1), spare=[tmp_path / "4.10"])
+    assert count == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"4.10", "4.15", "notes"}
 
 
 def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
