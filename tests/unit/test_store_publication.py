@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,14 +17,16 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store import worker
 from distributed_training.store.cleanup import prune_epochs, prune_snapshots
 from distributed_training.store.errors import StoreError, TransientError
 from distributed_training.store.journal import Journal, PendingRecord, UploadRecord
 from distributed_training.store.memory import MemoryObjectStore
+from distributed_training.store.messages import Close, Start
 from distributed_training.store.publication import Publication, Submission
 from distributed_training.store.remote import RemoteState, StateUnavailable
 from distributed_training.store.s3 import endpoint_of
-from tests.support_store import PEER_ID, assert_published, finish_rank, write_snapshot
+from tests.support_store import PEER_ID, assert_published, finish_rank, until, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)
@@ -213,6 +217,32 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert prune_snapshots(tmp_path, before=REVISION, spare=[tmp_path / "2.90"]) == 1
     assert not (tmp_path / "3.45").exists()
+
+
+def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "SWEEP_EVERY", timedelta(seconds=0.1))
+    store = MemoryObjectStore(clock=lambda: time.time() - 2 * 3600)
+    mine, stuck = store.create_multipart("epoch-3/a"), store.create_multipart("epoch-3/b")
+    path = tmp_path / "uploads.json"
+    Journal(path).put(UploadRecord("bucket", "epoch-3/a", mine, 9, "sha256", 5))
+    start = Start(SETTINGS, "bucket", path, None)
+    daemon = worker.Worker(start, store, lambda message: None)  # type: ignore[arg-type]
+    thread = threading.Thread(target=daemon.run, daemon=True)
+    thread.start()
+
+    def only_mine() -> bool:
+        return [u.upload_id for u in store.list_multiparts()] == [mine]
+
+    try:
+        until(only_mine, what="the sweep at the start")
+        assert store.create_multipart("epoch-3/c") not in (mine, stuck)
+        until(only_mine, what="the next sweep")
+    finally:
+        daemon.receive(Close())
+        thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
