@@ -30,7 +30,8 @@ TOPK = 32
 TARGET_CHUNK = 64
 MAX_INDEX = 32767  # int16
 
-_SLAB = 1 << 18  # elements handled at once: abs, partition and mask of a slab stay in the cache
+# Elements handled at once: copies of a slab stay in the cache, and below malloc's mmap limit.
+_SLAB = 1 << 17
 _CUDA_SLAB = 1 << 26
 
 
