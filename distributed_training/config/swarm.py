@@ -79,8 +79,8 @@ class SwarmSettings:
     max_norm_ratio: float = flag(
         "neuron.max_average_norm_ratio",
         20.0,
-        "an average whose norm is more than this times the local pseudo-gradient's is refused; "
-        "0 accepts any",
+        "an average whose norm is more than this times the median of the last rounds' (the local "
+        "pseudo-gradient's, until three are known) is refused; 0 accepts any",
     )
     allow_failed_peers: bool = flag(
         "neuron.allow_failed_peers",

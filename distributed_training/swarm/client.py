@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,7 @@ _START_ATTEMPTS = 3
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _REJOIN_FIRST, _REJOIN_LONGEST = 2.0, 120.0  # seconds between probes, doubled each time
 _REJOIN_PATIENCE = 10.0  # seconds a round waits for a join that is under way
+_NORMS_KEPT = 5
 #: What p2pd says when none of the initial peers answers.
 _NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
@@ -72,6 +74,7 @@ class HivemindSwarm:
         self._lock = threading.Lock()  # one round at a time
         self._cancelled = threading.Event()
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
+        self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)  # of the averages so far
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.joined = True  # False: started alone because no initial peer could be reached
@@ -194,6 +197,13 @@ class HivemindSwarm:
         self.visible_maddrs = answer["maddrs"]
         # Others know us by this address: a restarted host must come back to it.
         self._port = self._port or int(self.visible_maddrs[0].split("/")[4])
+        log.info(
+            "Swarm peer %s, announced as %s. Whether others can reach it there is not checked from "
+            "here: TCP port %d must be open (--dht.port, --dht.ip)",
+            self.peer_id,
+            ", ".join(self.visible_maddrs),
+            self._port,
+        )
         return ""
 
     def alive(self) -> bool:
@@ -305,7 +315,16 @@ class HivemindSwarm:
     def _judged(self, answer: dict[str, Any], local_norm: float, total: float) -> AllReduceResult:
         settings = self._settings
         average_norm = norm_of(self.buffers)
-        judge(local_norm=local_norm, average_norm=average_norm, max_ratio=settings.max_norm_ratio)
+        previous = tuple(self._norms)
+        if math.isfinite(average_norm):
+            # Refused ones too: when the run itself changes, the median follows in three rounds.
+            self._norms.append(average_norm)
+        judge(
+            local_norm=local_norm,
+            average_norm=average_norm,
+            max_ratio=settings.max_norm_ratio,
+            previous=previous,
+        )
         failed = tuple(answer["failed"])
         if (failed or answer["kept_local"] > 0) and not settings.allow_failed_peers:
             raise AllReduceError(

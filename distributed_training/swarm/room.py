@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +15,8 @@ from distributed_training.protocol.types import (
     AllReduceResult,
     RoundRequest,
 )
+
+_ENOUGH_ROUNDS = 3  # as many past norms make a median that one bad round does not move
 
 
 class SwarmUnavailable(RuntimeError):
@@ -57,18 +60,29 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     )
 
 
-def judge(*, local_norm: float, average_norm: float, max_ratio: float) -> None:
+def judge(
+    *,
+    local_norm: float,
+    average_norm: float,
+    max_ratio: float,
+    previous: Sequence[float] = (),
+) -> None:
     """Raises AllReduceError when an average must not be used.
 
     One peer that sends NaN makes every peer's average NaN while hivemind's step succeeds. An
-    average of vectors is at most as long as the longest of them, so a norm far above our own
-    pseudo-gradient's comes from a peer whose step is out of proportion.
+    average of vectors is at most as long as the longest of them, so a norm far above what is usual
+    comes from a peer whose step is out of proportion. Usual is the median of ``previous``, the
+    norms of the averages before; while fewer than three are known, our own pseudo-gradient's norm.
+    Our own says less: it is short when we joined late, and long when it is we who diverged.
     """
     if not math.isfinite(average_norm):
         raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
-    if max_ratio > 0 and local_norm > 0 and average_norm > max_ratio * local_norm:
+    known = len(previous) >= _ENOUGH_ROUNDS
+    usual = statistics.median(previous) if known else local_norm
+    if max_ratio > 0 and usual > 0 and average_norm > max_ratio * usual:
         raise AllReduceError(
             AllReduceFault.OUT_OF_BOUNDS,
-            f"norm {average_norm:.4g} against {local_norm:.4g} of ours, more than "
+            f"norm {average_norm:.4g} against {usual:.4g} of "
+            f"{'the rounds before' if known else 'ours'}, more than "
             f"--neuron.max_average_norm_ratio {max_ratio:g}",
         )

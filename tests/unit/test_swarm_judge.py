@@ -1,0 +1,49 @@
+"""Which averages are refused, by their norm."""
+
+from __future__ import annotations
+
+import pytest
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault
+from distributed_training.swarm.room import judge
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def fault(local: float, average: float, *previous: float, ratio: float = 20.0) -> str | None:
+    try:
+        judge(local_norm=local, average_norm=average, max_ratio=ratio, previous=previous)
+    except AllReduceError as error:
+        return error.fault.name
+    return None
+
+
+def test_our_own_norm_is_the_measure_until_three_rounds_are_known() -> None:
+    assert fault(1.0, 19.0) is None
+    assert fault(1.0, 21.0) == AllReduceFault.OUT_OF_BOUNDS.name
+    assert fault(1.0, 21.0, 10.0, 10.0) == AllReduceFault.OUT_OF_BOUNDS.name
+
+
+def test_a_peer_that_joined_late_accepts_what_is_usual() -> None:
+    assert fault(0.1, 10.0, 10.0, 11.0, 9.0) is None
+
+
+def test_a_peer_that_diverged_with_another_does_not_vouch_for_it() -> None:
+    assert fault(1000.0, 800.0, 10.0, 11.0, 9.0) == AllReduceFault.OUT_OF_BOUNDS.name
+
+
+def test_one_bad_round_before_does_not_move_the_measure() -> None:
+    assert fault(10.0, 500.0, 10.0, 9000.0, 11.0) == AllReduceFault.OUT_OF_BOUNDS.name
+
+
+def test_zero_accepts_any_norm_but_not_nan() -> None:
+    assert fault(1.0, 1e6, ratio=0.0) is None
+    for value in (float("nan"), float("inf")):
+        assert fault(1.0, value, 1.0, 1.0, 1.0, ratio=0.0) == AllReduceFault.NOT_FINITE.name
+
+
+def test_the_message_says_what_it_was_compared_with() -> None:
+    with pytest.raises(AllReduceError, match="the rounds before"):
+        judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0, previous=(1.0, 1.0, 1.0))
+    with pytest.raises(AllReduceError, match="of ours"):
+        judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0)
