@@ -85,7 +85,7 @@ class AllReduceFault(enum.Enum):
     TIMEOUT = "the round passed its deadline"
     PEER_FAILED = "a peer of the group failed or sent nothing"
     NOT_FINITE = "the average holds NaN or Inf"
-    OUT_OF_BOUNDS = "the norm of the average is out of proportion to the local pseudo-gradient"
+    OUT_OF_BOUNDS = "the norm of the average is out of proportion"
     SCHEMA = "peers disagree on the tensors"
     SWARM_DOWN = "the DHT or averager process is not running"
     CANCELLED = "the round was cancelled"
