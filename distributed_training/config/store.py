@@ -122,6 +122,11 @@ class StoreSettings:
         parse=parse_bytes,
     )
     concurrency: int = flag("r2.concurrency", 6, "parts sent or fetched at the same time")
+    uploader_nice: int = flag(
+        "r2.uploader_nice",
+        15,
+        "the uploader's niceness above training's; less where training fills every core",
+    )
     file_deadline: timedelta = flag(
         "r2.file_deadline",
         timedelta(minutes=40),

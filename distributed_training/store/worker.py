@@ -235,10 +235,10 @@ class _Forward(logging.Handler):
         self._send_message(Said(level, text))
 
 
-def lower_priority() -> None:
-    """Training comes first, for the CPU and for the disk."""
+def lower_priority(nice: int) -> None:
+    """Training comes first, for the CPU and for the disk. Before any thread is started."""
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.nice(nice)
     try:
         import psutil
 
@@ -252,13 +252,13 @@ def main() -> int:
     connection = Connection(int(sys.argv[1]))
     lock = threading.Lock()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
-    lower_priority()
 
     def send(message: Any) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens any more: the reader ends us
             connection.send(message)
 
     start: Start = connection.recv()
+    lower_priority(start.settings.uploader_nice)
     logging.getLogger().addHandler(_Forward(send))
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:

@@ -63,7 +63,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
                 == "12D3KooWother"
             )
         )
-        assert psutil.Process(publisher.pid).nice() == 19
+        assert psutil.Process(publisher.pid).nice() == min(19, psutil.Process().nice() + 15)
         status = Path(f"/proc/{publisher.pid}/status").read_text()
         peak_kb = int(status.split("VmHWM:")[1].split()[0])
         assert peak_kb < 300_000, "torch must stay out of the uploader"
