@@ -145,6 +145,7 @@ def assert_noticed(rounds: Rounds, survivors: list[HivemindSwarm], victim: Hivem
             )
 
 
+@pytest.mark.slow
 def test_a_peer_killed_in_mid_transfer(make: Make) -> None:
     swarms = [make(SHAPES) for _ in range(3)]
     *survivors, victim = swarms
@@ -173,6 +174,7 @@ def test_a_peer_that_stalls_in_mid_transfer(make: Make) -> None:
     assert_good_round(*survivors)
 
 
+@pytest.mark.slow
 def test_a_peer_killed_in_matchmaking(make: Make) -> None:
     *survivors, victim = [make() for _ in range(3)]
     rounds = Rounds(*survivors, victim)
@@ -187,6 +189,7 @@ def test_a_peer_killed_in_matchmaking(make: Make) -> None:
     assert_good_round(*survivors)
 
 
+@pytest.mark.slow
 def test_another_schema_finds_no_group(make: Make) -> None:
     first, second, other = make(), make(), make([(3, 3)])
     rounds = Rounds(first, second, other)
@@ -241,6 +244,7 @@ def test_a_second_call_is_refused_and_the_first_goes_on(make: Make) -> None:
     assert all(isinstance(o, AllReduceResult) for o in rounds.join().values())
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_told_with_the_flag(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
