@@ -354,6 +354,21 @@ def vote(folder: Path) -> None:
     (folder / f"vote-{RANK}.json").write_text(json.dumps(kept))
 
 
+def before_commit(folder: Path) -> None:
+    """Killed, all ranks at once, between the average and the commit."""
+
+    def fault(place: str, rank: int) -> None:
+        if rank == 0:
+            os.kill(0, 9)
+        time.sleep(60)
+
+    Miner(
+        folder,
+        on_step=lambda m, step: m.call() if step == 8 else None,
+        fault_hook=fault,
+    ).run("before_commit")
+
+
 def awkward(folder: Path) -> None:
     """Calls at awkward moments: before the first step, twice, and while a snapshot is written."""
     written = threading.Event()

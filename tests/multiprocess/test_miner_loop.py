@@ -63,6 +63,15 @@ def run(scenario: str, folder: Path, world_size: int = 2) -> dict[str, Any]:
     return content
 
 
+def end_by_kill(scenario: str, folder: Path) -> None:
+    processes = start(scenario, folder, 2)
+    processes[0].wait(timeout=100)
+    for process in processes[1:]:
+        process.kill()  # as the launcher does when a rank is gone
+    finish(processes, folder, -signal.SIGKILL)
+    assert not (folder / f"{scenario}.json").exists()
+
+
 def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one["weights"], two["weights"], strict=True))
 
@@ -103,18 +112,24 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(
     straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     whole, whole_folder = straight
-    processes = start("killed", tmp_path, 2)
-    processes[0].wait(timeout=100)
-    for process in processes[1:]:
-        process.kill()  # as the launcher does when a rank is gone
-    finish(processes, tmp_path, -signal.SIGKILL)
-    assert not (tmp_path / "killed.json").exists()
+    end_by_kill("killed", tmp_path)
     resumed = run("resumed", tmp_path)
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
     assert listed(resumed) == listed(whole)
     for rank in range(2):
         assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
+
+
+def test_killed_between_average_and_commit_there_was_no_round(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    end_by_kill("before_commit", tmp_path)
+    resumed = run("resumed", tmp_path)
+    assert resumed["outer_step"] == 0, "the checkpoint of step 5 decides"
+    assert resumed["losses"] == whole["losses"][5:]
+    assert same(resumed, whole)
 
 
 def test_a_stop_within_an_inner_step_neither_drops_nor_repeats_a_micro_batch(
