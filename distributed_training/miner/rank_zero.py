@@ -7,6 +7,7 @@ publisher, the swarm and the log. Called on the training thread: nothing here wa
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -175,12 +176,13 @@ class RankZeroSide:
         """Whether a snapshot waits for its preview; one that could not be written is given up."""
         if self._snapshot is None:
             return False
-        handle, _, revision = self._snapshot
+        handle, folder, revision = self._snapshot
         if not handle.done():
             return False
         if handle.error is None:
             return True
         self._snapshot = None
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         self._blocks.publication_ended(revision, ok=False)
         self.snapshot_failed(
             f"The snapshot could not be written, so this revision is not published: {handle.error}"
