@@ -145,6 +145,7 @@ def test_commitments(setup: Setup) -> None:
     text = "0123456789abcdef" * 8
     setup.chain.commit(text)
     assert setup.chain.commitment(setup.me.ss58) == text
+    assert setup.other_chain.wait_ready(timedelta(seconds=10))
     until(lambda: setup.other_chain.commitment(setup.me.ss58) == text)
     with pytest.raises(ChainError):
         setup.chain.commit("x" * 129)

@@ -261,8 +261,10 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
             again = serve(made, 40)
         assert np.array_equal(rest, again[14:])
         receipts = list(read_receipts(tmp_path / "receipts.rank0.jsonl"))
-        assert receipts[0]["first_sequence"] == 14
-        assert receipts[0]["digest"] == token_digest(rest)
+        # The first was written with the cursor, before the kill; nothing twice, nothing left out.
+        assert [(r["block"], r["first_sequence"]) for r in receipts] == [(40, 0), (40, 14), (40, 0)]
+        assert receipts[0]["digest"] == token_digest(again[:14])
+        assert receipts[1]["digest"] == token_digest(rest)
 
 
 def test_a_restored_block_with_other_tokens_is_told(
