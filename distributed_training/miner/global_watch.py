@@ -102,13 +102,21 @@ class GlobalWatch:
             if self._closed.is_set():
                 return
             target, self._target = self._target, None
-            if target is not None:
-                self._fetch(target)
-            else:
-                self._compare()
-            compare, self._compare_weights = self._compare_weights, None
-            if compare is not None:
-                self._look_for_drift(compare)
+            try:
+                self._look(target)
+            except Exception as error:  # this thread gone, a load would be waited for for ever
+                log.exception("The watch of the global bucket failed in a way it should not")
+                if target is not None:
+                    self._post(GlobalFetchFailed(repr(error), time.time()))
+
+    def _look(self, target: int | None) -> None:
+        if target is not None:
+            self._fetch(target)
+        else:
+            self._compare()
+        compare, self._compare_weights = self._compare_weights, None
+        if compare is not None:
+            self._look_for_drift(compare)
 
     def _look_for_drift(self, outer_step: int) -> None:
         rows = self._epoch_start()

@@ -317,6 +317,7 @@ class RankZeroSide:
             progress.inner_step,
         )
         self._record("roll_back", outer_step=progress.outer_step, inner_step=progress.inner_step)
+        self.leader.post(st.RolledBack(progress.outer_step))
 
     def stopped(self, exit_status: int) -> None:
         reason = self.leader.state.stop_reason

@@ -163,6 +163,13 @@ class LoadEnded:
 
 
 @dataclass(frozen=True)
+class RolledBack:
+    """Weights are those of a checkpoint of ``outer_step``, which may be an epoch before ours."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True)
 class Tick:
     at: float
 
@@ -184,6 +191,7 @@ Event = (
     | GlobalFetched
     | GlobalFetchFailed
     | LoadEnded
+    | RolledBack
     | Tick
     | StopRequested
 )
@@ -291,6 +299,8 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                 ),
                 (Do.CHECKPOINT, Do.RESUME_UPLOADS),
             )
+        case RolledBack(outer_step=outer) if outer != state.outer_step:
+            return replace(state, outer_step=outer), (Do.COMPARE_EPOCHS,)
         case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
             return replace(state, mode=Mode.TRAINING), (Do.COMPARE_EPOCHS, Do.COMPARE_WEIGHTS)
         case _:

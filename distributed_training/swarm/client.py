@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +29,7 @@ from distributed_training.protocol.types import (
 )
 
 from .bootstrap import any_reachable
+from .norms import PastNorms
 from .room import SwarmUnavailable, judge, norm_of
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,6 @@ _START_ATTEMPTS = 3
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _REJOIN_FIRST, _REJOIN_LONGEST = 2.0, 120.0  # seconds between probes, doubled each time
 _REJOIN_PATIENCE = 10.0  # seconds a round waits for a join that is under way
-_NORMS_KEPT = 5
 #: What p2pd says when none of the initial peers answers.
 _NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
@@ -74,7 +73,7 @@ class HivemindSwarm:
         self._lock = threading.Lock()  # one round at a time
         self._cancelled = threading.Event()
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
-        self._norms: deque[float] = deque(maxlen=_NORMS_KEPT)  # of the averages so far
+        self._norms = PastNorms(self._folder / "norms.json", run_id=settings.run_id)
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.joined = True  # False: started alone because no initial peer could be reached
@@ -315,10 +314,9 @@ class HivemindSwarm:
     def _judged(self, answer: dict[str, Any], local_norm: float, total: float) -> AllReduceResult:
         settings = self._settings
         average_norm = norm_of(self.buffers)
-        previous = tuple(self._norms)
-        if math.isfinite(average_norm):
-            # Refused ones too: when the run itself changes, the median follows in three rounds.
-            self._norms.append(average_norm)
+        previous = self._norms()
+        # Refused ones too: when the run itself changes, the median follows in three rounds.
+        self._norms.add(average_norm)
         judge(
             local_norm=local_norm,
             average_norm=average_norm,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +15,13 @@ from safetensors.torch import save
 from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
 from distributed_training.miner.global_state import GlobalBucket
 from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
-from distributed_training.miner.state import Event, GlobalEpochSeen, WeightsCompared
+from distributed_training.miner.state import (
+    Event,
+    GlobalEpochSeen,
+    GlobalFetched,
+    GlobalFetchFailed,
+    WeightsCompared,
+)
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
@@ -130,3 +138,31 @@ def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
         watch.close()
     assert WeightsCompared(4, same) in events
     assert any(isinstance(event, GlobalEpochSeen) for event in events)
+
+
+def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_on(
+    tmp_path: Path,
+) -> None:
+    class Reader:
+        def outer_step(self) -> int:
+            return 4
+
+        def fetch(self, outer_step: int) -> Path:
+            if outer_step == 5:
+                raise RuntimeError("nobody thought of this")
+            return tmp_path
+
+        def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+            raise AssertionError
+
+    events: queue.Queue[Event] = queue.Queue()
+    watch = GlobalWatch(reader=Reader(), post=events.put, interval=timedelta(hours=1))
+    watch.start()
+    try:
+        watch.fetch(5)
+        failed = events.get(timeout=10)
+        assert isinstance(failed, GlobalFetchFailed) and "nobody thought" in failed.detail
+        watch.fetch(6)
+        assert events.get(timeout=10) == GlobalFetched(6, tmp_path)
+    finally:
+        watch.close()

@@ -24,6 +24,7 @@ from distributed_training.miner.state import (
     Mode,
     OuterStepEnded,
     PseudoGradientWritten,
+    RolledBack,
     StopRequested,
     Tick,
     Timing,
@@ -144,6 +145,20 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         InnerStepEnded(50, snapshot_due=True, roll_back=True),
         Mode.TRAINING,
         (Do.ROLL_BACK,),
+    ),
+    (
+        "rolled back within the epoch",
+        state(Mode.TRAINING),
+        RolledBack(12),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "rolled back to the epoch before: the commit's checkpoint was not written",
+        state(Mode.AWAITING_GLOBAL),
+        RolledBack(11),
+        Mode.AWAITING_GLOBAL,
+        (Do.COMPARE_EPOCHS,),
     ),
     # --- the global state
     (
@@ -322,6 +337,13 @@ def test_table(before: MinerState, event: Event, mode: Mode, orders: tuple[Do, .
     after, given_orders = transition(before, event, TIMING)
     assert after.mode is mode
     assert given_orders == orders
+
+
+def test_a_roll_back_to_an_older_epoch_leads_to_the_global_one() -> None:
+    after, _ = transition(state(Mode.TRAINING), RolledBack(11), TIMING)
+    assert after.outer_step == 11
+    after, orders = transition(after, GlobalEpochSeen(12, 5000.0), TIMING)
+    assert (after.fetch_target, orders) == (12, (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL))
 
 
 def test_a_failed_round_waits_from_the_call_not_from_the_failure() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
+from distributed_training.swarm.norms import PastNorms
 from distributed_training.swarm.room import judge
 
 pytestmark = pytest.mark.timeout(10)
@@ -47,3 +50,30 @@ def test_the_message_says_what_it_was_compared_with() -> None:
         judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0, previous=(1.0, 1.0, 1.0))
     with pytest.raises(AllReduceError, match="of ours"):
         judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0)
+
+
+def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
+    path = tmp_path / "norms.json"
+    norms = PastNorms(path, run_id="a")
+    for norm in (1.0, 2.0, float("nan"), 3.0, 4.0, float("inf"), 5.0, 6.0):
+        norms.add(norm)
+    assert norms() == PastNorms(path, run_id="a")() == (2.0, 3.0, 4.0, 5.0, 6.0)
+    assert PastNorms(path, run_id="another swarm")() == ()
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"run_id": "a"}', '{"run_id": "a", "norms": ["x"]}']
+)
+def test_a_damaged_file_of_norms_is_no_memory(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "norms.json"
+    path.write_text(content)
+    norms = PastNorms(path, run_id="a")
+    assert norms() == ()
+    norms.add(7.0)
+    assert PastNorms(path, run_id="a")() == (7.0,)
+
+
+def test_norms_that_cannot_be_written_are_still_known(tmp_path: Path) -> None:
+    norms = PastNorms(tmp_path / "no such folder" / "norms.json", run_id="a")
+    norms.add(7.0)
+    assert norms() == (7.0,)
