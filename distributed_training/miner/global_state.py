@@ -5,34 +5,56 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from distributed_training.miner.drift import NotComparable, Rows, drift
 from distributed_training.miner.global_watch import GlobalUnavailableError
 from distributed_training.protocol import keys
-from distributed_training.store.errors import StoreError
+from distributed_training.store.errors import AccessDeniedError, StoreError
 from distributed_training.store.remote import RemoteState
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class GlobalBucket:
     """``folder`` keeps the states fetched, one ``epoch-N`` each: a restart need not download.
 
-    All methods raise :class:`GlobalUnavailableError` with a line that says why.
+    ``renew`` is asked when the read keys are refused: the bucket with the keys that its owner
+    publishes now, None if they are the same. All methods raise :class:`GlobalUnavailableError` with
+    a line that says why.
     """
 
-    def __init__(self, *, remote: RemoteState, run: int, folder: Path) -> None:
+    def __init__(
+        self,
+        *,
+        remote: RemoteState,
+        run: int,
+        folder: Path,
+        renew: Callable[[], RemoteState | None] = lambda: None,
+    ) -> None:
         self._remote = remote
         self._run = run
         self._folder = folder
+        self._renew = renew
+
+    def _read(self, operation: Callable[[RemoteState], _T]) -> _T:
+        try:
+            return operation(self._remote)
+        except AccessDeniedError:
+            renewed = self._renew()
+            if renewed is None:
+                raise
+            self._remote = renewed
+            return operation(renewed)
 
     def outer_step(self) -> int:
         """Of the root metadata, which its owner writes last."""
         try:
-            metadata = self._remote.metadata()
+            metadata = self._read(lambda remote: remote.metadata())
         except StoreError as error:
             raise GlobalUnavailableError(str(error)) from None
         if metadata is None:
@@ -48,7 +70,7 @@ class GlobalBucket:
         """Folder of that epoch's config.json, model.safetensors and outer_optimizer.pt, checked."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            folder = self._remote.fetch(outer_step, self._folder)
+            folder = self._read(lambda remote: remote.fetch(outer_step, self._folder))
         except (StoreError, OSError) as error:
             raise GlobalUnavailableError(str(error)) from None
         for old in self._folder.glob("epoch-*"):
@@ -61,7 +83,8 @@ class GlobalBucket:
         """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
         try:
             key = keys.epoch_key(outer_step, keys.MODEL)
-            return drift(rows, self._remote.reader(key), seed=outer_step)
+            read = self._read(lambda remote: remote.reader(key))
+            return drift(rows, read, seed=outer_step)
         except (StoreError, NotComparable) as error:
             raise GlobalUnavailableError(str(error)) from None
 

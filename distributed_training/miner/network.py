@@ -35,8 +35,12 @@ from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
 from distributed_training.data import build_tokenizer
 from distributed_training.miner.drift import Rows
+from distributed_training.miner.global_start import (
+    first_global_state,
+    open_global_bucket,
+)
 from distributed_training.miner.global_state import GlobalBucket, model_config
-from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
+from distributed_training.miner.global_watch import GlobalWatch
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.state import Event
 from distributed_training.protocol import names, schedule
@@ -44,13 +48,11 @@ from distributed_training.protocol.commitment import (
     BucketCredentials,
     CommitmentError,
     build_commitment,
-    parse_commitment,
 )
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.store.errors import BucketMissingError, StoreError
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
-from distributed_training.store.remote import RemoteState
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
@@ -60,17 +62,12 @@ log = logging.getLogger(__name__)
 
 FAULT, BAD_CONFIGURATION, DEREGISTERED = 1, 2, 3  # exit statuses
 
-_GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
 _BUCKET_CHECK = timedelta(seconds=30)
 _SECOND_MINER_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
 
 
 class NetworkFailure(RuntimeError):
     """The outside cannot be reached; the line says why and what mends it. Exit status 1."""
-
-
-class StopBeforeStart(RuntimeError):
-    """A stop was asked for while the start waited."""
 
 
 @dataclass
@@ -251,8 +248,8 @@ def connect(
     _refuse_second_miner(chain, wallet)
     _check_bucket(config, bucket)
     commitment = _commit(config, chain, wallet)
-    global_bucket = _global_bucket(config, chain, folder, wanted)
-    outer_step, global_folder = _global_state(global_bucket, wanted)
+    global_bucket = open_global_bucket(config, chain, folder, wanted)
+    outer_step, global_folder = first_global_state(global_bucket, wanted)
     tokenizer_path, eos_id = _tokenizer(config, folder)
     return Outside(
         config=config,
@@ -356,58 +353,6 @@ def _commit(config: Config, chain: Chain, wallet: Wallet) -> str:
 
 def _text(value: SecretStr | None) -> str:
     return value.get_secret_value() if value is not None else ""
-
-
-def _global_bucket(
-    config: Config, chain: Chain, folder: Path, wanted: Callable[[], bool]
-) -> GlobalBucket:
-    """Its read credentials stand in the master hotkey's commitment; waits for them."""
-    master = config.miner.master_ss58_address
-    said = False
-    while True:
-        try:
-            credentials = parse_commitment(chain.commitment(master) or "")
-            break
-        except CommitmentError as error:
-            if not said:
-                log.info("Waiting for the commitment of the master hotkey %s (%s)", master, error)
-                said = True
-        _pause(wanted)
-    store = S3ObjectStore.of_peer(
-        config.store,
-        bucket=config.store.global_model_name,
-        account_id=credentials.account_id,
-        access_key_id=credentials.access_key_id,
-        secret_access_key=credentials.secret_access_key,
-    )
-    remote = RemoteState(
-        store=store,
-        deadline=config.store.file_deadline,
-        concurrency=config.store.concurrency,
-    )
-    return GlobalBucket(remote=remote, run=names.RUN, folder=folder / "global")
-
-
-def _global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, Path]:
-    """The present epoch and the folder with its files; waits until there is one."""
-    said = ""
-    while True:
-        try:
-            outer_step = bucket.outer_step()
-            return outer_step, bucket.fetch(outer_step)
-        except GlobalUnavailableError as error:
-            if str(error) != said:
-                log.info("Waiting for the global state: %s", error)
-                said = str(error)
-        _pause(wanted)
-
-
-def _pause(wanted: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _GLOBAL_RETRY
-    while time.monotonic() < deadline:
-        if not wanted():
-            raise StopBeforeStart
-        time.sleep(0.05)
 
 
 def _tokenizer(config: Config, folder: Path) -> tuple[Path, int]:

@@ -23,6 +23,7 @@ from distributed_training.miner import network
 from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.drift import Rows
+from distributed_training.miner.global_start import StopBeforeStart
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.network import BAD_CONFIGURATION, FAULT
@@ -145,9 +146,9 @@ def _run(
                 eos_id=outside.eos_id,
                 global_outer_step=outside.global_outer_step,
             )
-        except (ConfigError, network.NetworkFailure, network.StopBeforeStart) as error:
+        except (ConfigError, network.NetworkFailure, StopBeforeStart) as error:
             channel.share("start", StartFacts(0, {}, "", 0, 0, str(error) or "stopped").pack())
-            if isinstance(error, network.StopBeforeStart):
+            if isinstance(error, StopBeforeStart):
                 return 0, "stopped before the start was complete"
             raise
     facts = StartFacts.unpack(channel.share("start", facts.pack() if facts else None))

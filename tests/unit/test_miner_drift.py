@@ -25,6 +25,7 @@ from distributed_training.miner.state import (
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
+from distributed_training.store.errors import AccessDeniedError
 from distributed_training.store.memory import MemoryObjectStore
 from distributed_training.store.remote import RemoteState
 
@@ -115,6 +116,31 @@ def test_the_bucket_compares_by_ranges(tmp_path: Path) -> None:
     assert reader.drift(4, rows_of(weights())) == 0.0
     with pytest.raises(GlobalUnavailableError, match="missing"):
         reader.drift(5, rows_of(weights()))
+
+
+def test_refused_read_keys_are_asked_for_again(tmp_path: Path) -> None:
+    good = bucket(weights(), tmp_path)
+    refusing = MemoryObjectStore("global")
+    refused = 0
+
+    def get(key: str, *, limit: int) -> bytes | None:
+        nonlocal refused
+        refused += 1
+        raise AccessDeniedError("403: these keys may not read")
+
+    refusing.get = get  # type: ignore[method-assign, assignment]
+    answers = [None, good._remote]
+    reader = GlobalBucket(
+        remote=RemoteState(store=refusing, deadline=timedelta(seconds=2)),
+        run=5,
+        folder=tmp_path,
+        renew=lambda: answers.pop(0),
+    )
+    with pytest.raises(GlobalUnavailableError, match="may not read"):
+        reader.outer_step()
+    assert reader.outer_step() == 4
+    assert reader.outer_step() == 4
+    assert refused == 2 and answers == []
 
 
 @pytest.mark.parametrize("same", [True, False])
