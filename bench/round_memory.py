@@ -1,7 +1,7 @@
 """Host memory of a round: what rank 0's machine holds beside training, in units of the fp32 model.
 
-    python bench/round_memory.py --ranks 2 --model tiny
-    python bench/round_memory.py --ranks 1 --model 125m
+    python bench/round_memory.py --ranks 2
+    python bench/round_memory.py --ranks 1 --model 1b --sequence-length 32
 
 Real ranks (FSDP over gloo), the swarm host of rank 0, and one more peer that is not counted. What
 counts is the proportional set size (a page that n processes share counts 1/n in each) of rank 0 and
@@ -34,6 +34,7 @@ from distributed_training.config.swarm import SwarmSettings
 from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, RoundRequest
 from distributed_training.swarm import HivemindSwarm
+from distributed_training.training.model import Schema, build_meta_model, schema_of
 from distributed_training.training.sizes import named_config
 from distributed_training.training.trainer import Trainer
 
@@ -75,10 +76,10 @@ class Sampler:
         self._thread.join()
 
 
-def swarm_of(trainer: Trainer, folder: Path, peers: tuple[str, ...]) -> HivemindSwarm:
+def swarm_of(schema: Schema, folder: Path, peers: tuple[str, ...]) -> HivemindSwarm:
     return HivemindSwarm(
         settings=SwarmSettings(dht_port=0, dht_listen_ip="127.0.0.1", initial_peers=peers),
-        schema=trainer.parameter_schema(),
+        schema=schema,
         run_folder=folder,
     )
 
@@ -102,11 +103,8 @@ def meeting(folder: str) -> dist.Store:
 
 def other_peer(options: argparse.Namespace) -> None:
     """Takes part in every round with zeros."""
-    trainer = Trainer(
-        settings=TrainingSettings(), model_config=named_config(options.model),
-        device=torch.device("cpu"), rank=0, world_size=1, say=lambda line: None,
-    )  # fmt: skip
-    swarm = swarm_of(trainer, Path(options.folder) / "other", ())
+    schema = schema_of(build_meta_model(named_config(options.model)))
+    swarm = swarm_of(schema, Path(options.folder) / "other", ())
     store = meeting(options.folder)
     store.set("address", swarm.visible_maddrs[0])
     for number in range(ROUNDS):
@@ -153,7 +151,7 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
     store = meeting(options.folder)
     if rank == 0:
         address = store.get("address").decode()
-        swarm = swarm_of(trainer, Path(options.folder) / "mine", (address,))
+        swarm = swarm_of(trainer.schema, Path(options.folder) / "mine", (address,))
     train()
     note("and the swarm's host, before any round")
     for number in range(ROUNDS):
@@ -185,7 +183,7 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--model", default="125m")
     parser.add_argument("--sequence-length", type=int, default=128)
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)

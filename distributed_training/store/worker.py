@@ -252,6 +252,9 @@ def main() -> int:
     connection = Connection(int(sys.argv[1]))
     lock = threading.Lock()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
+    # Ends at once, and the journal is always in order. Not a handler of Python's: that runs when the
+    # main thread comes back from its read, and a signal just before the read is seen too late.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def send(message: Any) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens any more: the reader ends us
@@ -269,7 +272,6 @@ def main() -> int:
         send(Said("error", str(error)))
         return 2
     worker = Worker(start, store, send)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # the journal is always in order
     thread = threading.Thread(target=worker.run, name="uploader", daemon=True)
     thread.start()
     try:

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ _HANG_MARGIN = timedelta(seconds=10)
 _START_ATTEMPTS = 3
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _REJOIN_FIRST, _REJOIN_LONGEST = 2.0, 120.0  # seconds between probes, doubled each time
+_LOG_BYTES = 8 * 1024 * 1024
 _REJOIN_PATIENCE = 10.0  # seconds a round waits for a join that is under way
 #: What p2pd says when none of the initial peers answers.
 _NO_BOOTSTRAP = "failed to connect to bootstrap peers"
@@ -48,8 +50,8 @@ class HivemindSwarm:
     """A full peer of the swarm. Every public method may be called from any thread.
 
     ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
-    restart keeps the peer id), the tensors' file and hivemind's log. Raises SwarmUnavailable when
-    the DHT does not start in ``settings.start_timeout``, tried three times.
+    restart keeps the peer id), the norms of past rounds and hivemind's log. Raises SwarmUnavailable
+    when the DHT does not start in ``settings.start_timeout``, tried three times.
 
     When none of the initial peers can be reached the peer starts alone, training goes on, and the
     swarm is joined as soon as one of them opens its port (``joined``). Once joined, the loss of
@@ -80,6 +82,7 @@ class HivemindSwarm:
         self._closed = False
         self._ended = threading.Event()
         self._port = settings.dht_port  # 0: any, kept from the first start on
+        self._memory = os.fdopen(os.memfd_create("swarm-tensors"), "r+b")
         self.buffers: Sequence[torch.Tensor] = self._map_tensors()
         self._start()
         if not self.joined:
@@ -88,12 +91,12 @@ class HivemindSwarm:
     # --- life ----------------------------------------------------------------------------------
 
     def _map_tensors(self) -> list[torch.Tensor]:
-        path = self._folder / "tensors.f32"
+        # Memory, not a file: the kernel would write each round's values to the disk, and /dev/shm
+        # is small in containers.
         size = sum(self._sizes)
-        with path.open("ab") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.truncate(4 * size)
-        flat = torch.from_file(str(path), shared=True, size=size, dtype=torch.float32)
+        self._memory.truncate(4 * size)
+        path = f"/proc/self/fd/{self._memory.fileno()}"
+        flat = torch.from_file(path, shared=True, size=size, dtype=torch.float32)
         return [p.view(s) for p, s in zip(flat.split(self._sizes), self._shapes, strict=True)]
 
     def _start(self) -> None:
@@ -144,6 +147,7 @@ class HivemindSwarm:
         """Empty when the host is ready, else why not."""
         settings = self._settings
         read_end, write_end = os.pipe()
+        bound_log(self._folder / "hivemind.log")
         hivemind_log = (self._folder / "hivemind.log").open("ab")
         self._answers = queue.SimpleQueue()
         with hivemind_log:
@@ -152,7 +156,7 @@ class HivemindSwarm:
                 stdin=subprocess.PIPE,
                 stdout=hivemind_log,
                 stderr=hivemind_log,
-                pass_fds=(write_end,),
+                pass_fds=(write_end, self._memory.fileno()),
                 start_new_session=True,
                 text=True,
                 cwd=Path(__file__).resolve().parents[2],
@@ -169,7 +173,7 @@ class HivemindSwarm:
             {
                 "parent": os.getpid(),
                 "answers": write_end,
-                "tensors": str(self._folder / "tensors.f32"),
+                "tensors": self._memory.fileno(),
                 "shapes": self._shapes,
                 "sizes": self._sizes,
                 "initial_peers": list(initial_peers),
@@ -259,6 +263,7 @@ class HivemindSwarm:
             return self._average(request, weight)
         finally:
             self._lock.release()
+            bound_log(self._folder / "hivemind.log")
 
     def _average(self, request: RoundRequest, weight: float) -> AllReduceResult:
         settings = self._settings
@@ -344,6 +349,17 @@ class HivemindSwarm:
             local_norm=local_norm,
             kept_local=answer["kept_local"],
         )
+
+
+def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
+    """Beyond ``most`` bytes the log becomes ``<name>.1`` and begins anew.
+
+    The host's processes hold it open for appending, so it is copied and emptied, not renamed.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > most:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
 
 
 def _seconds(asked: timedelta | None, configured: timedelta) -> float:

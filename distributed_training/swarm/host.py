@@ -47,8 +47,12 @@ class Host:
         self._config = config
         self._cancel = threading.Event()
         flat = torch.from_file(
-            config["tensors"], shared=True, size=sum(config["sizes"]), dtype=torch.float32
+            f"/proc/self/fd/{config['tensors']}",
+            shared=True,
+            size=sum(config["sizes"]),
+            dtype=torch.float32,
         )
+        os.close(config["tensors"])  # the mapping stays
         self._tensors = [
             part.view(shape)
             for part, shape in zip(flat.split(config["sizes"]), config["shapes"], strict=True)

@@ -1,4 +1,4 @@
-"""Which averages are refused, by their norm."""
+"""Which averages are refused, by their norm; what the swarm keeps on disk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
+from distributed_training.swarm.client import bound_log
 from distributed_training.swarm.norms import PastNorms
 from distributed_training.swarm.room import judge
 
@@ -77,3 +78,16 @@ def test_norms_that_cannot_be_written_are_still_known(tmp_path: Path) -> None:
     norms = PastNorms(tmp_path / "no such folder" / "norms.json", run_id="a")
     norms.add(7.0)
     assert norms() == (7.0,)
+
+
+def test_hiveminds_log_is_bounded_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "hivemind.log"
+    bound_log(path)  # not there yet
+    with path.open("ab", buffering=0) as held:
+        held.write(b"a" * 90)
+        bound_log(path, most=100)
+        held.write(b"b" * 20)
+        bound_log(path, most=100)
+        held.write(b"c")
+    assert path.read_bytes() == b"c"
+    assert (tmp_path / "hivemind.log.1").read_bytes() == b"a" * 90 + b"b" * 20
