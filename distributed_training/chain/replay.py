@@ -44,7 +44,8 @@ class NonceMemory:
     def __init__(self, *, window: timedelta, file: Path | None = None) -> None:
         self._window = int(window.total_seconds() * 1e9)
         self._file = file
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # taken by the event loop: never held over the disk
+        self._save_lock = threading.Lock()
         self._hotkeys: dict[str, _History] = {}
         self._dirty = False
         if file is not None:
@@ -94,15 +95,17 @@ class NonceMemory:
         of this process still holds."""
         if self._file is None:
             return
-        with self._lock:
-            if not self._dirty:
-                return
-            floors = {hotkey: history.highest for hotkey, history in self._hotkeys.items()}
-            self._dirty = False
+        with self._save_lock:
+            with self._lock:
+                if not self._dirty:
+                    return
+                floors = {hotkey: history.highest for hotkey, history in self._hotkeys.items()}
+                self._dirty = False
             try:
                 _store(self._file, floors)
             except OSError as error:
-                self._dirty = True
+                with self._lock:
+                    self._dirty = True
                 log.warning(
                     "Cannot write %s (%s): calls of the last seconds could be replayed after a "
                     "restart; free disk space or correct its permissions",

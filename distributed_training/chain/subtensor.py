@@ -34,6 +34,7 @@ FIRST_PAUSE = 1.0
 LONGEST_PAUSE = 60.0
 FURTHEST_BEHIND = 30  # blocks
 NOBODY_BETTER = timedelta(minutes=10)  # then the chain itself has gone back
+STANDSTILL = 180.0  # seconds without a new block; then the other endpoints are asked
 _CLOSE_TIMEOUT = 5.0
 _LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
 
@@ -272,12 +273,18 @@ class BittensorChain:
         interval = self._settings.poll_interval.total_seconds()
         neurons_at = float("-inf")
         reported = self._ready.is_set()
+        seen, moved_at = -1, self._monotonic()
         try:
             await self._timed(client.connect())
             self._counts["connections"] += 1
             while True:
                 block = int(await self._timed(client.block()))
                 self._refuse_behind(block)
+                if block > seen:
+                    seen, moved_at = block, self._monotonic()
+                elif self._monotonic() - moved_at > STANDSTILL:
+                    # A node that lost its peers answers as if nothing were wrong.
+                    raise ChainError(f"the node's block stands still at {block}")
                 if self._monotonic() - neurons_at >= (
                     self._settings.neurons_interval.total_seconds()
                 ):

@@ -157,10 +157,14 @@ class DataPipeline:
         self._failures += 1
         self._retry_at = now + min(2.0**self._failures, _LARGEST_BACKOFF)
         self._counts["worker_restarts"] += 1
-        log.warning("A data worker ended unexpectedly and is started again")
         dead = self._workers[index]
+        try:
+            self._workers[index] = DataWorker(self._spec)
+        except OSError as error:  # no memory, no process or no descriptor left
+            log.warning("A data worker ended and could not be started again yet: %s", error)
+            return
+        log.warning("A data worker ended unexpectedly and is started again")
         dead.close()
-        self._workers[index] = DataWorker(self._spec)
         for block in dead.blocks:
             if self._failures > 2 and block == dead.blocks[0]:
                 log.warning("Block %d ends the data worker again and again: it is left out", block)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import email.utils
 import json
 import logging
+import math
 import random
 import threading
 import time
@@ -25,6 +26,7 @@ log = logging.getLogger(__name__)
 
 _MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
 _FIRST_WAIT, _MAX_WAIT = 0.5, 30.0
+_LONGEST_HOLD = 900.0  # whatever a server asks for
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
 
 
@@ -178,6 +180,9 @@ class RowsApiSource:
         deadline = time.monotonic() + self._page_deadline
         for attempt in range(self._attempts):
             if not self._hold(deadline):
+                if not attempt:
+                    left = self._hold_until - time.monotonic()
+                    problem = f"the server asked to be left alone for {left:.0f} s more"
                 break
             asked: float | None = None
             try:
@@ -190,7 +195,8 @@ class RowsApiSource:
                     break  # asking again gives the same answer
                 asked = retry_after(error.response.headers.get("Retry-After"))
                 if status == 429:
-                    self._hold_until = time.monotonic() + (wait if asked is None else asked)
+                    hold = wait if asked is None else min(asked, _LONGEST_HOLD)
+                    self._hold_until = time.monotonic() + hold
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 self._counts.add("http_failures")
@@ -238,10 +244,11 @@ def retry_after(value: str | None) -> float | None:
     if not value:
         return None
     try:
-        return max(0.0, float(value))
+        seconds = float(value)
+        return max(0.0, seconds) if math.isfinite(seconds) else None
     except ValueError:
         pass
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
+    except (ValueError, OverflowError):
         return None

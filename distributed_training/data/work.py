@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -280,12 +280,11 @@ class BlockMaker:
     def _open(self, source: SourceSpec) -> TokenSource:
         if source.kind == "shards":
             return ShardTokens(self._spec, source, self._counts)
-        try:
-            rows = open_rows(
+        rows = _Reopened(
+            lambda: open_rows(
                 self._spec.settings, source, cache=self._spec.cache, counts=self._counts
             )
-        except PageUnavailable as error:
-            rows = _Nothing(str(error))
+        )
         return RowsTokens(self._spec, rows, self._tokenizer, self._counts)
 
     def prepare(self, block: int) -> Prepared:
@@ -351,15 +350,19 @@ class BlockMaker:
         return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
 
 
-class _Nothing:
-    """A source that could not be opened: its pages are missing, those of other sources are not."""
+class _Reopened:
+    """A source opened when a block first needs it, and again for each next block while that fails:
+    its pages are missing then, those of other sources are not."""
 
-    def __init__(self, problem: str) -> None:
-        self._problem = problem
+    def __init__(self, open_source: Callable[[], PageSource]) -> None:
+        self._open = open_source
+        self._source: PageSource | None = None
 
-    def num_rows(self) -> dict[str, int]:
-        raise PageUnavailable(self._problem)
+    def num_rows(self) -> Mapping[str, int]:
+        if self._source is None:
+            self._source = self._open()
+        return self._source.num_rows()
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        del config, row, split, limit
-        raise PageUnavailable(self._problem)
+        assert self._source is not None  # pages are chosen by its rows
+        return self._source.rows(config, row, split=split, limit=limit)

@@ -107,18 +107,12 @@ def _run(connection: Connection) -> None:
     wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def work() -> None:
-        maker: BlockMaker | None
-        problem = ""
-        try:
-            maker = BlockMaker(spec)
-        except Exception as error:  # noqa: BLE001 - nothing can be prepared: every block says why
-            maker, problem = None, f"{type(error).__name__}: {error}"
+        maker: BlockMaker | None = None
         while True:
             block = wanted.get()
-            if maker is None:
-                send(Failure(block, problem))
-                continue
             try:
+                if maker is None:  # at each block again: what is in the way may pass
+                    maker = BlockMaker(spec)
                 send(maker.prepare(block))
             except Exception as error:  # noqa: BLE001 - one block must not end the worker
                 send(Failure(block, f"{type(error).__name__}: {error}"))

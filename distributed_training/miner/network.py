@@ -53,6 +53,7 @@ from distributed_training.protocol.types import RoundRequest
 from distributed_training.store.errors import BucketMissingError, StoreError
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
+from distributed_training.store.remote import RemoteState
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
@@ -79,6 +80,7 @@ class Outside:
     wallet: Wallet
     chain: Chain
     uid: int
+    published_at: float | None  # time.time() of the newest gradients.pt in our bucket
     ip: str  # validators reach us at
     commitment: str  # our read credentials, as the chain holds them
     bucket: str
@@ -100,6 +102,7 @@ class Outside:
             minimum_inner_step=settings.minimum_valid_inner_step,
             age_limit=settings.age_limit,
             slack=settings.upload_slack,
+            published_at=self.published_at,
         )
 
     def round_clock(self) -> RoundClock:
@@ -246,7 +249,7 @@ def connect(
     bucket = names.miner_bucket(config.store.global_model_name, uid)
     ip = external_ip(config.chain)
     _refuse_second_miner(chain, wallet)
-    _check_bucket(config, bucket)
+    published_at = _check_bucket(config, bucket)
     commitment = _commit(config, chain, wallet)
     global_bucket = open_global_bucket(config, chain, folder, wanted)
     outer_step, global_folder = first_global_state(global_bucket, wanted)
@@ -257,6 +260,7 @@ def connect(
         wallet=wallet,
         chain=chain,
         uid=uid,
+        published_at=published_at,
         ip=ip,
         commitment=commitment,
         bucket=bucket,
@@ -289,8 +293,10 @@ def _refuse_second_miner(chain: Chain, wallet: Wallet) -> None:
         )
 
 
-def _check_bucket(config: Config, bucket: str) -> None:
-    """That the bucket is there and the write keys work. Raises ConfigError, NetworkFailure."""
+def _check_bucket(config: Config, bucket: str) -> float | None:
+    """That the bucket is there and the write keys work; ``time.time()`` of its newest gradient.
+
+    Raises ConfigError, NetworkFailure."""
     try:
         store = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
     except ValueError as error:
@@ -303,6 +309,7 @@ def _check_bucket(config: Config, bucket: str) -> None:
         )
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
         store.list_multiparts()
+        return _published_at(RemoteState(store=store, deadline=_BUCKET_CHECK))
     except BucketMissingError:
         raise ConfigError(
             f"bucket {bucket} does not exist, so nothing could be published: create it in the R2 "
@@ -312,6 +319,16 @@ def _check_bucket(config: Config, bucket: str) -> None:
         raise (NetworkFailure if error.retryable else ConfigError)(str(error)) from None
     finally:
         store.close()
+
+
+def _published_at(bucket: RemoteState) -> float | None:
+    try:
+        root = bucket.metadata()
+        age = None if root is None else bucket.age(root.outer_step)
+    except StoreError as error:
+        log.warning("The age of what is published is not known before the next upload: %s", error)
+        return None
+    return None if age is None else time.time() - age.total_seconds()
 
 
 def _commit(config: Config, chain: Chain, wallet: Wallet) -> str:

@@ -15,6 +15,7 @@ from distributed_training.protocol.types import Revision
 
 from .base import ObjectStore
 from .errors import StoreError, UploadMissingError
+from .owner import ForeignBucketError, check_claim
 
 log = logging.getLogger(__name__)
 
@@ -118,11 +119,21 @@ def _unused(folder: Path) -> float:
     return time.time() - written
 
 
-def sweep_uploads(store: ObjectStore, *, spare: Collection[str]) -> None:
-    """The daemon's own cleaning: never raises, says what it did."""
+def sweep_uploads(
+    store: ObjectStore,
+    *,
+    instance: str,
+    spare: Collection[str],
+    older_than: timedelta = STUCK_AGE,
+) -> None:
+    """The daemon's own cleaning: never raises, says what it did. A bucket that another than
+    ``instance`` has claimed is left alone: what looks stuck may be that one's."""
     try:
-        stuck = stuck_uploads(store, older_than=STUCK_AGE, spare=spare)
+        check_claim(store, instance)
+        stuck = stuck_uploads(store, older_than=older_than, spare=spare)
         abort_uploads(store, stuck)
+    except ForeignBucketError:
+        return  # told by whoever tries to publish
     except StoreError as error:
         log.warning("Stuck multipart uploads could not be cleaned up: %s", error)
         return

@@ -62,14 +62,23 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
             if name == "__metadata__":
                 continue
             first, last = raw["data_offsets"]
-            shape = tuple(int(n) for n in raw["shape"])
+            shape = tuple(raw["shape"])
+            if any(type(n) is not int or n < 0 for n in (first, last, *shape)):
+                raise ValueError(f"{name} has an impossible shape or place")
             expected = math.prod(shape) * _SAFETENSORS_SIZES[raw["dtype"]]
             if last - first != expected or not 0 <= first <= last <= size - begin:
                 raise ValueError(f"{name} does not lie where the header says")
             entries[name] = Entry(raw["dtype"], shape, begin + first, expected)
         if sum(e.size for e in entries.values()) != size - begin:
             raise ValueError("the file is longer or shorter than its tensors")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+    ) as error:
         raise IntegrityError(f"{path.name} is not a whole safetensors file: {error}") from None
     return entries
 
@@ -192,7 +201,8 @@ class PtFile:
             AttributeError,
             IndexError,
             KeyError,
-            RecursionError,
+            OverflowError,
+            RuntimeError,  # also: an encrypted record, RecursionError, NotImplementedError
             MemoryError,
         ) as error:  # all that unpickling damaged bytes raises
             raise IntegrityError(f"{path.name} is not a whole .pt file: {error}") from None

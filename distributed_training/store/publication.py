@@ -2,8 +2,8 @@
 
 1. Checks of the snapshot (complete, unchanged, finite, of this revision) and the gate.
 2. All parts of all large files are sent; nothing is visible yet. This is what takes long.
-3. ``epoch-N/metadata.json`` of an older revision is removed, then the files appear together: while
-   they change, no metadata in their folder vouches for them.
+3. ``epoch-N/metadata.json`` is removed, then the files appear together: while they change, no
+   metadata in their folder vouches for them.
 4. Every object is verified by HEAD (size, etag).
 5. ``epoch-N/metadata.json``, then the root ``metadata.json``.
 """
@@ -152,7 +152,8 @@ class Publication:
             )
             for key, record in sorted(named.items(), key=lambda item: -item[1].size)
         ]
-        self._withdraw(revision)
+        if not all(file.visible for file in staged):
+            self._withdraw(revision)
         etags = sender.publish_all(staged, deadline=deadline)
         self._verify(staged, etags, sender)
         metadata = Metadata.of(revision, submission.peer_id).to_json()
@@ -184,16 +185,11 @@ class Publication:
             self.say("warning", warning)
 
     def _withdraw(self, revision: Revision) -> None:
+        """Also of the same revision: a miner that went back to a checkpoint comes to the same inner
+        step with other weights."""
         key = keys.epoch_key(revision.outer_step, keys.METADATA)
-        data = self._try(f"read {key}", lambda: self.store.get(key, limit=MAX_METADATA_BYTES))
-        if data is None:
-            return
-        try:
-            if Metadata.parse(data).revision == revision:
-                return  # published before, or resumed after the very last step
-        except MetadataError:
-            pass
-        self._try(f"delete {key}", lambda: self.store.delete([key]))
+        if self._try(f"look at {key}", lambda: self.store.head(key)) is not None:
+            self._try(f"delete {key}", lambda: self.store.delete([key]))
 
     def _verify(self, staged: list[Staged], etags: Mapping[str, str], sender: Sender) -> None:
         for file in staged:

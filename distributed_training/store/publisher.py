@@ -200,14 +200,24 @@ class Publisher:
                 self._process.returncode,
                 wait,
             )
-            if self._closed.wait(wait):
-                return
-            wait = min(2 * wait, _RESTART_WAIT[1])
-            with self._lock:
-                if self._closed.is_set():
+            self._connection.close()
+            while True:
+                if self._closed.wait(wait):
                     return
-                self._connection.close()
-                self._launch()
+                wait = min(2 * wait, _RESTART_WAIT[1])
+                with self._lock:
+                    if self._closed.is_set():
+                        return
+                    try:
+                        self._launch()
+                        break
+                    except OSError as error:  # no memory, no process or no descriptor left
+                        log.warning(
+                            "The uploader could not be started (%s), so nothing is published; "
+                            "trying again in %.0f s",
+                            error,
+                            wait,
+                        )
 
     def _take(self, message: Any) -> None:
         match message:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 from distributed_training.protocol.types import PublicationReport, Revision
 
 from .base import Line
-from .cleanup import prune_snapshots, sweep_uploads
+from .cleanup import STUCK_AGE, prune_snapshots, sweep_uploads
 from .errors import StoppedError, StoreError
 from .journal import Journal
 from .messages import Busy, Close, Pause, PeerId, Resume, Said, Start
@@ -52,7 +53,8 @@ class Worker:
         )
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
-        self._peer_id: str | None = None
+        self._peer_id: str | None = None  # not published yet
+        self._latest_peer_id = ""
         self._closing: Close | None = None
         self._current: Submission | None = None
         self._next_sweep = 0.0
@@ -73,7 +75,7 @@ class Worker:
                     if isinstance(message, Submission):
                         self._take(message)
                     elif isinstance(message, PeerId):
-                        self._peer_id = message.peer_id
+                        self._peer_id = self._latest_peer_id = message.peer_id
                         self._peer_id_after = 0.0
                     elif isinstance(message, Close):
                         self._closing = message
@@ -149,6 +151,8 @@ class Worker:
 
     def _publish(self, submission: Submission) -> None:
         self._send(Busy(True))
+        # One that the journal kept was submitted before a restart, perhaps with another identity.
+        submission = replace(submission, peer_id=self._latest_peer_id or submission.peer_id)
         report = self._publication.run(submission)
         self._prune_snapshots(before=submission.revision)
         if not report.ok:
@@ -189,7 +193,12 @@ class Worker:
         now = time.monotonic()
         if now >= self._next_sweep:
             self._next_sweep = now + SWEEP_EVERY.total_seconds()
-            sweep_uploads(self._store, spare=self._journal.owned())
+            sweep_uploads(
+                self._store,
+                instance=self._journal.instance,
+                spare=self._journal.owned(),
+                older_than=max(STUCK_AGE, self._settings.file_deadline),
+            )
             self._prune_snapshots(unused_for=2 * self._settings.file_deadline)
 
     def _keep_claim(self) -> None:
@@ -252,7 +261,7 @@ def main() -> int:
     connection = Connection(int(sys.argv[1]))
     lock = threading.Lock()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
-    # Ends at once, and the journal is always in order. Not a handler of Python's: that runs when the
+    # Ends at once; the journal is always in order. Not a handler of Python's: that runs once the
     # main thread comes back from its read, and a signal just before the read is seen too late.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

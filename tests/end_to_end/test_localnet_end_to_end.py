@@ -195,7 +195,7 @@ def test_a_pseudo_gradient_decoded_by_the_page_lowers_the_loss_of_the_global_mod
     )
     (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
     for bucket in miner_buckets(run):
-        # The first outer step's: 1 to 2 nats, where a later one's are hundredths on this little text.
+        # The first outer step's: 1 to 2 nats; a later one's are hundredths on this little text.
         folder = bucket / "epoch-0"
         model = AutoModelForCausalLM.from_pretrained(global_bucket / folder.name)
         before = held_out_loss(model, batches)

@@ -265,3 +265,24 @@ def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monk
     finally:
         watcher.close()
         nodes.chain.close()
+
+
+def test_a_node_whose_block_stands_still_is_left_for_the_next(
+    tmp_path: Path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING)
+    clock = FastClock()
+    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
+    nodes = Nodes(tmp_path, settings=settings, clock=clock)
+    moving = MemoryLedger(block=nodes.ledger.height)
+    moving.register(nodes.wallet.ss58)
+    nodes.second.ledger = moving
+    try:
+        assert nodes.chain.wait_ready(timedelta(seconds=5))
+        moving.advance(40)
+        until(lambda: nodes.chain.block() == moving.height)
+        assert clock.now - 1000.0 >= subtensor.STANDSTILL
+        assert any(f"stands still at {nodes.ledger.height}" in m for m in caplog.messages)
+    finally:
+        nodes.chain.close()

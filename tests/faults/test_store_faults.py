@@ -423,8 +423,14 @@ def test_cleanup_aborts_what_is_stuck_and_spares_the_journals_own(
     now = time.time() + 7200
     found = stuck_uploads(store, older_than=timedelta(hours=1), spare=[mine], now=now)
     assert [(u.upload_id, u.size, u.parts) for u in found] == [(stuck, 1000, 1)]
-    sweep_uploads(store, spare=[mine])  # nothing is an hour old
+    sweep_uploads(store, instance="me", spare=[mine])  # nothing is an hour old
     assert len(store.list_multiparts()) == 2
+    claim_bucket(store, "another")
+    sweep_uploads(store, instance="me", spare=[], older_than=timedelta(0))
+    assert len(store.list_multiparts()) == 2  # they may be that one's, at work
+    sweep_uploads(store, instance="another", spare=[mine], older_than=timedelta(0))
+    assert [u.upload_id for u in store.list_multiparts()] == [mine]
+    store.abort_multipart("epoch-1/a", mine)
     assert stuck_uploads(store, older_than=timedelta(hours=1)) == []
 
 

@@ -318,7 +318,14 @@ def test_a_worker_that_cannot_work_says_why(
             folder.write_text("in the way")
             made.request(2)
             assert wait_ready(made, 2) == 0
+            made._workers[0]._process.kill()  # the next one finds it in the way from its start
+            made.request(3)
+            assert wait_ready(made, 3) == 0
+            folder.unlink()
+            made.request(4)
+            assert wait_ready(made, 4) > 0
     assert "Block 2 could not be prepared" in caplog.text
+    assert "Block 3 could not be prepared" in caplog.text
 
 
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -94,6 +96,32 @@ def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog) -> None:
     memory.use("a", time.time_ns())
     memory.save()
     assert "replayed after a restart" in caplog.text
+
+
+def test_a_slow_disk_does_not_hold_up_the_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = NonceMemory(window=WINDOW, file=tmp_path / "nonces.json")
+    memory.use("a", time.time_ns())
+    syncing, done = threading.Event(), threading.Event()
+
+    def slow(descriptor: int) -> None:
+        syncing.set()
+        assert done.wait(10)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    saver = threading.Thread(target=memory.save)
+    saver.start()
+    try:
+        assert syncing.wait(10)
+        found: list[bool] = []
+        caller = threading.Thread(target=lambda: found.append(memory.use("b", time.time_ns())))
+        caller.start()
+        caller.join(5)
+        assert found == [True]
+    finally:
+        done.set()
+        saver.join(10)
 
 
 def test_ranges() -> None:

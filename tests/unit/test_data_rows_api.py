@@ -138,6 +138,21 @@ def test_retry_after(value: str | None) -> None:
     assert retry_after(value) == expected.get(value or "")
 
 
+@pytest.mark.parametrize("value", ["inf", "nan", "1e999", "Wed, 21 Oct 99999 07:28:00 GMT"])
+def test_a_retry_after_that_is_no_time(value: str) -> None:
+    assert retry_after(value) is None
+
+
+def test_no_server_switches_a_source_off_for_good() -> None:
+    with RowsServer(TABLES, script=[Fault(status=429, retry_after="1e12")]) as server:
+        made, _ = source(server, page_deadline=timedelta(seconds=1))
+        with pytest.raises(PageUnavailable):
+            made.rows("CC-MAIN-0", 3, split="train", limit=10)
+        assert made._hold_until - time.monotonic() <= 900
+        with pytest.raises(PageUnavailable, match="left alone for"):
+            made.rows("CC-MAIN-0", 3, split="train", limit=10)
+
+
 def test_retry_after_as_a_date() -> None:
     soon = email.utils.formatdate(time.time() + 60, usegmt=True)
     assert retry_after(soon) == pytest.approx(60, abs=2)

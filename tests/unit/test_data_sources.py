@@ -187,6 +187,16 @@ def test_a_folder_without_rows_leaves_the_block_empty_and_says_why(
     assert f"holds no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
 
 
+def test_a_folder_that_is_filled_later_is_used_then(
+    tmp_path: Path, tokenizer: tuple[Path, int]
+) -> None:
+    (tmp_path / "data").mkdir()
+    maker = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}"))
+    assert maker.prepare(1).sequences == 0
+    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS)
+    assert maker.prepare(2).sequences > 0
+
+
 def test_too_little_text_is_named(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
     write_jsonl(tmp_path / "data" / "x.jsonl", ROWS[:50])
     prepared = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}")).prepare(1)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -196,6 +198,25 @@ def test_while_files_change_no_metadata_vouches_for_them(tmp_path: Path) -> None
     assert_published(store, later, files)
 
 
+def test_the_same_step_with_other_weights_is_another_publication(tmp_path: Path) -> None:
+    """A miner that went back to its checkpoint comes to the same inner step again."""
+    changing = False
+    vouched: list[bool] = []
+
+    def before(operation: str, key: str) -> None:
+        if changing and operation == "put" and not key.endswith(keys.METADATA):
+            vouched.append(store.get("epoch-3/metadata.json", limit=9999) is not None)
+
+    store = MemoryObjectStore(before=before)
+    write_snapshot(tmp_path / "a", REVISION, world_size=1)
+    assert run(store, tmp_path / "a").ok
+    changing = True
+    files = write_snapshot(tmp_path / "b", REVISION, world_size=1, weights=torch.full((64,), 0.5))
+    assert run(store, tmp_path / "b").ok
+    assert_published(store, REVISION, files)
+    assert len(vouched) == len(MINER_FILES) and not any(vouched)
+
+
 def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     deleted: list[str] = []
 
@@ -336,12 +357,28 @@ def test_fetch_gives_the_same_files_and_is_not_repeated(
         reader.fetch(9, tmp_path / "g")
 
 
+def header(field: str, value: str) -> Callable[[bytes], bytes]:
+    """A safetensors file whose header says something else of its first tensor."""
+
+    def change(data: bytes) -> bytes:
+        length = int.from_bytes(data[:8], "little")
+        text = re.sub(
+            rf'("{field}":)\[[^]]*\]', rf"\g<1>{value}", data[8 : 8 + length].decode(), count=1
+        )
+        return len(text).to_bytes(8, "little") + text.encode() + data[8 + length :]
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("key", "change", "text"),
     [
         ("epoch-3/model.safetensors", lambda d: d[:-5], "not a whole safetensors file"),
         ("epoch-3/model.safetensors", lambda d: b"\xff" * 8 + d[8:], "header's length"),
         ("epoch-3/model.safetensors", lambda d: d[:-4] + b"\x00\x00\xc0\x7f", "NaN or Inf"),
+        ("epoch-3/model.safetensors", header("shape", "[1e999]"), "not a whole safetensors file"),
+        ("epoch-3/model.safetensors", header("shape", "[-8,-8]"), "impossible shape"),
+        ("epoch-3/model.safetensors", header("data_offsets", "[0.0,256.0]"), "impossible shape"),
         ("epoch-3/gradients.pt", lambda d: d[: len(d) // 2], "not a whole .pt file"),
         ("epoch-3/config.json", lambda d: b"[]", "not a JSON object"),
         (
