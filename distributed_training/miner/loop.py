@@ -46,9 +46,9 @@ class TrainerLike(Protocol):
     def prepare_outer_step(self, averaged: Sequence[torch.Tensor] | None) -> None: ...
     def commit_outer_step(self) -> None: ...
     def roll_back_outer_step(self) -> None: ...
-    def load_weights(self, path: Path | None) -> None: ...
-    def load_outer_optimizer(self, path: Path | None) -> None: ...
-    def begin_epoch(self, outer_step: int) -> None: ...
+    def load_global(
+        self, weights: Path | None, outer_optimizer: Path | None, outer_step: int
+    ) -> None: ...
     def rebase(self, weights: Path | None, outer_optimizer: Path | None) -> None: ...
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
@@ -57,7 +57,6 @@ class TrainerLike(Protocol):
     def preview_micro_batches(self) -> int: ...
     def hold_back(self, sequences: torch.Tensor | None) -> None: ...
     def preview(self, handle: Any) -> float | None: ...
-    def slow_down(self) -> None: ...
 
 
 class DataLike(Protocol):
@@ -76,7 +75,7 @@ class DataLike(Protocol):
 class CheckpointerLike(Protocol):
     def save(self, extra: dict[str, Any], progress: Progress) -> None: ...
     def wait(self) -> None: ...
-    def restore(self) -> tuple[Progress, dict[str, Any]] | None: ...
+    def roll_back(self) -> tuple[Progress, dict[str, Any]] | None: ...
 
 
 class RankZero(Protocol):
@@ -99,7 +98,8 @@ class RankZero(Protocol):
     def snapshot_failed(self, problem: str) -> None: ...
     def previewed(self, delta: float | None, seconds: float) -> None: ...
     def loaded(self, outer_step: int) -> None: ...
-    def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None: ...
+    def load_failed(self, problem: str) -> None: ...
+    def rolled_back(self, restored: tuple[Progress, dict[str, Any]] | None) -> None: ...
     def stopped(self, exit_status: int) -> None: ...
 
 
@@ -150,7 +150,7 @@ class MinerLoop:
                 case OrderKind.LOAD:
                     self._load(order.arg)
                 case OrderKind.REBASE:
-                    self._rebase(order.arg)
+                    self._load(order.arg, rebase=True)
                 case OrderKind.SNAPSHOT:
                     self._snapshot(block=order.arg)
                 case OrderKind.PREVIEW:
@@ -246,20 +246,19 @@ class MinerLoop:
             blocks=self._zero.blocks() if self._zero else [],
         )
 
-    def _load(self, outer_step: int) -> None:
+    def _load(self, outer_step: int, *, rebase: bool = False) -> None:
         folder = self._zero.global_folder if self._zero else None
-        self._trainer.load_weights(folder / "model.safetensors" if folder else None)
-        self._trainer.load_outer_optimizer(folder / "outer_optimizer.pt" if folder else None)
-        self._trainer.begin_epoch(outer_step)
-        if self._zero:
-            self._zero.loaded(outer_step)
-
-    def _rebase(self, outer_step: int) -> None:
-        folder = self._zero.global_folder if self._zero else None
-        self._trainer.rebase(
-            folder / "model.safetensors" if folder else None,
-            folder / "outer_optimizer.pt" if folder else None,
-        )
+        weights = folder / "model.safetensors" if folder else None
+        outer_optimizer = folder / "outer_optimizer.pt" if folder else None
+        try:
+            if rebase:
+                self._trainer.rebase(weights, outer_optimizer)
+            else:
+                self._trainer.load_global(weights, outer_optimizer, outer_step)
+        except ValueError as error:  # another model's, say; raised on all ranks alike
+            if self._zero:
+                self._zero.load_failed(str(error))
+            return
         if self._zero:
             self._zero.loaded(outer_step)
 
@@ -291,17 +290,9 @@ class MinerLoop:
         self._checkpointer.save(extra, self._progress())
 
     def _roll_back(self) -> None:
-        self._checkpointer.wait()
-        restored = self._checkpointer.restore()
-        if restored is None:
-            log.warning(
-                "No checkpoint to go back to: training goes on from the weights as they are"
-            )
-            return
-        progress, extra = restored
-        self._trainer.slow_down()
+        restored = self._checkpointer.roll_back()
         if self._zero:
-            self._zero.rolled_back(progress, extra.get("rank_zero", {}))
+            self._zero.rolled_back(restored)
 
     def _stop(self, exit_status: int) -> None:
         self._checkpoint()

@@ -231,9 +231,19 @@ def _resume(
             return extra
         log.info(lines.epochs_differ(progress.outer_step, facts.global_outer_step))
     folder = outside.global_folder if outside is not None else None
-    trainer.load_weights(folder / "model.safetensors" if folder else None)
-    trainer.load_outer_optimizer(folder / "outer_optimizer.pt" if folder else None)
-    trainer.begin_epoch(facts.global_outer_step)
+    try:
+        trainer.load_global(
+            folder / "model.safetensors" if folder else None,
+            folder / "outer_optimizer.pt" if folder else None,
+            facts.global_outer_step,
+        )
+    except ValueError as error:  # on all ranks alike; nothing has changed
+        if restored is None:
+            raise network.NetworkFailure(
+                f"the global state cannot be trained on: {error}"
+            ) from None
+        log.warning("The global state cannot be loaded (%s). Training goes on without it.", error)
+        return restored[1]
     return {}
 
 

@@ -308,11 +308,20 @@ class RankZeroSide:
         self._record("load", outer_step=outer_step)
         self.leader.post(st.LoadEnded(outer_step))
 
-    def rolled_back(self, progress: Progress, extra: dict[str, Any]) -> None:
+    def load_failed(self, problem: str) -> None:
+        """The global state is none that this model can take; weights are as they were."""
+        self._record("load_failed", problem=problem)
+        self.leader.post(st.GlobalFetchFailed(problem, time.time()))
+
+    def rolled_back(self, restored: tuple[Progress, dict[str, Any]] | None) -> None:
+        """None: there was no checkpoint, training goes on more slowly."""
         self._skipped = 0
-        self._blocks.roll_back(extra.get("blocks", {}))
+        if restored is None:
+            return
+        progress, extra = restored
+        self._blocks.roll_back(extra.get("rank_zero", {}).get("blocks", {}))
         log.warning(
-            "Rolled back to outer step %d, inner step %d; half the learning rate for a while",
+            "Training goes on at outer step %d, inner step %d",
             progress.outer_step,
             progress.inner_step,
         )

@@ -31,7 +31,7 @@ from distributed_training.protocol.types import (
 
 from .bootstrap import any_reachable
 from .norms import PastNorms
-from .room import SwarmUnavailable, judge, norm_of
+from .room import SwarmUnavailable, judge, norm_of, usual_norm
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ _HANG_MARGIN = timedelta(seconds=10)
 _START_ATTEMPTS = 3
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _REJOIN_FIRST, _REJOIN_LONGEST = 2.0, 120.0  # seconds between probes, doubled each time
+_LOOK_AFTER_HOST = 1.0  # seconds between two looks whether it still runs
 _LOG_BYTES = 8 * 1024 * 1024
 _REJOIN_PATIENCE = 10.0  # seconds a round waits for a join that is under way
 #: What p2pd says when none of the initial peers answers.
@@ -73,20 +74,21 @@ class HivemindSwarm:
         self._folder = run_folder / "swarm"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()  # one round at a time
+        self._start_lock = threading.Lock()
         self._cancelled = threading.Event()
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
         self._norms = PastNorms(self._folder / "norms.json", run_id=settings.run_id)
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.joined = True  # False: started alone because no initial peer could be reached
+        self._rejoin: threading.Thread | None = None
+        self._reviving = False
         self._closed = False
         self._ended = threading.Event()
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self._memory = os.fdopen(os.memfd_create("swarm-tensors"), "r+b")
         self.buffers: Sequence[torch.Tensor] = self._map_tensors()
         self._start()
-        if not self.joined:
-            threading.Thread(target=self._rejoin_later, name="swarm-rejoin", daemon=True).start()
 
     # --- life ----------------------------------------------------------------------------------
 
@@ -116,12 +118,20 @@ class HivemindSwarm:
                 problem = self._start_once(())
                 if not problem:
                     self.joined = False
+                    self._rejoin_in_background()
                     return
             log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
             f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
             f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
         )
+
+    def _rejoin_in_background(self) -> None:
+        if self._rejoin is None or not self._rejoin.is_alive():  # it may be itself that started us
+            self._rejoin = threading.Thread(
+                target=self._rejoin_later, name="swarm-rejoin", daemon=True
+            )
+            self._rejoin.start()
 
     def _rejoin_later(self) -> None:
         """Starts the host again once an initial peer opens its port, never during a round."""
@@ -214,8 +224,9 @@ class HivemindSwarm:
 
     def restart(self) -> None:
         """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
-        self._kill()
-        self._start()
+        with self._start_lock:
+            self._kill()
+            self._start()
 
     def close(self) -> None:
         """Ends the host and everything it started, within a few seconds. Idempotent."""
@@ -231,16 +242,16 @@ class HivemindSwarm:
         self._kill()
 
     def _kill(self) -> None:
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
         # The host leads its session: DHT, averager and p2pd are in this group, and nobody else.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        if self._process.stdin is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        if process.stdin is not None:
             with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        self._process = None
+                process.stdin.close()
 
     def _send(self, order: dict[str, Any]) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -256,8 +267,9 @@ class HivemindSwarm:
 
     def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
         """See :class:`~.room.Swarm`. A host that hangs past the deadline is started again."""
-        # While the swarm is being joined the lock is held for seconds only.
-        if not self._lock.acquire(timeout=0 if self.joined else _REJOIN_PATIENCE):
+        # While the swarm is joined or the host started again the lock is held for seconds only.
+        patience = _REJOIN_PATIENCE if self._reviving or not self.joined else 0
+        if not self._lock.acquire(timeout=patience):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:
             return self._average(request, weight)
@@ -270,9 +282,11 @@ class HivemindSwarm:
         self._cancelled.clear()
         if self._closed:
             raise AllReduceError(AllReduceFault.CANCELLED)
+        began = time.monotonic()
         if not self.alive():
             self._revive()
         timeout = request.timeout or settings.round_timeout
+        timeout -= timedelta(seconds=time.monotonic() - began)
         # A call may carry a timeout longer than the round's; the round's deadline stands.
         allreduce = min(request.allreduce_timeout or settings.allreduce_timeout, timeout)
         local_norm = norm_of(self.buffers)
@@ -295,20 +309,57 @@ class HivemindSwarm:
                     "bandwidth": self._bandwidth,
                 }
             )
-            answer = self._answers.get(timeout=(timeout + _HANG_MARGIN).total_seconds())
+            answer = self._next_answer(timeout + _HANG_MARGIN)
         except (OSError, ValueError):
             answer = None
         except queue.Empty:
-            self._revive()
-            raise AllReduceError(AllReduceFault.TIMEOUT, "the swarm host hung; restarted") from None
+            self._revive_in_background()
+            raise AllReduceError(
+                AllReduceFault.TIMEOUT, "the swarm host hung; it is started again"
+            ) from None
         if answer is None:
             if self._cancelled.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
-            self._revive()
-            raise AllReduceError(AllReduceFault.SWARM_DOWN, "the swarm host ended; restarted")
+            self._revive_in_background()
+            raise AllReduceError(
+                AllReduceFault.SWARM_DOWN, "the swarm host ended; it is started again"
+            )
         if answer["kind"] == "failed":
             raise AllReduceError(AllReduceFault[answer["fault"]], answer["detail"])
         return self._judged(answer, local_norm, time.monotonic() - started)
+
+    def _next_answer(self, timeout: timedelta) -> dict[str, Any] | None:
+        """None: the host is gone. Raises queue.Empty when it says nothing for that long."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._answers.get(timeout=max(0.0, min(_LOOK_AFTER_HOST, left)))
+            except queue.Empty:
+                # Its children hold the other end of the pipe, so there is no end of file.
+                if not self.alive() and self._answers.empty():
+                    return None
+                if left <= _LOOK_AFTER_HOST:
+                    raise
+
+    def _revive_in_background(self) -> None:
+        """Training waits for the round that failed, not for the next host."""
+        self._kill()
+        self._reviving = True
+
+        def revive() -> None:
+            with self._lock:
+                try:
+                    if not self._closed and not self.alive():
+                        self.restart()
+                except SwarmUnavailable as error:
+                    log.warning("%s", error)
+                finally:
+                    self._reviving = False
+                if self._closed:
+                    self._kill()
+
+        threading.Thread(target=revive, name="swarm-revive", daemon=True).start()
 
     def _revive(self) -> None:
         try:
@@ -320,14 +371,21 @@ class HivemindSwarm:
         settings = self._settings
         average_norm = norm_of(self.buffers)
         previous = self._norms()
-        # Refused ones too: when the run itself changes, the median follows in three rounds.
+        try:
+            judge(
+                local_norm=local_norm,
+                average_norm=average_norm,
+                max_ratio=settings.max_norm_ratio,
+                previous=previous,
+            )
+        except AllReduceError:
+            # When the run itself changes, the measure must follow; but slowly, or three rounds of
+            # nonsense would make nonsense usual.
+            usual = usual_norm(local_norm, previous)
+            if usual > 0:
+                self._norms.add(min(average_norm, 2 * usual))
+            raise
         self._norms.add(average_norm)
-        judge(
-            local_norm=local_norm,
-            average_norm=average_norm,
-            max_ratio=settings.max_norm_ratio,
-            previous=previous,
-        )
         failed = tuple(answer["failed"])
         if (failed or answer["kept_local"] > 0) and not settings.allow_failed_peers:
             raise AllReduceError(

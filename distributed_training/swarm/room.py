@@ -60,6 +60,11 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     )
 
 
+def usual_norm(local_norm: float, previous: Sequence[float]) -> float:
+    """What an average is measured with: see :func:`judge`."""
+    return statistics.median(previous) if len(previous) >= _ENOUGH_ROUNDS else local_norm
+
+
 def judge(
     *,
     local_norm: float,
@@ -78,7 +83,7 @@ def judge(
     if not math.isfinite(average_norm):
         raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
     known = len(previous) >= _ENOUGH_ROUNDS
-    usual = statistics.median(previous) if known else local_norm
+    usual = usual_norm(local_norm, previous)
     if max_ratio > 0 and usual > 0 and average_norm > max_ratio * usual:
         raise AllReduceError(
             AllReduceFault.OUT_OF_BOUNDS,

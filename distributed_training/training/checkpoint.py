@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 FORMAT = 1
 _BY_STEP = ("weights", "exp_avg", "exp_avg_sq", "residual")
 _BY_EPOCH = ("epoch_start", "momentum")
+_HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
 
 class CheckpointError(ValueError):
@@ -68,6 +69,7 @@ class Checkpointer:
         self._keep = max(1, keep)
         self._timeout = ranks_timeout.total_seconds()
         self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()  # training waits for the thread
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
         """Copy everything to host memory, then write in a thread. Collective.
@@ -78,8 +80,8 @@ class Checkpointer:
         """
         self.wait()
         started = time.perf_counter()
-        name = f"checkpoint-{time.time_ns() // 1_000_000:015d}"
-        name = cast(str, self._trainer.from_rank_0(name))
+        self._trainer.vote(None)  # no rank writes any more
+        name = cast(str, self._trainer.from_rank_0(self._next_name()))
         state = self._trainer.state()
         state["python_rng"] = random.getstate()
         state["numpy_rng"] = np.random.get_state()
@@ -90,10 +92,24 @@ class Checkpointer:
         )
         self._thread.start()
 
+    def _next_name(self) -> str:
+        """Rank 0: later than all there are, also where the clock was set back. What a rank could
+        not write whole is deleted, or a disk that was full for a moment would stay full."""
+        if self._trainer.rank != 0:
+            return ""
+        names = self._names()
+        for name in names:
+            if not self._complete(name):
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        last = max((int(n) for name in names if (n := name.partition("-")[2]).isdigit()), default=0)
+        return f"checkpoint-{max(last + 1, time.time_ns() // 1_000_000):015d}"
+
     def wait(self) -> None:
         """Until this rank's write under way is over."""
         if self._thread is not None:
+            self._hurry.set()
             self._thread.join()
+            self._hurry.clear()
             self._thread = None
 
     def restore(self) -> tuple[Progress, dict[str, Any]] | None:
@@ -148,6 +164,8 @@ class Checkpointer:
                 self._prune(name)
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
+            for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
+                path.unlink(missing_ok=True)  # a full disk needs the room
             log.error(
                 "Checkpoint %s was not written (%s); a restart would resume from the one before: "
                 "check the disk of %s",
@@ -204,6 +222,9 @@ class Checkpointer:
         """Once ``newest`` is complete: leave ``keep`` complete ones and what they refer to."""
         deadline = time.monotonic() + self._timeout
         while not self._complete(newest):
+            if self._hurry.is_set():
+                deadline = min(deadline, time.monotonic() + _HURRIED)
+                self._hurry.clear()
             if time.monotonic() > deadline:
                 return  # a rank failed to write; nothing is deleted on the strength of it
             time.sleep(0.02)

@@ -6,6 +6,8 @@ float32 bits from the same average.
 
 from __future__ import annotations
 
+import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +99,19 @@ def load_outer_optimizer(
         mu = float(groups[0].get("momentum", OUTER_MOMENTUM))
         outer_step = int(content.get("epoch", 0))
         buffers = [entries[key].get("momentum_buffer") for key in sorted(entries)]
-    except (OSError, RuntimeError, KeyError, TypeError, IndexError, AttributeError) as error:
+        if not (math.isfinite(learning_rate) and learning_rate > 0 and 0 <= mu < 1):
+            raise ValueError(f"learning rate {learning_rate}, momentum {mu}")
+    except (
+        OSError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        ValueError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
         raise ValueError(
             f"{path} is not an outer optimizer's state ({type(error).__name__}: {error}), so it "
             "was not loaded: fetch it again"

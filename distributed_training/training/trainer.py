@@ -278,18 +278,37 @@ class Trainer:
         self.inner_step = 0
         self._drop_step()
 
+    def load_global(
+        self, weights_path: Path | None, outer_optimizer: Path | None, outer_step: int
+    ) -> None:
+        """Weights, outer momentum and epoch start := rank 0's files (None: fresh ones).
+
+        Raises ValueError on all ranks alike when one is not this model's; nothing changes then.
+        """
+        self._load_both(weights_path, outer_optimizer)
+        self.begin_epoch(outer_step)
+
+    def _load_both(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
+        outer = self._outer
+        before = outer.momentum, outer.learning_rate, outer.mu
+        outer.load(outer_optimizer, self.schema)
+        try:
+            self.load_weights(weights_path)
+        except ValueError:
+            outer.momentum, outer.learning_rate, outer.mu = before
+            raise
+
     @torch.no_grad()
     def rebase(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
         """Epoch start and outer momentum := rank 0's files; what was trained since stays.
 
         The pseudo-gradient is the same afterwards; the inner step too. Raises ValueError on all
-        ranks alike when a file is not this model's; weights are then as they were.
+        ranks alike when a file is not this model's; nothing changes then.
         """
         start = self._outer.epoch_start
         assert start is not None
-        self._outer.load(outer_optimizer, self.schema)
         current = self._outer.current()
-        self.load_weights(weights_path)
+        self._load_both(weights_path, outer_optimizer)
         self._outer.begin_epoch()
         for item, now, before in zip(self.shards, current, start, strict=True):
             item.local.add_((now - before).to(item.local.device))
@@ -624,7 +643,13 @@ class Trainer:
                 torch.cuda.set_rng_state(state["cuda_rng"])
         self._drop_step()
         pending = state["pending"]
-        if pending is not None and pending.shape[1] == self.micro_batch_size:
+        shape = (self.micro_batch_size, self.settings.sequence_length)
+        if pending is not None and tuple(pending.shape[1:]) != shape:
+            self._say(
+                f"{len(pending)} micro-batch(es) of the inner step under way are dropped: they are "
+                f"of {tuple(pending.shape[1:])} tokens, the flags say {shape}"
+            )
+        elif pending is not None:
             with torch.enable_grad():
                 for i, batch in enumerate(pending[: self.micro_batches_per_step - 1]):
                     # not their gradients were stored, but they

@@ -234,6 +234,37 @@ def test_the_bootstrap_peer_is_dead_at_the_start_and_comes_later(
         late.close()
 
 
+def test_started_again_while_the_bootstrap_is_away_it_joins_later(make: Make) -> None:
+    bootstrap, other = make(), make()
+    address = tuple(bootstrap.visible_maddrs)
+    bootstrap.close()
+    other.restart()  # as after a host that died
+    assert other.alive() and not other.joined
+    bootstrap._closed = False
+    bootstrap.restart()
+    assert tuple(bootstrap.visible_maddrs) == address
+    wait_for(lambda: other.joined, "the swarm is joined", seconds=40)
+    wait_for(lambda: not other._lock.locked(), "the host is there again")
+    assert_good_round(bootstrap, other)
+
+
+def test_a_host_that_alone_dies_in_a_round_ends_it_at_once(make: Make) -> None:
+    """Its children live on and hold the pipe open."""
+    alone, other = make(), make()
+    patient = replace(REQUEST, timeout=timedelta(seconds=90), min_group_size=3)
+    rounds = Rounds(alone, request=patient)
+    wait_for(alone._lock.locked, "the round runs")
+    wait_for(lambda: len(psutil.Process(host_pid(alone)).children()) > 1, "the averager is there")
+    began = time.monotonic()
+    os.kill(host_pid(alone), signal.SIGKILL)
+    outcome = rounds.join()[alone]
+    assert isinstance(outcome, AllReduceError)
+    assert outcome.fault is AllReduceFault.SWARM_DOWN
+    assert time.monotonic() - began < 30
+    wait_for(lambda: alone.alive() and not alone._lock.locked(), "the host is there", seconds=40)
+    assert_good_round(alone, other)
+
+
 def test_a_second_call_is_refused_and_the_first_goes_on(make: Make) -> None:
     first, second = make(), make()
     rounds = Rounds(first, second)
