@@ -9,7 +9,6 @@ from datetime import timedelta
 import httpx
 
 from distributed_training.config.chain import ChainSettings
-from distributed_training.config.flags import ConfigError
 
 # Each answers a GET with the caller's address as text.
 SERVICES = (
@@ -17,6 +16,10 @@ SERVICES = (
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
+
+
+class AddressUnknown(RuntimeError):
+    """Nobody told a global address: the network may be away for a while."""
 
 
 def external_ip(
@@ -28,7 +31,7 @@ def external_ip(
     """``--axon.external_ip``; else the listening address if it is a definite one; else what the
     first of ``services`` to answer says. ``timeout`` covers one question.
 
-    Raises ConfigError when none of them tells a global address: an endpoint written to the chain
+    Raises AddressUnknown when none of them tells a global address: an endpoint written to the chain
     that nobody can reach earns nothing.
     """
     if settings.external_ip:
@@ -45,7 +48,7 @@ def external_ip(
             continue
         if found.is_global:
             return str(found)
-    raise ConfigError(
+    raise AddressUnknown(
         "the public address of this machine is unknown, so validators could not reach the miner: "
         "give it with --axon.external_ip"
     )

@@ -58,7 +58,7 @@ def convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str], *, source: str)
 
 def _convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str]) -> Any:
     kind, optional = unwrap(hint)
-    if is_list(hint):
+    if is_list(hint) and spec.parse is None:
         words = [raw] if isinstance(raw, str) else list(raw)
         if [w.strip().lower() for w in words] == ["none"]:
             return ()
@@ -137,6 +137,8 @@ def show(value: Any) -> str:
     if isinstance(value, timedelta):
         seconds = value.total_seconds()
         return f"{seconds:g}s"
+    if isinstance(value, tuple) and any(isinstance(v, float) for v in value):
+        return ":".join(f"{v:g}" for v in value)  # LOW:HIGH
     if isinstance(value, tuple):
         return " ".join(str(v) for v in value) or "-"
     return str(value)

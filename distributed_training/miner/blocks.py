@@ -156,6 +156,11 @@ class BlockFeed:
             self._trained |= dict.fromkeys(sorted(self._since_step), self._steps)
         self._since_step.clear()
 
+    def step_dropped(self) -> None:
+        """The micro-batches of the inner step under way will never be learned from: an outer step
+        or a load came between."""
+        self._since_step.clear()
+
     def blocks(self) -> list[int]:
         """Blocks trained on since the last publication, in order."""
         return list(self._trained)

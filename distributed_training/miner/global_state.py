@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distributed_training.miner.drift import NotComparable, Rows, drift
+from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
 from distributed_training.miner.global_watch import GlobalUnavailableError
 from distributed_training.protocol import keys
 from distributed_training.store.errors import AccessDeniedError, StoreError
@@ -73,6 +73,8 @@ class GlobalBucket:
             folder = self._read(lambda remote: remote.fetch(outer_step, self._folder))
         except (StoreError, OSError) as error:
             raise GlobalUnavailableError(str(error)) from None
+        for left in (*self._folder.glob(".epoch-*"), *self._folder.glob(".old.epoch-*")):
+            shutil.rmtree(left, ignore_errors=True)  # of fetches that were given up
         for old in self._folder.glob("epoch-*"):
             number = old.name.partition("-")[2]
             if number.isdigit() and int(number) < outer_step - 1:
@@ -84,9 +86,13 @@ class GlobalBucket:
         try:
             key = keys.epoch_key(outer_step, keys.MODEL)
             read = self._read(lambda remote: remote.reader(key))
-            return drift(rows, read, seed=outer_step)
+            found = drift(rows, read, seed=outer_step)
         except (StoreError, NotComparable) as error:
             raise GlobalUnavailableError(str(error)) from None
+        if not found <= TOLERANCE:
+            # Published anew under the same number, perhaps: what was fetched once is not that.
+            shutil.rmtree(self._folder / keys.epoch_folder(outer_step), ignore_errors=True)
+        return found
 
     def stop(self) -> None:
         """End a fetch under way; what was fetched stays for the next."""

@@ -70,6 +70,8 @@ class GlobalWatch:
         self._compare_weights: int | None = None
         self._epoch_start = epoch_start
         self._unavailable_since: float | None = None
+        self._seen: int | None = None
+        self._drift_unknown = False  # told already
         self._thread = threading.Thread(target=self._run, name="global-watch", daemon=True)
 
     def start(self) -> None:
@@ -125,8 +127,13 @@ class GlobalWatch:
         try:
             found = self._reader.drift(outer_step, rows)
         except GlobalUnavailableError as error:
-            log.warning("The global weights could not be compared with ours: %s", error)
+            if self._compare_weights is None and self._seen in (None, outer_step):
+                self._compare_weights = outer_step  # at the next look
+            if not self._drift_unknown:
+                log.warning("The global weights could not be compared with ours yet: %s", error)
+            self._drift_unknown = True
             return
+        self._drift_unknown = False
         same = found <= TOLERANCE
         if not same:
             log.warning(
@@ -151,6 +158,7 @@ class GlobalWatch:
                 time.time() - self._unavailable_since,
             )
             self._unavailable_since = None
+        self._seen = seen
         self._post(GlobalEpochSeen(seen, time.time()))
 
     def _fetch(self, outer_step: int) -> None:
@@ -159,7 +167,8 @@ class GlobalWatch:
                 folder = self._reader.fetch(outer_step)
             except GlobalUnavailableError as error:
                 detail = str(error)
-                if self._closed.wait(self._retry * 2**attempt):
+                last = attempt + 1 == self._attempts
+                if not last and self._closed.wait(self._retry * 2**attempt):
                     return
             else:
                 self._post(GlobalFetched(outer_step, folder))

@@ -28,6 +28,7 @@ from distributed_training.protocol.types import (
     PublicationReport,
     RoundRequest,
 )
+from distributed_training.telemetry import lines
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,8 @@ class SwarmLike(Protocol):
 
 
 class PublisherLike(Protocol):
+    @property
+    def busy(self) -> bool: ...
     def pause(self) -> None: ...
     def resume(self) -> None: ...
     def reports(self) -> list[PublicationReport]: ...
@@ -241,6 +244,8 @@ class Leader:
             case Do.CANCEL_AVERAGING:
                 self._swarm.cancel()
             case Do.PAUSE_UPLOADS:
+                if self._publisher.busy:
+                    log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
                 self._publisher.pause()
             case Do.RESUME_UPLOADS:
                 self._publisher.resume()

@@ -39,6 +39,8 @@ class TrainerLike(Protocol):
     def inner_step(self) -> int: ...
     @property
     def total_inner_steps(self) -> int: ...
+    @property
+    def skipped_in_a_row(self) -> int: ...
     def add_micro_batch(
         self, batch: torch.Tensor, *, data_wait_seconds: float, domain: int
     ) -> StepReport | None: ...
@@ -295,7 +297,8 @@ class MinerLoop:
             self._zero.rolled_back(restored)
 
     def _stop(self, exit_status: int) -> None:
-        self._checkpoint()
+        if not self._trainer.skipped_in_a_row:  # else these weights may be what gives NaN
+            self._checkpoint()
         if self._handle is not None:
             self._handle.cancel()
         self._checkpointer.wait()

@@ -18,7 +18,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training.chain.address import external_ip
+from distributed_training.chain.address import AddressUnknown, external_ip
 from distributed_training.chain.base import Chain, ChainError, find, wait_ready
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.local import LocalChain
@@ -50,7 +50,7 @@ from distributed_training.protocol.commitment import (
     build_commitment,
 )
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.store.errors import BucketMissingError, StoreError
+from distributed_training.store.errors import BucketMissingError, ClockSkewError, StoreError
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
 from distributed_training.store.remote import RemoteState
@@ -247,7 +247,10 @@ def connect(
             "another --wallet.hotkey"
         )
     bucket = names.miner_bucket(config.store.global_model_name, uid)
-    ip = external_ip(config.chain)
+    try:
+        ip = external_ip(config.chain)
+    except AddressUnknown as error:
+        raise NetworkFailure(str(error)) from None
     _refuse_second_miner(chain, wallet)
     published_at = _check_bucket(config, bucket)
     commitment = _commit(config, chain, wallet)
@@ -316,7 +319,9 @@ def _check_bucket(config: Config, bucket: str) -> float | None:
             "dashboard with exactly this name"
         ) from None
     except StoreError as error:
-        raise (NetworkFailure if error.retryable else ConfigError)(str(error)) from None
+        # A clock may be set, and a service come back, without anyone: pm2 tries again.
+        passes = error.retryable or isinstance(error, ClockSkewError)
+        raise (NetworkFailure if passes else ConfigError)(str(error)) from None
     finally:
         store.close()
 

@@ -123,7 +123,10 @@ class ControlChannel:
         keys = [f"data/{block}/{rank}" for rank in range(1, self.world_size)]
         if not self._store.check(keys):
             return None
-        return min([own, *(int(self._store.get(key)) for key in keys)])
+        least = min([own, *(int(self._store.get(key)) for key in keys)])
+        for key in keys:
+            self._store.delete_key(key)
+        return least
 
     def share(self, name: str, value: str | None) -> str:
         """Rank 0 passes a value once at start, the others None and wait for it."""
@@ -131,7 +134,12 @@ class ControlChannel:
         if value is not None:
             self._store.set(key, value)
             return value
-        return str(self._store.get(key).decode())
+        while True:
+            try:
+                self._store.wait([key], timedelta(minutes=1))
+                return str(self._store.get(key).decode())
+            except dist.DistStoreError:  # rank 0 may wait long for the subnet, and says so
+                continue
 
     def close(self) -> None:
         """Leave the process group. All ranks call it, after their last collective."""

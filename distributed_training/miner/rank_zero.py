@@ -205,6 +205,7 @@ class RankZeroSide:
     def outer_step_done(self, *, committed: bool, outer_step: int, detail: str) -> None:
         result = self.leader.averaged
         if committed:
+            self._blocks.step_dropped()
             log.info("%s", lines.ALL_REDUCE_FINISH)
             log.info(
                 "%s: outer step %d with %d peers",
@@ -228,6 +229,10 @@ class RankZeroSide:
 
     def round_failed(self, fault: AllReduceFault, detail: str) -> None:
         """There is no average; training goes on with what it had."""
+        if fault is AllReduceFault.NO_GROUP:
+            log.warning("%s", lines.all_reduce_failed(1))
+        elif fault not in (AllReduceFault.LOCAL, AllReduceFault.CANCELLED):
+            log.warning("%s", lines.all_reduce_failed(2))
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
         self._round_ended(ok=False, detail=detail, fault=fault.name)
@@ -304,6 +309,7 @@ class RankZeroSide:
         self._record("publication", **_fields(report))
 
     def loaded(self, outer_step: int) -> None:
+        self._blocks.step_dropped()
         log.info("Loaded the global state of outer step %d", outer_step)
         self._record("load", outer_step=outer_step)
         self.leader.post(st.LoadEnded(outer_step))
@@ -311,6 +317,7 @@ class RankZeroSide:
     def load_failed(self, problem: str) -> None:
         """The global state is none that this model can take; weights are as they were."""
         self._record("load_failed", problem=problem)
+        shutil.rmtree(self.global_folder, ignore_errors=True)  # what comes next is fetched anew
         self.leader.post(st.GlobalFetchFailed(problem, time.time()))
 
     def rolled_back(self, restored: tuple[Progress, dict[str, Any]] | None) -> None:
@@ -330,7 +337,7 @@ class RankZeroSide:
 
     def stopped(self, exit_status: int) -> None:
         reason = self.leader.state.stop_reason
-        log.info("Stopped (%s), checkpoint written", reason)
+        log.info("Stopped (%s)", reason)
         self._record("stop", reason=reason, exit_status=exit_status)
 
 

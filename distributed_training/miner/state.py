@@ -12,7 +12,9 @@ TRAINING           inner steps; the global epoch is compared with ours from time
 AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step
 AWAITING_GLOBAL    a round ended, well or badly: inner steps go on, and the global epoch is left
                    alone until the validator has had its time to publish (``reload`` timeout)
-LOADING            the global state is being fetched or loaded; inner steps pause
+FETCHING           the global state is being fetched; inner steps go on, and what they do is kept
+                   should the fetch fail. No round: our pseudo-gradient is another epoch's
+LOADING            the global state is being loaded; inner steps pause
 STOPPING           the last order was STOP
 =================  ==============================================================================
 """
@@ -30,6 +32,7 @@ class Mode(enum.Enum):
     TRAINING = "training"
     AVERAGING = "averaging"
     AWAITING_GLOBAL = "awaiting_global"
+    FETCHING = "fetching"
     LOADING = "loading"
     STOPPING = "stopping"
 
@@ -81,7 +84,8 @@ class MinerState:
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the epoch being fetched
     partial: bool = False  # our last outer step may differ from that of others
-    rebase: bool = False  # while LOADING: the epoch is ours, only its start is not
+    rebase: bool = False  # of a fetch: the epoch is ours, only its start is not
+    fetch_failures: int = 0  # in a row
     exit_status: int = 0
     stop_reason: str = ""
 
@@ -197,6 +201,7 @@ Event = (
 )
 
 Orders = tuple[Do, ...]
+_FETCH_AGAIN, _FETCH_AGAIN_LONGEST = 60.0, 3600.0  # seconds after a fetch that failed, doubled
 
 
 @dataclass(frozen=True)
@@ -208,7 +213,7 @@ class Timing:
 
 def trains(mode: Mode) -> bool:
     """Whether inner steps run in this state."""
-    return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL)
+    return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
 
 
 def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerState, Orders]:
@@ -235,7 +240,7 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                 orders,
             )
         case AllReduceCalled(request=request):
-            if not trains(state.mode):
+            if not trains(state.mode) or state.mode is Mode.FETCHING:
                 return state, ()
             return (
                 replace(state, mode=Mode.AVERAGING, round=request),
@@ -261,7 +266,7 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             orders = ()
             if event.preview_due:
                 orders += (Do.PREVIEW,)
-            if event.snapshot_due:
+            if event.snapshot_due and state.mode is not Mode.FETCHING:
                 orders += (Do.SNAPSHOT,)
             if event.checkpoint_due:
                 orders += (Do.CHECKPOINT,)
@@ -272,10 +277,12 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             state.mode is Mode.TRAINING and outer == state.outer_step
         ):
             return _fetch_for_rebase(state)
-        case GlobalFetched() if state.mode is Mode.LOADING:
-            return state, (Do.REBASE if state.rebase else Do.LOAD,)
-        case GlobalFetchFailed(at=at) if state.mode is Mode.LOADING:
-            # Training on stale weights beats not training; the next comparison tries again.
+        case GlobalFetched() if state.mode is Mode.FETCHING:
+            order = Do.REBASE if state.rebase else Do.LOAD
+            return replace(state, mode=Mode.LOADING), (order,)
+        case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
+            # Training on stale weights beats not training; a later comparison tries again.
+            failures = state.fetch_failures + 1
             return (
                 replace(
                     state,
@@ -283,7 +290,8 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                     fetch_target=None,
                     rebase=False,
                     partial=state.partial or state.rebase,
-                    global_due=at + 60.0,
+                    fetch_failures=failures,
+                    global_due=at + min(_FETCH_AGAIN * 2 ** (failures - 1), _FETCH_AGAIN_LONGEST),
                 ),
                 (Do.RESUME_UPLOADS,),
             )
@@ -296,11 +304,13 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                     fetch_target=None,
                     rebase=False,
                     partial=False,
+                    fetch_failures=0,
                 ),
                 (Do.CHECKPOINT, Do.RESUME_UPLOADS),
             )
         case RolledBack(outer_step=outer) if outer != state.outer_step:
-            return replace(state, outer_step=outer), (Do.COMPARE_EPOCHS,)
+            # A rebase would keep what was trained in an epoch that is not ours any more.
+            return replace(state, outer_step=outer, rebase=False), (Do.COMPARE_EPOCHS,)
         case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
             return replace(state, mode=Mode.TRAINING), (Do.COMPARE_EPOCHS, Do.COMPARE_WEIGHTS)
         case _:
@@ -319,7 +329,7 @@ def _round_over(state: MinerState, timing: Timing) -> MinerState:
 
 def _fetch_for_rebase(state: MinerState) -> tuple[MinerState, Orders]:
     return (
-        replace(state, mode=Mode.LOADING, fetch_target=state.outer_step, rebase=True, round=None),
+        replace(state, mode=Mode.FETCHING, fetch_target=state.outer_step, rebase=True, round=None),
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     )
 
@@ -332,13 +342,14 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> tuple[MinerState, Or
             return replace(state, mode=Mode.TRAINING), (Do.COMPARE_WEIGHTS,)
         # Before its time is up the validator may still be publishing the epoch we already have.
         # An epoch ahead of ours is never on its way: it is there.
-        if seen <= state.outer_step and at < state.global_due:
+        # One that could not be fetched is not asked for again before its time.
+        if at < state.global_due and (seen <= state.outer_step or state.fetch_failures):
             return state, ()
     elif state.mode is not Mode.TRAINING:
         return state, ()
     if seen == state.outer_step:
         return _fetch_for_rebase(state) if state.partial else (state, ())
     return (
-        replace(state, mode=Mode.LOADING, fetch_target=seen, rebase=False, round=None),
+        replace(state, mode=Mode.FETCHING, fetch_target=seen, rebase=False, round=None),
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     )

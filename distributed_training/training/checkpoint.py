@@ -69,6 +69,8 @@ class Checkpointer:
         self._keep = max(1, keep)
         self._timeout = ranks_timeout.total_seconds()
         self._thread: threading.Thread | None = None
+        self._skip = 0  # checkpoints that a roll-back leaves out
+        self._rolled_back_to: int | None = None  # total inner steps
         self._hurry = threading.Event()  # training waits for the thread
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
@@ -112,15 +114,17 @@ class Checkpointer:
             self._hurry.clear()
             self._thread = None
 
-    def restore(self) -> tuple[Progress, dict[str, Any]] | None:
+    def restore(self, *, skip: int = 0) -> tuple[Progress, dict[str, Any]] | None:
         """Load the newest usable checkpoint; None when there is none. Collective.
+
+        ``skip``: so many of the newest are left out, as long as there is an older one.
 
         One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
         world size the ``extra`` of a rank that did not exist is ``{}``, and random states stay.
         """
         self.wait()
         names = cast("list[str]", self._trainer.from_rank_0(self._names()))
-        for name in names:
+        for name in names[min(skip, max(0, len(names) - 1)) :]:
             problem, read = None, None
             try:
                 read = self._read(name)
@@ -143,7 +147,11 @@ class Checkpointer:
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
         """:meth:`restore` after NaN or Inf, then half the learning rate for a while. Collective."""
-        restored = self.restore()
+        # No finite step since the last one: that checkpoint's weights are the problem.
+        fruitless = self._rolled_back_to == self._trainer.total_inner_steps
+        self._skip = self._skip + 1 if fruitless else 0
+        restored = self.restore(skip=self._skip)
+        self._rolled_back_to = self._trainer.total_inner_steps
         self._trainer.slow_down()
         log.warning(
             "%s; the learning rate is halved for %d inner steps",

@@ -73,6 +73,8 @@ class Publisher:
         )
         self._reports.append(PublicationReport(revision, True, 0.0, 1, "", time.time()))
 
+    busy = False
+
     def pause(self) -> None:
         self.paused = True
 

@@ -134,6 +134,17 @@ def test_values_of_the_wrong_type() -> None:
     assert "is not true or false" in refused("--neuron.show_all_rank_logs=maybe")
 
 
+def test_ranges() -> None:
+    from distributed_training.chain.server import round_bounds
+
+    config = load("--clamp.timeout", "30:1000")
+    assert config.chain.clamp_round_timeout == (30.0, 1000.0)
+    assert round_bounds(config.chain)
+    for bad in ("30", "1000:30", "a:b"):
+        with pytest.raises(ConfigError, match="LOW:HIGH"):
+            load("--clamp.timeout", bad)
+
+
 def test_switches_with_and_without_a_value() -> None:
     name = "neuron.show_all_rank_logs"
     assert load(f"--{name}").get(name) is True

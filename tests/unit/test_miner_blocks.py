@@ -149,3 +149,19 @@ def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFix
     feed.on_boundary(may_begin=True)
     assert feed.on_boundary(may_begin=True).begin == 0
     assert "Block 100 has no data for at least one rank and is skipped" in caplog.text
+
+
+def test_a_block_whose_micro_batches_an_outer_step_dropped_is_not_listed() -> None:
+    world = World()
+    feed = world.feed(prefetch=1)
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 100
+    feed.micro_batch_done()
+    feed.step_dropped()  # the round came in the middle of the inner step
+    feed.block_used_up()
+    world.chain = 101
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 101
+    feed.micro_batch_done()
+    feed.step_done()
+    assert feed.blocks() == [101]

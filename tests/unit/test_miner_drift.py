@@ -192,3 +192,47 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
         assert events.get(timeout=10) == GlobalFetched(6, tmp_path)
     finally:
         watch.close()
+
+
+def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
+    class Reader:
+        looks = 0
+
+        def outer_step(self) -> int:
+            return 4
+
+        def fetch(self, outer_step: int) -> Path:
+            raise AssertionError
+
+        def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+            Reader.looks += 1
+            if Reader.looks < 3:
+                raise GlobalUnavailableError("503")
+            return 1.0
+
+    events: queue.Queue[Event] = queue.Queue()
+    watch = GlobalWatch(
+        reader=Reader(),
+        post=events.put,
+        interval=timedelta(milliseconds=10),
+        epoch_start=lambda: rows_of(weights()),
+    )
+    watch.start()
+    try:
+        watch.compare_weights(4)
+        while not isinstance(event := events.get(timeout=10), WeightsCompared):
+            assert isinstance(event, GlobalEpochSeen)
+        assert event == WeightsCompared(4, False) and Reader.looks == 3
+    finally:
+        watch.close()
+
+
+def test_what_was_fetched_of_a_state_published_anew_is_fetched_again(tmp_path: Path) -> None:
+    reader = bucket(weights(), tmp_path)
+    held, other = tmp_path / "epoch-4", tmp_path / "epoch-3"
+    for folder in (held, other):
+        folder.mkdir()
+    assert reader.drift(4, rows_of(weights())) == 0.0
+    assert held.exists()
+    reader.drift(4, rows_of({n: v + 0.01 for n, v in weights().items()}))
+    assert not held.exists() and other.exists()

@@ -57,6 +57,8 @@ class Publisher:
         self.paused = False
         self.waiting: list[PublicationReport] = []
 
+    busy = True
+
     def pause(self) -> None:
         self.paused = True
 
@@ -215,10 +217,11 @@ def test_a_snapshot_carries_the_chain_block() -> None:
 def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
     rig = Rig()
     rig.leader.post(GlobalEpochSeen(6, 1000.0))
-    assert rig.order().kind is OrderKind.IDLE
+    assert rig.order().kind is OrderKind.CONTINUE  # also while it is fetched
     assert rig.watch.fetched == [6]
     rig.leader.post(GlobalFetchFailed("404", 1001.0))
     assert rig.order().kind is OrderKind.CONTINUE
+    assert rig.leader.state.mode is Mode.AWAITING_GLOBAL
 
 
 def test_deadlines_are_looked_at_once_per_tick() -> None:

@@ -72,6 +72,28 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
     ),
     ("a call in a round", state(Mode.AVERAGING), AllReduceCalled(CALL), Mode.AVERAGING, ()),
     ("a call in a load", state(Mode.LOADING), AllReduceCalled(CALL), Mode.LOADING, ()),
+    ("a call in a fetch", state(Mode.FETCHING), AllReduceCalled(CALL), Mode.FETCHING, ()),
+    (
+        "inner steps go on while the global state is fetched, without snapshots",
+        state(Mode.FETCHING),
+        InnerStepEnded(50, snapshot_due=True, checkpoint_due=True),
+        Mode.FETCHING,
+        (Do.CHECKPOINT,),
+    ),
+    (
+        "fetched but none of this model's: as a fetch that failed",
+        state(Mode.LOADING),
+        GlobalFetchFailed("another shape", 5000.0),
+        Mode.AWAITING_GLOBAL,
+        (Do.RESUME_UPLOADS,),
+    ),
+    (
+        "an epoch ahead that could not be fetched is asked for later",
+        state(Mode.AWAITING_GLOBAL, fetch_failures=1),
+        GlobalEpochSeen(13, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
     ("a call when stopping", state(Mode.STOPPING), AllReduceCalled(CALL), Mode.STOPPING, ()),
     # --- the round
     (
@@ -172,14 +194,14 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         "behind the global epoch",
         state(Mode.TRAINING),
         GlobalEpochSeen(13, 5000.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
         "ahead of the global epoch: the validator refused the round",
         state(Mode.TRAINING),
         GlobalEpochSeen(11, 5000.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
@@ -193,7 +215,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         "missed a round that others finished: no need to wait",
         state(Mode.AWAITING_GLOBAL),
         GlobalEpochSeen(13, 2000.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
@@ -214,14 +236,14 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         "agreed after a round that lost parts: others' weights may differ",
         state(Mode.AWAITING_GLOBAL, partial=True),
         GlobalEpochSeen(12, 3641.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
         "the same, seen while training",
         state(Mode.TRAINING, partial=True),
         GlobalEpochSeen(12, 5000.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
@@ -235,7 +257,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         "our weights are not the global ones",
         state(Mode.TRAINING),
         WeightsCompared(12, False),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
@@ -254,7 +276,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
     ),
     (
         "fetched because our weights differed: what was trained is kept",
-        state(Mode.LOADING, rebase=True),
+        state(Mode.FETCHING, rebase=True),
         GlobalFetched(12, Path("epoch-12")),
         Mode.LOADING,
         (Do.REBASE,),
@@ -263,7 +285,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         "disagreed after it",
         state(Mode.AWAITING_GLOBAL),
         GlobalEpochSeen(11, 3641.0),
-        Mode.LOADING,
+        Mode.FETCHING,
         (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL),
     ),
     (
@@ -284,14 +306,14 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
     ("ticks mean nothing else", state(Mode.TRAINING), Tick(9e9), Mode.TRAINING, ()),
     (
         "fetched",
-        state(Mode.LOADING),
+        state(Mode.FETCHING),
         GlobalFetched(13, Path("epoch-13")),
         Mode.LOADING,
         (Do.LOAD,),
     ),
     (
         "fetch failed: stale weights beat no training",
-        state(Mode.LOADING),
+        state(Mode.FETCHING),
         GlobalFetchFailed("404", 5000.0),
         Mode.AWAITING_GLOBAL,
         (Do.RESUME_UPLOADS,),
@@ -339,6 +361,22 @@ def test_table(before: MinerState, event: Event, mode: Mode, orders: tuple[Do, .
     assert given_orders == orders
 
 
+def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
+    now, waits = state(Mode.TRAINING), []
+    at = 5000.0
+    for _ in range(9):
+        now, orders = transition(now, GlobalEpochSeen(13, at), TIMING)
+        assert (now.mode, orders) == (Mode.FETCHING, (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL))
+        now, _ = transition(now, GlobalFetchFailed("NaN", at), TIMING)
+        waits.append(now.global_due - at)
+        at = now.global_due
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    now, _ = transition(now, GlobalEpochSeen(13, at), TIMING)
+    now, _ = transition(now, GlobalFetched(13, Path("epoch-13")), TIMING)
+    now, _ = transition(now, LoadEnded(13), TIMING)
+    assert now.fetch_failures == 0
+
+
 def test_a_roll_back_to_an_older_epoch_leads_to_the_global_one() -> None:
     after, _ = transition(state(Mode.TRAINING), RolledBack(11), TIMING)
     assert after.outer_step == 11
@@ -366,7 +404,8 @@ def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     assert waiting.partial and not waiting.rebase
     again, orders = transition(waiting, GlobalEpochSeen(12, 5060.0), TIMING)
     assert again.rebase and Do.FETCH_GLOBAL in orders
-    done, _ = transition(again, LoadEnded(12), TIMING)
+    loading, _ = transition(again, GlobalFetched(12, Path("epoch-12")), TIMING)
+    done, _ = transition(loading, LoadEnded(12), TIMING)
     assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
 
 
@@ -406,7 +445,7 @@ def test_invariants_over_any_sequence_of_events(events: list[Event]) -> None:
                 uploads_paused = False
         # A paused publisher is only ever paused while a round or a load is under way.
         if uploads_paused and current.mode is not Mode.STOPPING:
-            assert current.mode in (Mode.AVERAGING, Mode.LOADING)
+            assert current.mode in (Mode.AVERAGING, Mode.FETCHING, Mode.LOADING)
         # A round is remembered exactly as long as it runs.
         assert (current.round is not None) == (current.mode is Mode.AVERAGING)
         # STOP is ordered once, and nothing after it.
@@ -418,7 +457,7 @@ def test_invariants_over_any_sequence_of_events(events: list[Event]) -> None:
                 Do.COMPARE_EPOCHS,
                 Do.COMPARE_WEIGHTS,
                 Do.RESUME_UPLOADS,
-            }
+            } | ({Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL} if current.mode is Mode.FETCHING else set())
         # What makes a difference to others' weights is not forgotten before it is mended.
         if before.partial and not current.partial:
             assert isinstance(event, (LoadEnded, OuterStepEnded))

@@ -118,6 +118,10 @@ def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) 
         load_outer_optimizer(path, [("a", (3,))])
     with pytest.raises(ValueError, match="another model"):
         load_outer_optimizer(path, [("a", (2,)), ("b", (2,))])
+    for lr, mu in ((float("nan"), 0.9), (0.0, 0.9), (0.8, 1.0), (0.8, float("inf"))):
+        save_outer_optimizer(path, OuterOptimizerState(None, lr, mu, 1))
+        with pytest.raises(ValueError, match="fetch it again"):
+            load_outer_optimizer(path, [("a", (2,))])
     path.write_bytes(b"no pickle")
     with pytest.raises(ValueError, match="fetch it again"):
         load_outer_optimizer(path, [("a", (2,))])

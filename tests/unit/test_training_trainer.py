@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import sequences, tiny, train, trainer, whole_weights
+from training_world import SEQUENCE, sequences, tiny, train, trainer, whole_weights
 
 from distributed_training.protocol.types import Progress
+from distributed_training.training import checkpoint
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.hardware import find_micro_batch
+from distributed_training.training.outer import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(90)
@@ -327,6 +331,45 @@ def test_weights_of_another_model_are_refused_and_nothing_changes(tmp_path: Path
     assert all(torch.equal(a, b) for a, b in zip(before, whole_weights(made) or [], strict=True))
 
 
+def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    made = trainer()
+    train(made, 0, 1)
+    before, start = whole_weights(made), made._outer.epoch_start
+    momentum = [torch.ones(shape) for _, shape in made.schema]
+    save_outer_optimizer(tmp_path / "good.pt", OuterOptimizerState(momentum, 0.5, 0.8, 4))
+    save_outer_optimizer(tmp_path / "bad.pt", OuterOptimizerState(momentum[1:], 0.5, 0.8, 4))
+    good = {n: torch.zeros(shape) for n, shape in made.schema}
+    save_file(good, tmp_path / "good.safetensors")
+    save_file(good | {"extra": torch.zeros(1)}, tmp_path / "bad.safetensors")
+    for weights, outer in (("bad", "good"), ("good", "bad")):
+        files = tmp_path / f"{weights}.safetensors", tmp_path / f"{outer}.pt"
+        with pytest.raises(ValueError, match="not loaded"):
+            made.load_global(*files, 4)
+        with pytest.raises(ValueError, match="not loaded"):
+            made.rebase(*files)
+        assert made._outer.momentum is None and made._outer.epoch_start is start
+        assert (made._outer.learning_rate, made._outer.mu) == (0.8, 0.9)
+        assert (made.outer_step, made.inner_step) == (0, 1)
+        now = whole_weights(made)
+        assert all(torch.equal(a, b) for a, b in zip(before or [], now or [], strict=True))
+    made.load_global(tmp_path / "good.safetensors", tmp_path / "good.pt", 4)
+    assert (made.outer_step, made.inner_step, made._outer.learning_rate) == (4, 0, 0.5)
+    assert not any(t.any() for t in whole_weights(made) or [])
+
+
+def test_micro_batches_of_another_shape_are_dropped_at_a_restart(tmp_path: Path) -> None:
+    made = trainer()
+    made.add_micro_batch(sequences(0)[:2])
+    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    keeper.save({}, Progress(0, 0, 0, []))
+    keeper.wait()
+    shorter = trainer(sequence_length=SEQUENCE // 2)
+    assert Checkpointer(trainer=shorter, folder=tmp_path).restore() is not None
+    assert shorter.pending_micro_batches == 0
+
+
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     made = trainer()
     buffers = [torch.zeros(s) for _, s in made.schema]
@@ -393,6 +436,62 @@ def test_only_the_last_checkpoints_and_their_epochs_stay(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("epoch-*"))) == 2
     restored = keeper.restore()
     assert restored is not None and restored[0].outer_step == 3
+
+
+def test_a_clock_that_was_set_back_makes_no_checkpoint_an_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=2)
+    real = time.time_ns
+    for epoch in range(4):
+        monkeypatch.setattr(time, "time_ns", lambda epoch=epoch: real() - epoch * 10**13)
+        made.begin_epoch(epoch)
+        keeper.save({}, Progress(epoch, 0, 0, []))
+        keeper.wait()
+        restored = keeper.restore()
+        assert restored is not None and restored[0].outer_step == epoch
+
+
+def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    real = checkpoint.write_json
+
+    def full(path: Path, content: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_json", full)
+    for _ in range(3):
+        keeper.save({}, Progress(0, 2, 2, []))
+        keeper.wait()
+        assert keeper.last_error is not None and "No space left" in keeper.last_error
+    assert sum(len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")) == 2
+    monkeypatch.setattr(checkpoint, "write_json", real)
+    keeper.save({}, Progress(0, 3, 3, []))
+    keeper.wait()
+    assert [len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")] == [2, 2]
+
+
+def test_a_roll_back_that_did_not_help_goes_further_back(tmp_path: Path) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=2)
+    for step in range(2):
+        train(made, step, step + 1)
+        keeper.save({}, Progress(0, step + 1, step + 1, []))
+        keeper.wait()
+    assert [(keeper.roll_back() or [None])[0] for _ in range(3)] == [
+        Progress(0, 2, 2, []),
+        Progress(0, 1, 1, []),
+        Progress(0, 1, 1, []),  # there is none before
+    ]
+    train(made, 1, 2)  # a step that works: the newest is tried first again
+    restored = keeper.roll_back()
+    assert restored is not None and restored[0].inner_step == 2
 
 
 def test_unwritable_folder_is_one_line_and_training_goes_on(
