@@ -10,8 +10,8 @@
 
 const flags = [
   ["--netuid", "38"],
-  ["--wallet.name", "default"],
-  ["--wallet.hotkey", "default"],
+  // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
+  // ["--wallet.hotkey", "default"],
   ["--axon.port", "8091"], // validators call here: reachable from outside
   ["--dht.port", "8009"], // peers average here: reachable from outside
   ["--neuron.local_batch_size_train", "2"],
@@ -44,8 +44,15 @@ const args = [
 ].flat();
 args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 
-const stopAt = args.lastIndexOf("--neuron.stop_timeout");
-const stopSeconds = parseFloat(args[stopAt + 1]);
+// The miner's durations: 90, 90s, 2m, 1h; as two words or with "=".
+const words = args.flatMap((word) => {
+  const at = word.startsWith("--") ? word.indexOf("=") : -1;
+  return at < 0 ? [word] : [word.slice(0, at), word.slice(at + 1)];
+});
+const stopText = words[words.lastIndexOf("--neuron.stop_timeout") + 1] || "";
+const stop = /^([0-9.]+)(ms|s|m|h|d)?$/.exec(stopText.trim());
+if (!stop) throw new Error(`--neuron.stop_timeout ${stopText} is no duration: give 90, 90s, 2m or 1h`);
+const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 86400 }[stop[2] || "s"];
 
 module.exports = {
   apps: [

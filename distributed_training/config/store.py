@@ -88,7 +88,8 @@ class StoreSettings:
     upload_steps: int = flag(
         "neuron.upload_steps",
         5,
-        "publish at most every so many inner steps; the error feedback drifts with each upload",
+        "publish at most every so many inner steps; with --neuron.error_feedback upload the error "
+        "feedback drifts with each",
     )
     minimum_valid_inner_step: int = flag(
         "neuron.minimum_valid_inner_step",

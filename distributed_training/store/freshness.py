@@ -1,8 +1,8 @@
 """When to take a snapshot for publication. Pure: no clock of its own, no I/O.
 
 Three things pull: validators count a bucket as stale from an age on; a round closes soon and judges
-what is published by then, while the round itself stops uploads; and every upload makes the error
-feedback drift, so ``--neuron.upload_steps`` bounds their frequency.
+what is published by then, while the round itself stops uploads; and uploads cost time (and, with
+``--neuron.error_feedback upload``, direction), so ``--neuron.upload_steps`` bounds their frequency.
 """
 
 from __future__ import annotations
