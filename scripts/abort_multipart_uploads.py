@@ -59,6 +59,7 @@ def main() -> int:
 
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
     from distributed_training.store.errors import StoreError
+    from distributed_training.store.owner import LAPSES_AFTER, OWNER_KEY
     from distributed_training.store.s3 import S3ObjectStore
 
     try:
@@ -77,6 +78,12 @@ def main() -> int:
             print(f"{u.key:{width}}  {_age(u.age):>9}  {u.parts:>5}  {size:>10}  {u.upload_id:.16}")
         total = sum(u.size for u in found)
         print(f"{len(found)} uploads, {total / 1e6:.1f} MB")
+        claim = store.head(OWNER_KEY)
+        if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
+            print(
+                f"A miner is at work in {store.bucket} (seen {age:.0f} s ago): an upload that it "
+                "resumed after a pause may be among these"
+            )
         if arguments.dry_run:
             return 0
         if not arguments.yes:

@@ -9,6 +9,7 @@ whole model is in nobody's memory. Files appear under their names only when comp
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -148,7 +149,9 @@ def write_snapshot(
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
     except BaseException as error:
-        write_json(ready, {"error": f"{type(error).__name__}: {error}"})
+        _gradient_part(parts, state.rank).unlink(missing_ok=True)  # a full disk needs the room
+        with contextlib.suppress(OSError):  # rank 0 waits for it, then
+            write_json(ready, {"error": f"{type(error).__name__}: {error}"})
         raise
     write_json(ready, {"error": None})
     if state.rank == 0:
