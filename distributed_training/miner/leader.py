@@ -244,7 +244,7 @@ class Leader:
             case Do.CANCEL_AVERAGING:
                 self._swarm.cancel()
             case Do.PAUSE_UPLOADS:
-                if self._publisher.busy:
+                if self._publisher.busy and self.in_round():
                     log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
                 self._publisher.pause()
             case Do.RESUME_UPLOADS:

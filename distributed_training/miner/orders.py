@@ -136,7 +136,7 @@ class ControlChannel:
             return value
         while True:
             try:
-                self._store.wait([key], timedelta(minutes=1))
+                self._store.wait([key], timedelta(minutes=10))
                 return str(self._store.get(key).decode())
             except dist.DistStoreError:  # rank 0 may wait long for the subnet, and says so
                 continue

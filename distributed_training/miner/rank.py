@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import time
 from contextlib import ExitStack, suppress
@@ -238,6 +239,8 @@ def _resume(
             facts.global_outer_step,
         )
     except ValueError as error:  # on all ranks alike; nothing has changed
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)  # the next start fetches it anew
         if restored is None:
             raise network.NetworkFailure(
                 f"the global state cannot be trained on: {error}"

@@ -323,6 +323,7 @@ def _round_over(state: MinerState, timing: Timing) -> MinerState:
         state,
         mode=Mode.AWAITING_GLOBAL,
         round=None,
+        fetch_failures=0,
         global_due=started + timing.reload_seconds,
     )
 

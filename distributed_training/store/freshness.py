@@ -125,7 +125,8 @@ class UploadSchedule:
 
     def _steps_since_last(self, report: StepReport) -> int | None:
         if self._last is None:
-            return None
+            # After a restart: at least these of this outer step, where the bucket has an age.
+            return None if self.published_at is None else report.inner_step
         if self._last[0] != report.outer_step:
             return report.inner_step
         return report.inner_step - self._last[1]

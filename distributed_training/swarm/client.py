@@ -287,6 +287,7 @@ class HivemindSwarm:
             self._revive()
         timeout = request.timeout or settings.round_timeout
         timeout -= timedelta(seconds=time.monotonic() - began)
+        timeout = max(timeout, timedelta(seconds=1))
         # A call may carry a timeout longer than the round's; the round's deadline stands.
         allreduce = min(request.allreduce_timeout or settings.allreduce_timeout, timeout)
         local_norm = norm_of(self.buffers)

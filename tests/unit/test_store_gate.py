@@ -148,6 +148,15 @@ def test_one_upload_ends_shortly_before_the_round(
     assert round_at - 240 - max(landed) <= max(every * 10, upload) + 10 * every + 10
 
 
+def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
+    plan = schedule(60, published_at=0.0)
+    plan.upload_seconds = 300.0
+    chosen, _ = run(plan, range(62, 200), step=60, upload=300, start=3600.0)
+    # The next multiple would be step 120 at 7140 s; the one here ends before 4800 - 240 s.
+    first = chosen[0]
+    assert 3600 + 60 * (first - 61) + 300 <= 4560 < 3600 + 60 * (first - 60) + 300
+
+
 def test_a_skipped_step_is_not_published() -> None:
     plan = schedule(5)
     assert not plan.step(report(50, skipped=True), 500.0).snapshot
