@@ -53,6 +53,7 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass(
         model_config={},
         tokenizer_path=Path("unused"),
         eos_id=0,
+        published_at=None,
     )
     stops: list[tuple[str, int]] = []
     with ExitStack() as stack:
