@@ -173,9 +173,9 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, world: int
     for name, values in seconds.items():
         median = statistics.median(values)
         mfu = f"{count * flops / median / ceiling / world:6.1%}" if ceiling else "   n/a"
-        used = f"{peak[name] / 1e9:6.1f} GB" if name in peak else "n/a"
+        held = f"{peak[name] / 1e9:6.1f} GB" if name in peak else "n/a"
         say(f"{name:9} {median:8.3f} s/step (of {min(values):.3f}..{max(values):.3f})  "
-            f"{count / median:10.0f} tokens/s  MFU {mfu}  peak memory {used}")  # fmt: skip
+            f"{count / median:10.0f} tokens/s  MFU {mfu}  peak memory {held}")  # fmt: skip
     if len(steppers) == 2:
         ratio = statistics.median(
             b / o for b, o in zip(seconds["baseline"], seconds["ours"], strict=True)

@@ -211,7 +211,7 @@ def test_a_chain_that_never_answers(tmp_path: Path) -> None:
     ledger = MemoryLedger()
     ledger.up = False
     substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
-    chains = [
+    chains: list[Chain] = [
         dead,
         MemoryChain(hotkey="", ledger=ledger),
         BittensorChain(settings=SETTINGS, wallet=None, substrate=lambda _: substrate),

@@ -20,6 +20,8 @@ from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer import nesterov_sgd
+from distributed_training.training.snapshot import SnapshotHandle
+from distributed_training.training.trainer import Trainer
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -166,7 +168,7 @@ def preview(folder: Path) -> None:
         train(each, 0, 3)
     start, now = [t.clone() for t in made._outer.epoch_start], made._outer.current()
 
-    def snapshot_of(step: int) -> object:
+    def snapshot_of(step: int) -> SnapshotHandle:
         handle = made.snapshot(
             folder / "preview", progress=Progress(0, step, step, [7]), block=9, last_loss=1.0
         )
@@ -208,7 +210,7 @@ def preview(folder: Path) -> None:
     assert made.preview(handle) is None, "it belongs to an epoch that is over"
 
 
-def evaluated(made: object, rows: list[torch.Tensor], batches: torch.Tensor) -> float:
+def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:
     with torch.no_grad():
         for item, part in zip(made.shards, rows, strict=True):
             item.local.copy_(part)
