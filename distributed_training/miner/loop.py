@@ -266,7 +266,9 @@ class MinerLoop:
 
     def _snapshot(self, *, block: int) -> None:
         progress = self._progress()
-        folder = self._snapshots / f"{progress.outer_step}.{progress.inner_step}"
+        # The block tells it from one of the same step that an uploader may still read: a miner that
+        # went back to a checkpoint comes by again.
+        folder = self._snapshots / f"{progress.outer_step}.{progress.inner_step}.{block}"
         try:
             handle = self._trainer.snapshot(
                 folder, progress=progress, block=block, last_loss=self._last_loss

@@ -89,7 +89,7 @@ def prune_snapshots(
     unused_for: timedelta | None = None,
     spare: Collection[Path] = (),
 ) -> int:
-    """Delete local snapshots (``<outer>.<inner>``) that nothing will publish any more; how many.
+    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
 
     Those of a revision before ``before``, and those in which nothing was written for
     ``unused_for``: left by a miner that was killed, or by a disk that was full.
@@ -98,11 +98,11 @@ def prune_snapshots(
     spared = {path.resolve() for path in spare}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         parts = path.name.split(".")
-        if len(parts) not in (2, 3) or not all(p.isdigit() for p in parts) or not path.is_dir():
+        if len(parts) != 3 or not all(p.isdigit() for p in parts) or not path.is_dir():
             continue
         if path.resolve() in spared:
             continue
-        place = (int(parts[-2]), int(parts[-1]))
+        place = (int(parts[0]), int(parts[1]))
         old = before is not None and place < (before.outer_step, before.inner_step)
         if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)

@@ -84,7 +84,11 @@ class Worker:
 
     def _take(self, new: Submission) -> None:
         if self._current is not None and self._current.revision == new.revision:
-            return  # found in the journal already, and sent again by a restart
+            # Found in the journal already and sent again by a restart; or the same step once more,
+            # by a miner that went back to a checkpoint: one publication of a step is enough.
+            if new.folder != self._current.folder:
+                self._forget(new.folder)
+            return
         if self._waiting is not None and self._waiting.revision != new.revision:
             self._superseded(self._waiting, new)
         self._waiting = new

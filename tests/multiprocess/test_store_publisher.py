@@ -107,15 +107,15 @@ def test_an_outage_does_not_fill_the_disk_with_snapshots(
     try:
         for inner_step in (5, 10):
             revision = Revision(5, 3, inner_step)
-            write_snapshot(snapshots / f"3.{inner_step}", revision, world_size=1)
-            publisher.submit(snapshots / f"3.{inner_step}", revision, 1, peer_id=PEER_ID)
+            write_snapshot(snapshots / f"3.{inner_step}.7", revision, world_size=1)
+            publisher.submit(snapshots / f"3.{inner_step}.7", revision, 1, peer_id=PEER_ID)
             report = wait_report(publisher)
             assert not report.ok and "does not exist" in report.reason
             assert list(snapshots.iterdir()) == []
         store.create_bucket()
         revision = Revision(5, 3, 15)
-        files = write_snapshot(snapshots / "3.15", revision, world_size=1)
-        publisher.submit(snapshots / "3.15", revision, 1, peer_id=PEER_ID)
+        files = write_snapshot(snapshots / "3.15.7", revision, world_size=1)
+        publisher.submit(snapshots / "3.15.7", revision, 1, peer_id=PEER_ID)
         report = wait_report(publisher)
         assert report.ok, report.reason
         assert_published(store, revision, files)
@@ -152,3 +152,32 @@ def test_pause_frees_the_line_and_resume_finishes(
         assert reports[-1].ok, reports[-1].reason
     finally:
         publisher.close(timedelta(seconds=5))
+
+
+def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    """A miner that went back to a checkpoint reaches a step whose upload still reads its files."""
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    revision = Revision(5, 4, 10)
+    snapshots = tmp_path / "snapshots"
+    files = write_snapshot(snapshots / "4.10.7", revision, world_size=1, rows=2000)
+    publisher = Publisher(
+        settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
+    )
+    try:
+        publisher.submit(snapshots / "4.10.7", revision, 1, peer_id=PEER_ID)
+        until(store.list_multiparts, what="the start of the upload")
+        publisher.pause()
+        write_snapshot(snapshots / "4.10.9", revision, world_size=1, rows=3)
+        publisher.submit(snapshots / "4.10.9", revision, 1, peer_id=PEER_ID)
+        until(lambda: not (snapshots / "4.10.9").exists(), what="the end of the second snapshot")
+        publisher.resume()
+        report = wait_report(publisher)
+        assert report.ok, report.reason
+        assert_published(store, revision, files)
+        assert publisher.reports() == []
+        until(lambda: not publisher.busy)
+    finally:
+        publisher.close()

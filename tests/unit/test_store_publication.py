@@ -234,10 +234,10 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     assert {o.key.split("/")[0] for o in store.list_objects("epoch-")} == {
         f"epoch-{n}" for n in (2, 3, 4, 5)
     }
-    for name in ("3.45", "3.50", "2.90", "4.5", "notes", "x.y"):
+    for name in ("3.45.90", "3.50.91", "2.90.70", "4.5.99", "notes", "x.y.z"):
         (tmp_path / name).mkdir()
-    assert prune_snapshots(tmp_path, before=REVISION, spare=[tmp_path / "2.90"]) == 1
-    assert not (tmp_path / "3.45").exists()
+    assert prune_snapshots(tmp_path, before=REVISION, spare=[tmp_path / "2.90.70"]) == 1
+    assert not (tmp_path / "3.45.90").exists()
 
 
 def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
@@ -267,15 +267,15 @@ def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
 
 
 def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
-    for name in ("4.5", "4.10", "4.15", "notes"):
+    for name in ("4.5.7", "4.10.8", "4.15.9", "notes"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_bytes(b"x")
         for path in (tmp_path / name / "model.safetensors", tmp_path / name):
             os.utime(path, (0, 0))
-    os.utime(tmp_path / "4.15" / "model.safetensors")  # is being written
-    count = prune_snapshots(tmp_path, unused_for=timedelta(hours=1), spare=[tmp_path / "4.10"])
+    os.utime(tmp_path / "4.15.9" / "model.safetensors")  # is being written
+    count = prune_snapshots(tmp_path, unused_for=timedelta(hours=1), spare=[tmp_path / "4.10.8"])
     assert count == 1
-    assert {path.name for path in tmp_path.iterdir()} == {"4.10", "4.15", "notes"}
+    assert {path.name for path in tmp_path.iterdir()} == {"4.10.8", "4.15.9", "notes"}
 
 
 def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
