@@ -48,7 +48,13 @@ _KINDS = {
 class SwarmLike(Protocol):
     @property
     def buffers(self) -> Sequence[Any]: ...
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult: ...
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult: ...
     def cancel(self) -> None: ...
 
 
@@ -123,6 +129,7 @@ class Leader:
         self._events: queue.SimpleQueue[st.Event] = queue.SimpleQueue()
         self._pending: deque[Do] = deque()
         self._averaging: threading.Thread | None = None
+        self._cancelled = threading.Event()  # the round that thread is in
 
     # --- in ------------------------------------------------------------------------------------
 
@@ -237,11 +244,16 @@ class Leader:
         match do:
             case Do.START_AVERAGING:
                 assert self.state.round is not None
+                self._cancelled = cancelled = threading.Event()
                 self._averaging = threading.Thread(
-                    target=self._average, args=(self.state.round,), name="averaging", daemon=True
+                    target=self._average,
+                    args=(self.state.round, cancelled),
+                    name="averaging",
+                    daemon=True,
                 )
                 self._averaging.start()
             case Do.CANCEL_AVERAGING:
+                self._cancelled.set()  # its thread may not have come to the swarm yet
                 self._swarm.cancel()
             case Do.PAUSE_UPLOADS:
                 if self._publisher.busy and self.in_round():
@@ -259,9 +271,9 @@ class Leader:
             case _:
                 raise AssertionError(f"{do} is an order for all ranks")
 
-    def _average(self, request: RoundRequest) -> None:
+    def _average(self, request: RoundRequest, cancelled: threading.Event) -> None:
         try:
-            result = self._swarm.average(request)
+            result = self._swarm.average(request, cancelled=cancelled)
         except AllReduceError as error:
             self.post(st.AveragingEnded(None, error.fault, error.detail))
         except Exception as error:  # a round must end whatever happens, or the miner waits for ever

@@ -75,7 +75,8 @@ class HivemindSwarm:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()  # one round at a time
         self._start_lock = threading.Lock()
-        self._cancelled = threading.Event()
+        self._cancelled = threading.Event()  # of the round that runs
+        self._round = 0
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
         self._norms = PastNorms(self._folder / "norms.json", run_id=settings.run_id)
         self._process: subprocess.Popen[str] | None = None
@@ -263,24 +264,32 @@ class HivemindSwarm:
     def cancel(self) -> None:
         self._cancelled.set()
         with contextlib.suppress(OSError, ValueError, AssertionError):
-            self._send({"kind": "cancel"})
+            self._send({"kind": "cancel", "round": self._round})
 
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
         """See :class:`~.room.Swarm`. A host that hangs past the deadline is started again."""
         # While the swarm is joined or the host started again the lock is held for seconds only.
         patience = _REJOIN_PATIENCE if self._reviving or not self.joined else 0
         if not self._lock.acquire(timeout=patience):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:
-            return self._average(request, weight)
+            return self._average(request, weight, cancelled or threading.Event())
         finally:
             self._lock.release()
             bound_log(self._folder / "hivemind.log")
 
-    def _average(self, request: RoundRequest, weight: float) -> AllReduceResult:
+    def _average(
+        self, request: RoundRequest, weight: float, cancelled: threading.Event
+    ) -> AllReduceResult:
         settings = self._settings
-        self._cancelled.clear()
-        if self._closed:
+        self._cancelled = cancelled
+        if self._closed or cancelled.is_set():
             raise AllReduceError(AllReduceFault.CANCELLED)
         began = time.monotonic()
         if not self.alive():
@@ -292,10 +301,12 @@ class HivemindSwarm:
         allreduce = min(request.allreduce_timeout or settings.allreduce_timeout, timeout)
         local_norm = norm_of(self.buffers)
         started = time.monotonic()
+        self._round += 1
         try:
             self._send(
                 {
                     "kind": "average",
+                    "round": self._round,
                     "timeout": timeout.total_seconds(),
                     "weight": weight,
                     "min_group_size": request.min_group_size or settings.min_group_size,
@@ -310,6 +321,8 @@ class HivemindSwarm:
                     "bandwidth": self._bandwidth,
                 }
             )
+            if cancelled.is_set():  # maybe before the host had heard of this round
+                self.cancel()
             answer = self._next_answer(timeout + _HANG_MARGIN)
         except (OSError, ValueError):
             answer = None
@@ -319,7 +332,7 @@ class HivemindSwarm:
                 AllReduceFault.TIMEOUT, "the swarm host hung; it is started again"
             ) from None
         if answer is None:
-            if self._cancelled.is_set():
+            if cancelled.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
             self._revive_in_background()
             raise AllReduceError(

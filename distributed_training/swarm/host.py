@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -45,7 +46,7 @@ class Host:
         torch.set_num_threads(1)
         self._answers = answers
         self._config = config
-        self._cancel = threading.Event()
+        self._cancelled: float = -1  # the newest round that is not wanted any more
         flat = torch.from_file(
             f"/proc/self/fd/{config['tensors']}",
             shared=True,
@@ -82,8 +83,9 @@ class Host:
         self._answers.write(json.dumps(answer) + "\n")
         self._answers.flush()
 
-    def cancel(self) -> None:
-        self._cancel.set()
+    def cancel(self, number: float) -> None:
+        """From another thread; the order to average may still be on its way to this object."""
+        self._cancelled = max(self._cancelled, number)
 
     def average(self, order: dict[str, Any]) -> None:
         """One round; always answers with ``average`` or ``failed``."""
@@ -91,7 +93,6 @@ class Host:
 
         from .averager import COMPRESSIONS, DTGradAverager
 
-        self._cancel.clear()
         started = time.monotonic()
         deadline = started + order["timeout"]
         averager = DTGradAverager(
@@ -121,9 +122,10 @@ class Host:
             while not step.done():
                 if found_at is None and step.stage is AveragingStage.RUNNING_ALLREDUCE:
                     found_at = time.monotonic()
-                if self._cancel.is_set() or time.monotonic() >= deadline:
+                cancelled = order["round"] <= self._cancelled
+                if cancelled or time.monotonic() >= deadline:
                     step.cancel()
-                    fault = "CANCELLED" if self._cancel.is_set() else "TIMEOUT"
+                    fault = "CANCELLED" if cancelled else "TIMEOUT"
                     if fault == "TIMEOUT" and found_at is None:
                         fault = "NO_GROUP"
                     self.tell({"kind": "failed", "fault": fault, "detail": ""})
@@ -180,10 +182,10 @@ def _read_orders(
         if order["kind"] == "average":
             rounds.put(order)
         elif order["kind"] == "cancel":
-            host.cancel()
+            host.cancel(order["round"])
         else:
             break
-    host.cancel()
+    host.cancel(math.inf)
     rounds.put(None)
 
 

@@ -68,10 +68,16 @@ class MemorySwarm:
         with self._meeting.condition:
             self._meeting.condition.notify_all()
 
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
         if self._closed:
             raise AllReduceError(AllReduceFault.SWARM_DOWN)
-        self._cancelled.clear()
+        self._cancelled = cancelled or threading.Event()
         self._weight = weight
         started = time.monotonic()
         group_size = request.min_group_size or self._min_group_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -37,10 +38,18 @@ class Swarm(Protocol):
         """
         ...
 
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
         """Average ``buffers`` with the peers; blocks, at most until the round's deadline.
 
-        Raises AllReduceError. Call it from a thread of its own.
+        ``cancelled``: the caller's, for this round alone. Set before :meth:`cancel`, it ends the
+        round even if :meth:`cancel` comes before this call has begun. Raises AllReduceError. Call
+        it from a thread of its own.
         """
         ...
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -152,6 +154,40 @@ def test_cancel_ends_a_round_early(make: Make) -> None:
     timer.join()
     assert isinstance(outcome, AllReduceError)
     assert outcome.fault is AllReduceFault.CANCELLED
+
+
+def test_a_cancel_that_comes_before_the_round_is_not_lost_and_is_not_the_next_one_s(
+    make: Make,
+) -> None:
+    first, second = make(), make()
+    cancelled = threading.Event()
+    cancelled.set()
+    first.cancel()
+    started = time.monotonic()
+    with pytest.raises(AllReduceError, match="cancelled"):
+        first.average(REQUEST, cancelled=cancelled)
+    assert time.monotonic() - started < 1
+    if isinstance(first, HivemindSwarm):
+        # The narrowest place: all checks are past, the order is not yet written.
+        send = first._send
+
+        def overtaken(order: dict[str, Any]) -> None:
+            if order["kind"] == "average":
+                cancelled.set()
+                first._cancelled.set()
+                send({"kind": "cancel", "round": order["round"]})
+            send(order)
+
+        first._send = overtaken
+        cancelled.clear()
+        started = time.monotonic()
+        with pytest.raises(AllReduceError, match="cancelled"):
+            first.average(REQUEST, cancelled=cancelled)
+        assert time.monotonic() - started < 15
+        first._send = send
+    fill(first, 1.0)
+    fill(second, 3.0)
+    assert all(isinstance(outcome, AllReduceResult) for outcome in together(first, second))
 
 
 def test_a_closed_swarm_starts_no_round_and_a_restarted_one_does(make: Make) -> None:

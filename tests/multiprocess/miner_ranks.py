@@ -51,7 +51,13 @@ class Alone:
         self.release = threading.Event()
         self.release.set()
 
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
         assert self.release.wait(60)
         return AllReduceResult(("me",), (), 0.0, 0.0, 0.0)
 

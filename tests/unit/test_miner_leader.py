@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -41,8 +42,16 @@ class Swarm:
         self.outcome: AllReduceResult | Exception = RESULT
         self.release = threading.Event()
         self.cancelled = False
+        self.event: threading.Event | None = None  # the round's own
 
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult:
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
+        self.event = cancelled
         assert self.release.wait(10)
         if isinstance(self.outcome, Exception):
             raise self.outcome
@@ -205,6 +214,25 @@ def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     order = rig.order()
     assert (order.kind, order.arg) == (OrderKind.STOP, 0)
     assert rig.swarm.cancelled
+    rig.swarm.release.set()
+
+
+def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> None:
+    rig = Rig()
+    for number in range(2):
+        rig.leader.post(call())
+        rig.order()
+        rig.leader.post(PseudoGradientWritten(0.5))
+        if number == 0:
+            rig.swarm.outcome = AllReduceError(AllReduceFault.NO_GROUP)
+            rig.swarm.release.set()
+            rig.order_other_than_idle()
+            rig.swarm.release.clear()
+    rig.leader.post(StopRequested("SIGTERM", 0))
+    rig.order_other_than_idle()
+    deadline = time.monotonic() + 10
+    while not (rig.swarm.event and rig.swarm.event.is_set()):
+        assert time.monotonic() < deadline
     rig.swarm.release.set()
 
 
