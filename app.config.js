@@ -41,7 +41,9 @@ const local = process.env.DT_PRESET === "local";
 const args = [
   ...(local ? localFlags : flags),
   ...(!local && fs.existsSync(override) ? require(override) : []),
-].flat();
+]
+  .flat()
+  .map(String);
 args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 
 // The miner's durations: 90, 90s, 2m, 1h; as two words or with "=".

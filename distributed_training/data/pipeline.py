@@ -108,7 +108,8 @@ class DataPipeline:
         self._train_seconds = 0.0
         self._begun_at: float | None = None
         self._slow_line_at = -math.inf
-        self._failures = 0  # of workers in a row
+        self._failures = 0  # of workers in a row, starts included
+        self._deaths = 0  # of workers that had been started, in a row
         self._retry_at = 0.0
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         self._prepare_folder()
@@ -147,7 +148,7 @@ class DataPipeline:
                 continue
             for answer in answers:
                 if isinstance(answer, Prepared):
-                    self._failures = 0
+                    self._failures = self._deaths = 0
                 self._take(answer)
 
     def _replace(self, index: int) -> None:
@@ -155,7 +156,7 @@ class DataPipeline:
         if now < self._retry_at:
             return
         self._failures += 1
-        self._retry_at = now + min(2.0**self._failures, _LARGEST_BACKOFF)
+        self._retry_at = now + min(2.0 ** min(self._failures, 10), _LARGEST_BACKOFF)
         self._counts["worker_restarts"] += 1
         dead = self._workers[index]
         try:
@@ -165,8 +166,9 @@ class DataPipeline:
             return
         log.warning("A data worker ended unexpectedly and is started again")
         dead.close()
+        self._deaths += 1
         for block in dead.blocks:
-            if self._failures > 2 and block == dead.blocks[0]:
+            if self._deaths > 2 and block == dead.blocks[0]:
                 log.warning("Block %d ends the data worker again and again: it is left out", block)
                 self._take(Failure(block, "it ended the data worker"))
                 continue

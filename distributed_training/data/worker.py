@@ -71,13 +71,18 @@ class DataWorker:
         self._connection.send(block)
 
     def answers(self) -> list[Prepared | Failure]:
-        """What arrived since the last call. Raises EOFError or OSError when the worker is gone."""
-        found = []
-        while self._connection.poll():
-            answer = self._connection.recv()
-            if answer.block in self.blocks:
-                self.blocks.remove(answer.block)
-            found.append(answer)
+        """What arrived since the last call. Raises EOFError or OSError when the worker is gone and
+        everything it said before was told."""
+        found: list[Prepared | Failure] = []
+        try:
+            while self._connection.poll():
+                answer = self._connection.recv()
+                if answer.block in self.blocks:
+                    self.blocks.remove(answer.block)
+                found.append(answer)
+        except (EOFError, OSError):
+            if not found:
+                raise  # it comes again at the next call
         return found
 
     def close(self) -> None:

@@ -97,6 +97,8 @@ def step_warnings(
         lines.append(
             f"⚠️  SLOW STEP: {report.seconds:.1f}s (expected {low:g}-{high:g}s) - Check GPU usage!"
         )
+        if report.data_wait_seconds > report.seconds / 2:
+            lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
     memory = report.gpu_memory_gb
     if memory is None and expect_gpu:
         memory = 0.0

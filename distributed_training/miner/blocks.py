@@ -1,9 +1,11 @@
 """Which blocks all ranks prefetch and train on, and which were trained since the last publication.
 
 A block number is a position in the data (protocol page, section 5). Rank 0 asks for the chain's
-current block ahead of need, waits until *every* rank holds its pages, and begins it cut to what the
-poorest rank has. A block enters the block list with the first completed inner step that holds its
-tokens, never before; a publication takes the list with it, and gets it back if it failed.
+current block ahead of need; where training is faster than the chain, for the newest of the blocks
+before it that were not asked for. It waits until *every* rank holds a block's pages, and begins it
+cut to what the poorest rank has. A block enters the block list with the first completed inner step
+that holds its tokens, never before; a publication takes the list with it, and gets it back if it
+failed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from distributed_training.protocol.types import Revision
 log = logging.getLogger(__name__)
 
 _REMEMBERED = 10_000  # blocks
+_GAPS = 100  # that are remembered
 
 
 class ReadyLike(Protocol):
@@ -54,7 +57,10 @@ class BlockFeed:
         self._hold_back = hold_back * micro_batch_size
         self._patience = patience
         self._clock = clock
-        self._last_requested = 0
+        self._last_requested = 0  # the newest block
+        self._oldest = 0
+        self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
+        self._barren = False  # the last block had no data: the source may be down
         self._requested: list[int] = []
         self._ready: list[tuple[int, int]] = []
         self._current = (0, 0)  # block, its sequences
@@ -92,6 +98,7 @@ class BlockFeed:
             if sequences is None:
                 continue
             self._requested.remove(block)
+            self._barren = sequences < self._micro_batch_size
             if sequences >= self._micro_batch_size:
                 self._ready.append((block, sequences))
             else:
@@ -105,11 +112,32 @@ class BlockFeed:
         if len(self._requested) + len(self._ready) >= max(1, self._prefetch()):
             return 0
         block = self._chain_block()
-        if block <= self._last_requested:
-            return 0  # the chain has not moved: its pages are here or on their way
-        self._last_requested = block
-        self._requested.append(block)
+        if block > self._last_requested:
+            if not self._last_requested:
+                self._oldest = block
+            elif block > self._last_requested + 1:
+                self._gaps = [*self._gaps[1 - _GAPS :], (self._last_requested + 1, block - 1)]
+            self._last_requested = block
+        else:
+            block = self._past_block()
+        if block:
+            self._requested.append(block)
         return block
+
+    def _past_block(self) -> int:
+        """The chain has not moved, and its newest block was asked for. Any block may be listed
+        (protocol page, section 5), if the list also has recent ones."""
+        if self._barren:
+            return 0  # no more often than the chain moves, or a source that is down gets no rest
+        if self._gaps:
+            first, last = self._gaps.pop()
+            if first < last:
+                self._gaps.append((first, last - 1))
+            return last
+        if self._oldest <= 1:
+            return 0
+        self._oldest -= 1
+        return self._oldest
 
     def _next_block(self) -> tuple[int, int, int]:
         block, sequences, start = self._under_way
@@ -194,7 +222,9 @@ class BlockFeed:
             "blocks": sorted(owed.items()),
             "steps": self._steps,
             "last_block": self._last_requested,
-            "ahead": sorted([*(b for b, _ in self._ready), *self._requested, *self._ahead]),
+            "oldest": self._oldest,
+            "gaps": self._gaps,
+            "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
             "since_step": sorted(self._since_step),
             "world_size": self._channel.world_size,
             "micro_batch_size": self._micro_batch_size,
@@ -211,6 +241,8 @@ class BlockFeed:
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
         self._last_requested = int(state.get("last_block", 0))
+        self._oldest = int(state.get("oldest", self._last_requested))
+        self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
         if not state:
             return
         if (state.get("world_size"), state.get("micro_batch_size")) != (

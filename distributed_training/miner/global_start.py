@@ -23,6 +23,7 @@ from distributed_training.store.s3 import S3ObjectStore
 log = logging.getLogger(__name__)
 
 _GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
+_FETCH_RETRY_FACTOR = 300.0  # of it, at most, after downloads that were refused
 
 
 class StopBeforeStart(RuntimeError):
@@ -85,20 +86,24 @@ def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState
 
 def first_global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, Path]:
     """The present epoch and the folder with its files; waits until there is one."""
-    said = ""
+    said, fetched = "", 0
     while True:
+        pause = _GLOBAL_RETRY
         try:
             outer_step = bucket.outer_step()
+            # A state that is refused was downloaded whole, and every miner that starts does that.
+            pause *= min(2.0 ** min(fetched, 10), _FETCH_RETRY_FACTOR)
+            fetched += 1
             return outer_step, bucket.fetch(outer_step)
         except GlobalUnavailableError as error:
             if str(error) != said:
                 log.info("Waiting for the global state: %s", error)
                 said = str(error)
-        _pause(wanted)
+        _pause(wanted, pause)
 
 
-def _pause(wanted: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + _GLOBAL_RETRY
+def _pause(wanted: Callable[[], bool], seconds: float = _GLOBAL_RETRY) -> None:
+    deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not wanted():
             raise StopBeforeStart

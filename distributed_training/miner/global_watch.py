@@ -46,7 +46,8 @@ class GlobalWatch:
 
     ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
     failed fetch, doubled up to ``attempts`` times before the fetch is given up with an event.
-    ``epoch_start``: what the global weights are compared with; called in the watch's thread.
+    ``epoch_start``: our outer step and what its global weights are compared with; called in the
+    watch's thread.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class GlobalWatch:
         interval: timedelta,
         retry: timedelta = timedelta(seconds=5),
         attempts: int = 3,
-        epoch_start: Callable[[], Sequence[Rows]] = lambda: (),
+        epoch_start: Callable[[], tuple[int, Sequence[Rows]]] = lambda: (0, ()),
     ) -> None:
         self._reader = reader
         self._post = post
@@ -113,16 +114,17 @@ class GlobalWatch:
 
     def _look(self, target: int | None) -> None:
         if target is not None:
+            self._compare_weights = None  # with an epoch's start that is about to be another
             self._fetch(target)
-        else:
-            self._compare()
+            return
+        self._compare()
         compare, self._compare_weights = self._compare_weights, None
         if compare is not None:
             self._look_for_drift(compare)
 
     def _look_for_drift(self, outer_step: int) -> None:
-        rows = self._epoch_start()
-        if not rows:
+        ours, rows = self._epoch_start()
+        if not rows or ours != outer_step:
             return
         try:
             found = self._reader.drift(outer_step, rows)
@@ -134,6 +136,8 @@ class GlobalWatch:
             self._drift_unknown = True
             return
         self._drift_unknown = False
+        if self._epoch_start()[0] != outer_step:  # a round was faster
+            return
         same = found <= TOLERANCE
         if not same:
             log.warning(

@@ -156,12 +156,14 @@ class Leader:
         data = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:
             do = self._pending.popleft()
+            if do is Do.REBASE and not self.state.rebase:
+                do = Do.LOAD  # a roll-back to another epoch came between
             return Order(_KINDS[do], self._argument(do), data.request)
         if may_train and (data.begin or self._blocks.available):
             return Order(OrderKind.CONTINUE, 0, *data)
         if not data.request:
             self._wait_for_event()
-        return Order(OrderKind.IDLE, 0, data.request)
+        return Order(OrderKind.IDLE, int(may_train), data.request)
 
     def _argument(self, do: Do) -> int:
         match do:

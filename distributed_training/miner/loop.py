@@ -134,17 +134,21 @@ class MinerLoop:
         self._holds_back = False
         self._requested: set[int] = set()
         self._last_loss = 0.0
+        self._starved = 0.0  # seconds without data since the last micro-batch
+        self._trains = False  # a first micro-batch came: what a start takes is no step's time
 
     def run(self) -> int:
         """Until STOP. Returns the exit status; all ranks return the same."""
         while True:
+            began = time.perf_counter()
             order = self._channel.exchange(self._zero.next_order() if self._zero else None)
             self._follow_data(order)
             match order.kind:
                 case OrderKind.CONTINUE:
                     self._micro_batch()
                 case OrderKind.IDLE:
-                    pass
+                    if order.arg and self._trains:
+                        self._starved += time.perf_counter() - began
                 case OrderKind.AVERAGE:
                     self._write_pseudo_gradient()
                 case OrderKind.OUTER_STEP:
@@ -190,12 +194,13 @@ class MinerLoop:
     def _micro_batch(self) -> None:
         started = time.perf_counter()
         batch = self._data.next()
-        waited = time.perf_counter() - started
+        waited = time.perf_counter() - started + self._starved
         if batch is None:
             # All ranks serve equally many sequences, so all of them are at the end now.
             if self._zero:
                 self._zero.block_used_up()
             return
+        self._starved, self._trains = 0.0, True
         report = self._trainer.add_micro_batch(
             batch, data_wait_seconds=waited, domain=self._data.domain
         )
@@ -299,8 +304,15 @@ class MinerLoop:
             self._zero.rolled_back(restored)
 
     def _stop(self, exit_status: int) -> None:
-        if not self._trainer.skipped_in_a_row:  # else these weights may be what gives NaN
+        skipped = self._trainer.skipped_in_a_row
+        if skipped < 2:
             self._checkpoint()
+        else:
+            log.warning(
+                "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, so these "
+                "weights may be the cause; a start goes on from the checkpoint before",
+                skipped,
+            )
         if self._handle is not None:
             self._handle.cancel()
         self._checkpointer.wait()

@@ -50,7 +50,12 @@ from distributed_training.protocol.commitment import (
     build_commitment,
 )
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.store.errors import BucketMissingError, ClockSkewError, StoreError
+from distributed_training.store.errors import (
+    BucketMissingError,
+    ClockSkewError,
+    DeadlineError,
+    StoreError,
+)
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
 from distributed_training.store.remote import RemoteState
@@ -134,7 +139,7 @@ class Outside:
         )
 
     def watch(
-        self, post: Callable[[Event], None], epoch_start: Callable[[], Sequence[Rows]]
+        self, post: Callable[[Event], None], epoch_start: Callable[[], tuple[int, Sequence[Rows]]]
     ) -> GlobalWatch:
         blocks = self.config.miner.epoch_check_blocks
         return GlobalWatch(
@@ -320,7 +325,7 @@ def _check_bucket(config: Config, bucket: str) -> float | None:
         ) from None
     except StoreError as error:
         # A clock may be set, and a service come back, without anyone: pm2 tries again.
-        passes = error.retryable or isinstance(error, ClockSkewError)
+        passes = error.retryable or isinstance(error, (ClockSkewError, DeadlineError))
         raise (NetworkFailure if passes else ConfigError)(str(error)) from None
     finally:
         store.close()

@@ -21,7 +21,7 @@ class OrderKind(enum.IntEnum):
     """What every rank does next."""
 
     CONTINUE = 0  # one micro-batch
-    IDLE = 1  # nothing; rank 0 is waiting for something
+    IDLE = 1  # nothing; rank 0 is waiting for something, arg 1: for data
     AVERAGE = 2
     OUTER_STEP = 3
     LOAD = 4  # arg: outer step

@@ -280,7 +280,7 @@ def _rank_zero(
     stack.callback(publisher.close)
     watch = outside.watch(
         lambda event: leader.post(event),
-        lambda: [Rows(*rows) for rows in trainer.epoch_start_rows()],
+        lambda: (trainer.outer_step, [Rows(*rows) for rows in trainer.epoch_start_rows()]),
     )
     stack.callback(watch.close)
     behind = trainer.outer_step != outside.global_outer_step

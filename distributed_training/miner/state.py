@@ -85,7 +85,8 @@ class MinerState:
     fetch_target: int | None = None  # the epoch being fetched
     partial: bool = False  # our last outer step may differ from that of others
     rebase: bool = False  # of a fetch: the epoch is ours, only its start is not
-    fetch_failures: int = 0  # in a row
+    fetch_failures: int = 0  # in a row, of failed_target
+    failed_target: int | None = None
     exit_status: int = 0
     stop_reason: str = ""
 
@@ -282,7 +283,8 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
             return replace(state, mode=Mode.LOADING), (order,)
         case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
             # Training on stale weights beats not training; a later comparison tries again.
-            failures = state.fetch_failures + 1
+            again = state.fetch_target == state.failed_target
+            failures = 1 + (state.fetch_failures if again else 0)
             return (
                 replace(
                     state,
@@ -291,7 +293,9 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                     rebase=False,
                     partial=state.partial or state.rebase,
                     fetch_failures=failures,
-                    global_due=at + min(_FETCH_AGAIN * 2 ** (failures - 1), _FETCH_AGAIN_LONGEST),
+                    failed_target=state.fetch_target,
+                    global_due=at
+                    + min(_FETCH_AGAIN * 2 ** min(failures - 1, 10), _FETCH_AGAIN_LONGEST),
                 ),
                 (Do.RESUME_UPLOADS,),
             )
@@ -305,6 +309,7 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                     rebase=False,
                     partial=False,
                     fetch_failures=0,
+                    failed_target=None,
                 ),
                 (Do.CHECKPOINT, Do.RESUME_UPLOADS),
             )
@@ -324,6 +329,7 @@ def _round_over(state: MinerState, timing: Timing) -> MinerState:
         mode=Mode.AWAITING_GLOBAL,
         round=None,
         fetch_failures=0,
+        failed_target=None,
         global_due=started + timing.reload_seconds,
     )
 
@@ -344,7 +350,7 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> tuple[MinerState, Or
         # Before its time is up the validator may still be publishing the epoch we already have.
         # An epoch ahead of ours is never on its way: it is there.
         # One that could not be fetched is not asked for again before its time.
-        if at < state.global_due and (seen <= state.outer_step or state.fetch_failures):
+        if at < state.global_due and (seen <= state.outer_step or seen == state.failed_target):
             return state, ()
     elif state.mode is not Mode.TRAINING:
         return state, ()

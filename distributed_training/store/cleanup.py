@@ -11,7 +11,6 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.types import Revision
 
 from .base import ObjectStore
 from .errors import StoreError, UploadMissingError
@@ -85,13 +84,13 @@ def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> int:
 def prune_snapshots(
     folder: Path,
     *,
-    before: Revision | None = None,
+    before_block: int | None = None,
     unused_for: timedelta | None = None,
     spare: Collection[Path] = (),
 ) -> int:
     """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
 
-    Those of a revision before ``before``, and those in which nothing was written for
+    Those taken before chain block ``before_block``, and those in which nothing was written for
     ``unused_for``: left by a miner that was killed, or by a disk that was full.
     """
     count = 0
@@ -102,8 +101,7 @@ def prune_snapshots(
             continue
         if path.resolve() in spared:
             continue
-        place = (int(parts[0]), int(parts[1]))
-        old = before is not None and place < (before.outer_step, before.inner_step)
+        old = before_block is not None and int(parts[2]) < before_block
         if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)
             count += 1

@@ -217,7 +217,8 @@ class PtFile:
                     with archive.open(record) as handle:  # type: ignore[assignment]
                         if dtype and not _finite(handle, 0, record.file_size, dtype):  # type: ignore[arg-type]
                             return self._path.name
-        except (KeyError, zipfile.BadZipFile, EOFError, ValueError) as error:
+        except (KeyError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
+            # RuntimeError: encrypted, or packed in a way Python does not know
             raise IntegrityError(f"{self._path.name} is not whole: {error}") from None
         return None
 

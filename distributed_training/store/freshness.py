@@ -108,7 +108,7 @@ class UploadSchedule:
         """A publication ended, well or not. Only the one under way frees the way for the next."""
         if self._busy_since is not None and self._last is not None:
             last = (report.revision.outer_step, report.revision.inner_step)
-            if last >= self._last:
+            if last == self._last:  # not what a start found in the journal
                 if report.ok:
                     took = max(report.finished_at - self._busy_since, report.seconds)
                     self.upload_seconds = _mean(self.upload_seconds, took)

@@ -11,13 +11,15 @@ from distributed_training.config.store import StoreSettings
 
 @dataclass(frozen=True)
 class Start:
-    """First message to the worker."""
+    """First message to the worker. ``miner_began``: time.time(), absent when the uploader alone was
+    started again; snapshots from before it that the journal does not name are leftovers."""
 
     settings: StoreSettings
     bucket: str
     journal: Path
     snapshots: Path | None
     ca_bundle: str | None = None
+    miner_began: float | None = None
 
 
 @dataclass(frozen=True)

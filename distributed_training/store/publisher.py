@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -54,7 +55,12 @@ class Publisher:
                     ".env (R2 dashboard, Manage API tokens)"
                 )
         self._start = Start(
-            settings, bucket, folder.absolute() / "uploads.json", snapshots, ca_bundle
+            settings,
+            bucket,
+            folder.absolute() / "uploads.json",
+            snapshots,
+            ca_bundle,
+            miner_began=time.time(),
         )
         self._notify = notify
         self._reports: queue.SimpleQueue[PublicationReport] = queue.SimpleQueue()
@@ -167,6 +173,7 @@ class Publisher:
             )
         self._connection = Connection(ours.detach())
         self._send(self._start)
+        self._start = replace(self._start, miner_began=None)
         if self._peer_id:
             self._send(PeerId(self._peer_id))
         if self._paused:
@@ -200,7 +207,8 @@ class Publisher:
                 self._process.returncode,
                 wait,
             )
-            self._connection.close()
+            with self._lock:  # not in the middle of a message
+                self._connection.close()
             while True:
                 if self._closed.wait(wait):
                     return

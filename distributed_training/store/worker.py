@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.protocol.types import PublicationReport
 
 from .base import Line
 from .cleanup import STUCK_AGE, prune_snapshots, sweep_uploads
@@ -63,6 +63,10 @@ class Worker:
         if pending is not None and Path(pending.folder).is_dir():
             self._waiting = Submission.of(pending)
             self._say("info", f"Going on with the upload of {self._waiting.revision.tag}")
+        if start.miner_began is not None:
+            # Or a miner that is killed again and again would fill the disk with them.
+            age = timedelta(seconds=time.time() - start.miner_began)
+            self._prune_snapshots(unused_for=max(timedelta(0), age))
 
     def receive(self, message: Any) -> None:
         match message:
@@ -83,12 +87,13 @@ class Worker:
                     self._wake.notify_all()
 
     def _take(self, new: Submission) -> None:
-        if self._current is not None and self._current.revision == new.revision:
-            # Found in the journal already and sent again by a restart; or the same step once more,
-            # by a miner that went back to a checkpoint: one publication of a step is enough.
-            if new.folder != self._current.folder:
-                self._forget(new.folder)
-            return
+        for held in (self._current, self._waiting):
+            if held is not None and held.revision == new.revision:
+                # Found in the journal and sent again by a restart; or the same step once more, by a
+                # miner that went back to a checkpoint: one publication of a step is enough.
+                if new.folder != held.folder:
+                    self._forget(new.folder)
+                return
         if self._waiting is not None and self._waiting.revision != new.revision:
             self._superseded(self._waiting, new)
         self._waiting = new
@@ -158,7 +163,11 @@ class Worker:
         # One that the journal kept was submitted before a restart, perhaps with another identity.
         submission = replace(submission, peer_id=self._latest_peer_id or submission.peer_id)
         report = self._publication.run(submission)
-        self._prune_snapshots(before=submission.revision)
+        # What was taken after it may have a lower step: a miner that was killed is back there.
+        block = submission.folder.name.rpartition(".")[2]
+        self._prune_snapshots(before_block=int(block) if block.isdigit() else None)
+        with self._wake:
+            self._current = None
         if not report.ok:
             self._forget(submission.folder)
         self._send(report)
@@ -174,13 +183,15 @@ class Worker:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _prune_snapshots(
-        self, *, before: Revision | None = None, unused_for: timedelta | None = None
+        self, *, before_block: int | None = None, unused_for: timedelta | None = None
     ) -> None:
         if self._snapshots is None:
             return
         with self._wake:
             used = [s.folder for s in (self._current, self._waiting) if s is not None]
-        prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
+        prune_snapshots(
+            self._snapshots, before_block=before_block, unused_for=unused_for, spare=used
+        )
 
     def _publish_peer_id(self, peer_id: str) -> None:
         try:

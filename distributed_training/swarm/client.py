@@ -274,24 +274,37 @@ class HivemindSwarm:
         cancelled: threading.Event | None = None,
     ) -> AllReduceResult:
         """See :class:`~.room.Swarm`. A host that hangs past the deadline is started again."""
-        # While the swarm is joined or the host started again the lock is held for seconds only.
-        patience = _REJOIN_PATIENCE if self._reviving or not self.joined else 0
-        if not self._lock.acquire(timeout=patience):
-            raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
+        cancelled = cancelled or threading.Event()
+        began = time.monotonic()
+        self._await_host(request.timeout or self._settings.round_timeout, cancelled)
         try:
-            return self._average(request, weight, cancelled or threading.Event())
+            return self._average(request, weight, cancelled, began)
         finally:
             self._lock.release()
             bound_log(self._folder / "hivemind.log")
 
+    def _await_host(self, timeout: timedelta, cancelled: threading.Event) -> None:
+        """Returns with the lock held, or raises AllReduceError."""
+        patience = timeout.total_seconds() if self._reviving else 0.0
+        if not self.joined:
+            patience = max(patience, _REJOIN_PATIENCE)
+        deadline = time.monotonic() + patience
+        while not self._lock.acquire(timeout=min(0.2, max(0.0, deadline - time.monotonic()))):
+            if cancelled.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            if time.monotonic() >= deadline:
+                detail = "a round is already running"
+                if patience:
+                    detail = f"the swarm host could not be started within {patience:.0f} s"
+                raise AllReduceError(AllReduceFault.LOCAL, detail)
+
     def _average(
-        self, request: RoundRequest, weight: float, cancelled: threading.Event
+        self, request: RoundRequest, weight: float, cancelled: threading.Event, began: float
     ) -> AllReduceResult:
         settings = self._settings
         self._cancelled = cancelled
         if self._closed or cancelled.is_set():
             raise AllReduceError(AllReduceFault.CANCELLED)
-        began = time.monotonic()
         if not self.alive():
             self._revive()
         timeout = request.timeout or settings.round_timeout
@@ -396,7 +409,7 @@ class HivemindSwarm:
             # When the run itself changes, the measure must follow; but slowly, or three rounds of
             # nonsense would make nonsense usual.
             usual = usual_norm(local_norm, previous)
-            if usual > 0:
+            if usual > 0 and math.isfinite(average_norm):
                 self._norms.add(min(average_norm, 2 * usual))
             raise
         self._norms.add(average_norm)

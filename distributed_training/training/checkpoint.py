@@ -168,8 +168,6 @@ class Checkpointer:
         try:
             self._write_files(self._folder / name, state, json.loads(content))
             self.last_error = None
-            if self._trainer.rank == 0:
-                self._prune(name)
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
             for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
@@ -181,6 +179,12 @@ class Checkpointer:
                 self.last_error,
                 self._folder,
             )
+            return
+        if self._trainer.rank == 0:
+            try:
+                self._prune(name)
+            except (OSError, ValueError, KeyError) as error:
+                log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 
     def _write_files(self, folder: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
         rank, world = self._trainer.rank, self._trainer.world_size

@@ -36,11 +36,11 @@ needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is no
 needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
 
 
-def app(**environ: str) -> dict[str, Any]:
-    """The one app of app.config.js, as node sees it."""
+def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
+    """The one app of app.config.js in ``folder``, as node sees it."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
     done = subprocess.run(
-        ["node", "-e", code, str(ROOT / "app.config.js")],
+        ["node", "-e", code, str(folder / "app.config.js")],
         env={"PATH": os.environ["PATH"], **environ},
         capture_output=True,
         text=True,
@@ -63,6 +63,18 @@ def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: s
     assert settings["stop_exit_codes"] == [2, 3] and settings["treekill"] is False
     assert Path(settings["script"]).is_file()
     assert "SECRET" not in json.dumps(settings)
+
+
+@needs_node
+@pytest.mark.timeout(60)
+def test_an_operator_s_own_rows_may_hold_numbers(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "app.config.js", tmp_path)
+    rows = '[["--neuron.upload_steps", 50], ["--neuron.stop_timeout", 90]]'
+    (tmp_path / "app.config.override.js").write_text(f"module.exports = {rows};")
+    settings = app(tmp_path)
+    config = load_config("miner", settings["args"], environ=KEYS, dotenv=None)
+    assert config.store.upload_steps == 50 and config.miner.stop_timeout.seconds == 90
+    assert settings["kill_timeout"] >= 90_000
 
 
 class Pm2:

@@ -31,6 +31,8 @@ from distributed_training.miner.process import leave
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
     AllReduceResult,
     PublicationReport,
     Revision,
@@ -50,6 +52,7 @@ class Alone:
         self.buffers = [torch.zeros(shape) for _, shape in schema]
         self.release = threading.Event()
         self.release.set()
+        self.faults: list[AllReduceFault] = []  # of the next rounds
 
     def average(
         self,
@@ -59,6 +62,10 @@ class Alone:
         cancelled: threading.Event | None = None,
     ) -> AllReduceResult:
         assert self.release.wait(60)
+        if self.faults:
+            for buffer in self.buffers:
+                buffer.fill_(float("nan"))  # a broken round leaves anything there
+            raise AllReduceError(self.faults.pop(0))
         return AllReduceResult(("me",), (), 0.0, 0.0, 0.0)
 
     def cancel(self) -> None:
@@ -112,8 +119,12 @@ class Miner:
         upload_steps: int = 4,
         checkpoint_steps: int = 5,
         before_order: Callable[[Miner, Any], None] | None = None,
+        patience: float = 60.0,
     ) -> None:
         self.folder = folder
+        self.patience = patience
+        self.disk_problem: str | None = None
+        self.waits: list[tuple[float, float]] = []  # of each step: for data, in all
         self.channel = open_control_channel(
             environ=os.environ, timeout=timedelta(seconds=60), backend="gloo"
         )
@@ -179,6 +190,7 @@ class Miner:
             micro_batch_size=self.trainer.micro_batch_size,
             prefetch=lambda: 1,  # in order, whatever the ranks' pace
             hold_back=0 if self.data.holds_back(held) else held,
+            patience=self.patience,
         )
         self.blocks.restore(extra.get("rank_zero", {}).get("blocks", {}), extra.get("data", {}))
         self.swarm, self.publisher = Alone(self.trainer.schema), Publisher()
@@ -208,7 +220,7 @@ class Miner:
             round_clock=RoundClock(
                 chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
             ),
-            disk_problem=lambda: None,
+            disk_problem=lambda: self.disk_problem,
             submit=self.publisher.submit,
             run=5,
             bucket="mine",
@@ -238,6 +250,7 @@ class Miner:
         self.events.append(kind)
         if kind == "step":
             self.losses.append(fields["loss"])
+            self.waits.append((fields["data_wait_seconds"], fields["seconds"]))
             self._on_step(self, len(self.losses))
 
     def call(self) -> None:
@@ -256,6 +269,7 @@ class Miner:
                 "losses": self.losses,
                 "events": self.events,
                 "submitted": self.publisher.submitted,
+                "waits": self.waits,
                 "blocks": self.blocks.blocks(),
                 "outer_step": self.trainer.outer_step,
                 "inner_step": self.trainer.inner_step,
@@ -375,6 +389,118 @@ def before_commit(folder: Path) -> None:
         on_step=lambda m, step: m.call() if step == 8 else None,
         fault_hook=fault,
     ).run("before_commit")
+
+
+def after_commit(folder: Path) -> None:
+    """Killed in the first round when rank 0 has written its checkpoint of it, rank 1 not."""
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 5:
+            miner.checkpointer.wait()
+        if step == 8:
+            miner.call()
+
+    miner = Miner(folder, on_step=on_step)
+    save, write, commit = (
+        miner.checkpointer.save,
+        miner.checkpointer._write,
+        miner.trainer.commit_outer_step,
+    )
+    committed = False
+
+    def committing() -> None:
+        nonlocal committed
+        commit()
+        committed = True
+
+    def writing(*arguments: Any) -> None:
+        if committed and RANK == 1:
+            time.sleep(60)
+        write(*arguments)
+
+    def saving(*arguments: Any) -> None:
+        save(*arguments)
+        if not committed:
+            miner.checkpointer.wait()
+        elif RANK == 0:
+            deadline = time.monotonic() + 30
+            while len(list(folder.glob("checkpoints/checkpoint-*/rank-0.json"))) < 2:
+                assert time.monotonic() < deadline
+            os.kill(0, 9)
+
+    miner.trainer.commit_outer_step = committing  # type: ignore[method-assign]
+    miner.checkpointer._write = writing  # type: ignore[method-assign]
+    miner.checkpointer.save = saving  # type: ignore[method-assign]
+    miner.run("after_commit")
+
+
+def refused(folder: Path) -> None:
+    """A round fails in each of its ways, and each leaves the miner what it was."""
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step in (2, 4, 6, 8, 10):
+            miner.call()
+        if step == 12:
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step)
+    if RANK == 0:
+        miner.swarm.faults = [
+            AllReduceFault.PEER_FAILED,
+            AllReduceFault.TIMEOUT,
+            AllReduceFault.NO_GROUP,
+            AllReduceFault.NOT_FINITE,
+            AllReduceFault.SWARM_DOWN,
+        ]
+    miner.run("refused")
+
+
+def full_disk(folder: Path) -> None:
+    """No room for a snapshot before step 6."""
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 6:
+            assert not miner.publisher.submitted
+            miner.disk_problem = None
+        if step == 12:
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step)
+    miner.disk_problem = "the disk is full, says the test"
+    miner.run("full_disk")
+
+
+def starved(folder: Path) -> None:
+    """The last rank's source is dead after the first block."""
+    most = 0.0
+
+    def on_step(miner: Miner, step: int) -> None:
+        hungry = [i for i, (waited, _) in enumerate(miner.waits) if waited > 0.5]
+        if step == 60 or (hungry and step >= hungry[0] + 3):
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step, patience=1.0)
+    ready, exchange = miner.data.ready, miner.channel.exchange
+    first: list[int] = []
+
+    def only_first(block: int) -> int | None:
+        sequences = ready(block)
+        if sequences is not None and not first:
+            first.append(block)
+        return sequences if block in first else None
+
+    def timed(order: Any) -> Any:
+        nonlocal most
+        began = time.monotonic()
+        got = exchange(order)
+        most = max(most, time.monotonic() - began)
+        return got
+
+    if RANK == WORLD - 1:
+        miner.data.ready = only_first  # type: ignore[method-assign]
+        miner.channel.exchange = timed  # type: ignore[method-assign]
+    miner.run("starved")
+    (folder / f"longest-{RANK}.json").write_text(json.dumps(most))
 
 
 def awkward(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 
 from distributed_training.config.data import DataSettings
 from distributed_training.data import DataPipeline, TextTokenizer, build_tokenizer, read_receipts
+from distributed_training.data import pipeline as data_pipeline
 from distributed_training.data.shards import token_digest
 from distributed_training.protocol.pages import select_pages
 from tests.support_data import DATASET, Fault, RowsServer, tables
@@ -326,6 +328,44 @@ def test_a_worker_that_cannot_work_says_why(
             assert wait_ready(made, 4) > 0
     assert "Block 2 could not be prepared" in caplog.text
     assert "Block 3 could not be prepared" in caplog.text
+
+
+def test_what_a_worker_said_before_it_died_is_heard(
+    tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            worker = made._workers[0]
+            made.request(7)
+            assert worker._connection.poll(40)
+            worker._process.kill()
+            worker._process.wait()
+            made.request(8)
+            assert wait_ready(made, 7) > 0
+            assert wait_ready(made, 8) > 0
+            assert made.counters()["worker_restarts"] == 1
+
+
+def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
+    tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = data_pipeline.DataWorker
+    failed: list[Any] = []
+
+    def start(spec: Any) -> Any:
+        if len(failed) < 2:
+            failed.append(spec)
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(spec)
+
+    with RowsServer(TABLES, latency=0.3) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            made.request(7)
+            monkeypatch.setattr(data_pipeline, "DataWorker", start)
+            monkeypatch.setattr(data_pipeline, "_LARGEST_BACKOFF", 0.1)
+            made._workers[0]._process.kill()
+            assert wait_ready(made, 7) > 0
+    assert len(failed) == 2
 
 
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:

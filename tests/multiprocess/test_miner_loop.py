@@ -132,6 +132,51 @@ def test_killed_between_average_and_commit_there_was_no_round(
     assert same(resumed, whole)
 
 
+def test_killed_after_the_commit_when_one_rank_has_its_checkpoint_there_was_no_round(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    end_by_kill("after_commit", tmp_path)
+    resumed = run("resumed", tmp_path)
+    assert resumed["outer_step"] == 0, "a checkpoint counts when all ranks have written theirs"
+    assert resumed["losses"] == whole["losses"][5:]
+    assert same(resumed, whole)
+
+
+def test_rounds_that_fail_cost_no_bit(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    result = run("refused", tmp_path)
+    assert result["events"].count("round") == 5
+    assert "outer_step" not in result["events"]
+    assert result["losses"] == whole["losses"]
+    assert same(result, whole)
+
+
+def test_a_full_disk_blocks_publication_and_nothing_else(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    result = run("full_disk", tmp_path)
+    text = (tmp_path / "full_disk-0.log").read_text()
+    assert "the disk is full, says the test" in text
+    assert result["losses"] == whole["losses"]
+    assert same(result, whole)
+    steps = [int(s["tag"].rsplit(".")[-1]) for s in result["submitted"]]
+    assert steps and min(steps) >= 6
+
+
+def test_a_dead_source_of_one_rank_is_waited_for_by_none(tmp_path: Path) -> None:
+    result = run("starved", tmp_path)
+    text = (tmp_path / "starved-0.log").read_text()
+    waited, seconds = max(result["waits"])
+    assert 0.9 <= waited <= seconds, "the step that waited says so"
+    assert "No new data for" in text and "is trained on again" in text
+    assert len(result["losses"]) > result["waits"].index([waited, seconds]) + 1
+    assert json.loads((tmp_path / "longest-1.json").read_text()) < 2, "no wait in a collective"
+
+
 def test_a_stop_within_an_inner_step_neither_drops_nor_repeats_a_micro_batch(
     straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

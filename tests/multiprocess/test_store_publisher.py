@@ -162,11 +162,13 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
     store = new_bucket(server, settings)
     revision = Revision(5, 4, 10)
     snapshots = tmp_path / "snapshots"
-    files = write_snapshot(snapshots / "4.10.7", revision, world_size=1, rows=2000)
+    write_snapshot(snapshots / "4.5.6", Revision(5, 4, 5), world_size=1)
     publisher = Publisher(
         settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
     )
     try:
+        until(lambda: list(snapshots.iterdir()) == [], what="the end of what a killed miner left")
+        files = write_snapshot(snapshots / "4.10.7", revision, world_size=1, rows=2000)
         publisher.submit(snapshots / "4.10.7", revision, 1, peer_id=PEER_ID)
         until(store.list_multiparts, what="the start of the upload")
         publisher.pause()

@@ -95,6 +95,12 @@ def test_warnings_as_operators_know_them() -> None:
     ]
 
 
+def test_a_slow_step_that_waited_for_data_says_so() -> None:
+    hungry = dataclasses.replace(REPORT, seconds=90.0, data_wait_seconds=70.0)
+    (line,) = step_warnings(hungry, DiagnosticsSettings())
+    assert line.endswith("Check GPU usage! 70.0s of it were spent waiting for data")
+
+
 def test_thresholds_are_the_operators() -> None:
     settings = DiagnosticsSettings(
         slow_step=timedelta(seconds=5),

@@ -131,15 +131,87 @@ def test_no_more_is_requested_than_the_depth_asks_for_now() -> None:
     assert feed.on_boundary(may_begin=True).request == 101
 
 
-def test_without_new_data_the_last_block_is_trained_on_again_after_a_while() -> None:
+def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     world = World()
+    world.sequences |= {99: None, 98: None}
     feed = world.feed()
     feed.on_boundary(may_begin=True)
     assert feed.on_boundary(may_begin=True).begin == 100
     feed.block_used_up()
     assert feed.on_boundary(may_begin=True).begin == 0
+    assert "No new data" not in caplog.text
     world.now = 61.0
     assert feed.on_boundary(may_begin=True) == DataOrder(0, 100, 10)
+    assert "No new data for 61 s: block 100 is trained on again" in caplog.text
+
+
+def hour(world: World, feed: BlockFeed, *, block_seconds: float) -> tuple[float, list[int]]:
+    """An hour of training at ``block_seconds`` for a block, with 12 s between the chain's and 3 s
+    to prepare one: the share of it without data, and the blocks in their order."""
+    prepared: dict[int, float] = {}
+    world.ready = lambda block: 10 if prepared[block] <= world.now else None  # type: ignore[method-assign]
+    idle, begun, busy_until = 0.0, [], 0.0
+    while world.now < 3600:
+        world.chain = 100_000 + int(world.now // 12)
+        if world.now >= busy_until and feed.available:
+            feed.block_used_up()
+        order = feed.on_boundary(may_begin=True)
+        if order.request:
+            prepared[order.request] = world.now + 3
+        if order.begin:
+            begun.append(order.begin)
+            busy_until = world.now + block_seconds
+        elif world.now >= busy_until:
+            idle += 0.1
+        world.now += 0.1
+    return idle / 3600, begun
+
+
+@pytest.mark.parametrize("block_seconds", [1.0, 4.0, 30.0])
+def test_training_faster_than_the_chain_is_never_out_of_data(block_seconds: float) -> None:
+    world = World()
+    feed = world.feed(prefetch=8)
+    idle, begun = hour(world, feed, block_seconds=block_seconds)
+    assert idle < 0.01
+    assert len(set(begun)) == len(begun) > 0.9 * 3600 / block_seconds, "no block comes twice"
+    half_a_round = 375
+    assert all(max(begun[: i + 1]) > block - half_a_round for i, block in enumerate(begun))
+    for i in range(8, len(begun)):
+        newest = 100_000 + int(i * block_seconds // 12)
+        assert max(begun[: i + 1]) > newest - 12 - 8 * block_seconds // 12, "the list stays recent"
+
+
+def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() -> None:
+    world = World()
+    world.default = None
+    feed = world.feed(prefetch=9)
+    assert [feed.on_boundary(may_begin=True).request for _ in range(3)] == [100, 99, 98]
+    world.chain = 104  # nobody looked at 101 to 103
+    assert [feed.on_boundary(may_begin=True).request for _ in range(2)] == [104, 103]
+    again = world.feed(prefetch=20)
+    again.restore(feed.state(), {})
+    got = [again.on_boundary(may_begin=True).request for _ in range(9)]
+    assert got == [100, 99, 98, 104, 103, 102, 101, 97, 96]
+
+
+def test_a_chain_that_has_just_begun_has_no_block_before_its_first() -> None:
+    world = World()
+    world.chain, world.default = 2, None
+    feed = world.feed(prefetch=9)
+    assert [feed.on_boundary(may_begin=True).request for _ in range(4)] == [2, 1, 0, 0]
+
+
+def test_a_source_without_data_is_asked_no_more_often_than_the_chain_moves() -> None:
+    world = World()
+    world.default = 0
+    feed = world.feed(prefetch=8)
+    asked = [feed.on_boundary(may_begin=True).request for _ in range(20)]
+    assert [block for block in asked if block] == [100]
+    world.chain, world.default = 101, 10
+    assert feed.on_boundary(may_begin=True).request == 101
+    assert feed.on_boundary(may_begin=True).request == 99
 
 
 def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
         reader=bucket(weights(), tmp_path),
         post=events.append,
         interval=timedelta(hours=1),
-        epoch_start=lambda: rows_of(ours),
+        epoch_start=lambda: (4, rows_of(ours)),
     )
     watch.start()
     try:
@@ -215,7 +216,7 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
         reader=Reader(),
         post=events.put,
         interval=timedelta(milliseconds=10),
-        epoch_start=lambda: rows_of(weights()),
+        epoch_start=lambda: (4, rows_of(weights())),
     )
     watch.start()
     try:
@@ -225,6 +226,71 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
         assert event == WeightsCompared(4, False) and Reader.looks == 3
     finally:
         watch.close()
+
+
+class Two:
+    """An epoch's start whose comparison fails once; both lists tell what was asked for."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.ours, self.folder = 4, tmp_path
+        self.drifts: list[int] = []
+        self.during: Callable[[], None] = lambda: None
+        self.events: queue.Queue[Event] = queue.Queue()
+        self.watch = GlobalWatch(
+            reader=self,
+            post=self.events.put,
+            interval=timedelta(milliseconds=10),
+            epoch_start=lambda: (self.ours, rows_of(weights())),
+        )
+
+    def outer_step(self) -> int:
+        return 4
+
+    def fetch(self, outer_step: int) -> Path:
+        return self.folder
+
+    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+        self.drifts.append(outer_step)
+        if len(self.drifts) == 1:
+            self.during()
+            raise GlobalUnavailableError("503")
+        return 1.0
+
+    def until_fetched(self) -> list[Event]:
+        self.watch.start()
+        seen: list[Event] = []
+        try:
+            while not seen or not isinstance(seen[-1], GlobalFetched):
+                seen.append(self.events.get(timeout=10))
+            for _ in range(5):  # looks after it
+                seen.append(self.events.get(timeout=10))
+        finally:
+            self.watch.close()
+        return seen
+
+
+def test_an_epoch_start_that_is_being_replaced_is_not_compared(tmp_path: Path) -> None:
+    two = Two(tmp_path)
+    two.during = lambda: two.watch.fetch(4)
+    two.watch.compare_weights(4)
+    seen = two.until_fetched()
+    assert two.drifts == [4] and not any(isinstance(e, WeightsCompared) for e in seen)
+
+
+def test_an_epoch_start_that_a_round_replaced_is_not_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    two = Two(tmp_path)
+
+    def committed() -> None:
+        two.ours = 5
+        threading.Timer(0.1, two.watch.fetch, [5]).start()
+
+    two.during = committed
+    two.watch.compare_weights(4)
+    seen = two.until_fetched()
+    assert two.drifts == [4] and not any(isinstance(e, WeightsCompared) for e in seen)
+    assert "are not the global ones" not in caplog.text
 
 
 def test_what_was_fetched_of_a_state_published_anew_is_fetched_again(tmp_path: Path) -> None:

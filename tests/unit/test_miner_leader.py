@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -13,14 +14,17 @@ from distributed_training.miner.orders import ControlChannel, DataOrder, Order, 
 from distributed_training.miner.state import (
     AllReduceCalled,
     GlobalEpochSeen,
+    GlobalFetched,
     GlobalFetchFailed,
     InnerStepEnded,
     MinerState,
     Mode,
     OuterStepEnded,
     PseudoGradientWritten,
+    RolledBack,
     StopRequested,
     Timing,
+    WeightsCompared,
 )
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -156,7 +160,7 @@ def test_it_idles_without_data_and_begins_when_a_block_is_ready() -> None:
     rig = Rig()
     rig.blocks.available = False
     rig.blocks.request = 555
-    assert rig.order() == Order(OrderKind.IDLE, 0, 555)
+    assert rig.order() == Order(OrderKind.IDLE, 1, 555), "1: for data"
     rig.blocks.begin = (555, 64)
     assert rig.order() == Order(OrderKind.CONTINUE, 0, 0, 555, 64)
 
@@ -234,6 +238,16 @@ def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> 
     while not (rig.swarm.event and rig.swarm.event.is_set()):
         assert time.monotonic() < deadline
     rig.swarm.release.set()
+
+
+def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
+    rig = Rig()
+    rig.leader.post(WeightsCompared(4, same=False))
+    rig.order()
+    rig.leader.post(GlobalFetched(4, Path("epoch-4")))
+    rig.leader.post(RolledBack(3))
+    order = rig.order_other_than_idle()
+    assert (order.kind, order.arg) == (OrderKind.LOAD, 4)
 
 
 def test_a_snapshot_carries_the_chain_block() -> None:

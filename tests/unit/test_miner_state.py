@@ -89,7 +89,7 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
     ),
     (
         "an epoch ahead that could not be fetched is asked for later",
-        state(Mode.AWAITING_GLOBAL, fetch_failures=1),
+        state(Mode.AWAITING_GLOBAL, fetch_failures=1, failed_target=13),
         GlobalEpochSeen(13, 2000.0),
         Mode.AWAITING_GLOBAL,
         (),
@@ -375,6 +375,19 @@ def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
     now, _ = transition(now, GlobalFetched(13, Path("epoch-13")), TIMING)
     now, _ = transition(now, LoadEnded(13), TIMING)
     assert now.fetch_failures == 0
+
+
+def test_a_newer_epoch_is_not_held_back_by_one_that_failed() -> None:
+    now, _ = transition(state(Mode.TRAINING), GlobalEpochSeen(13, 5000.0), TIMING)
+    for _ in range(7):
+        now, _ = transition(now, GlobalFetchFailed("NaN", 5000.0), TIMING)
+        assert transition(now, GlobalEpochSeen(13, 5001.0), TIMING)[1] == ()
+        now, _ = transition(now, GlobalEpochSeen(13, now.global_due), TIMING)
+    now, _ = transition(now, GlobalFetchFailed("NaN", 5000.0), TIMING)
+    now, orders = transition(now, GlobalEpochSeen(14, 5001.0), TIMING)
+    assert (now.fetch_target, orders) == (14, (Do.PAUSE_UPLOADS, Do.FETCH_GLOBAL))
+    now, _ = transition(now, GlobalFetchFailed("NaN", 5002.0), TIMING)
+    assert now.global_due == 5062.0, "another epoch, another count"
 
 
 def test_a_roll_back_to_an_older_epoch_leads_to_the_global_one() -> None:

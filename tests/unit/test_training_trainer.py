@@ -477,6 +477,23 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
     assert [len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")] == [2, 2]
 
 
+def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=1)
+
+    def stale(self: Checkpointer, newest: str) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Checkpointer, "_prune", stale)
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    assert keeper.last_error is None and "were not deleted" in caplog.text
+    restored = keeper.restore()
+    assert restored is not None and restored[0].inner_step == 1
+
+
 def test_a_roll_back_that_did_not_help_goes_further_back(tmp_path: Path) -> None:
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path, keep=2)
