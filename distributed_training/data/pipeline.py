@@ -107,6 +107,7 @@ class DataPipeline:
         self._prepare_seconds = 0.0  # of one block, moving mean
         self._train_seconds = 0.0
         self._begun_at: float | None = None
+        self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
         self._slow_line_at = -math.inf
         self._failures = 0  # of workers in a row, starts included
         self._deaths = 0  # of workers that had been started, in a row
@@ -219,9 +220,11 @@ class DataPipeline:
         self._finish()
         self._check_restored(block, held)
         now = time.monotonic()
-        if self._begun_at is not None:
-            self._train_seconds = _mean(self._train_seconds, now - self._begun_at)
-        self._begun_at = now
+        if self._begun_at is not None and self._served > 1:
+            # Up to the last batch, not up to now: in between there may have been nothing to begin.
+            seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
+            self._train_seconds = _mean(self._train_seconds, seconds)
+        self._begun_at, self._served = now, 0
         self._current, self._sequences, self._start = block, sequences, start
         self._offset = start
         self._blocks.move_to_end(block)
@@ -245,6 +248,8 @@ class DataPipeline:
             batch = self._buffer.take()
         if batch is not None:
             self._offset += self._micro_batch_size
+            self._served += 1
+            self._served_at = time.monotonic()
             if self._buffer is not None:
                 self._stage()
         return batch

@@ -368,6 +368,21 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     assert len(failed) == 2
 
 
+def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
+    tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RowsServer(TABLES, latency=0.2) as server:
+        with pipeline(server, tokenizer, tmp_path, connections=1, cache_gb=0.0) as made:
+            for block in (1, 50, 90):
+                made.request(block)  # only when the one before is used up
+                serve(made, block)
+            made.request(120)
+            wait_ready(made, 120)
+            made.begin(120, 2)
+            assert made._train_seconds < made._prepare_seconds / 4
+    assert "Data is prepared more slowly" in caplog.text and "--data.workers" in caplog.text
+
+
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
     with RowsServer(TABLES, latency=0.4) as server:
         with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:
