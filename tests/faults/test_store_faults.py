@@ -20,7 +20,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.cleanup import stuck_uploads, sweep_uploads
-from distributed_training.store.journal import Journal
+from distributed_training.store.journal import Journal, UploadRecord
+from distributed_training.store.multipart import MIB, Sender
 from distributed_training.store.owner import OWNER_KEY, claim_bucket
 from distributed_training.store.publication import Publication, Submission
 from distributed_training.store.publisher import Publisher
@@ -106,7 +107,7 @@ class Reader(threading.Thread):
 
 POINTS = {
     "at the first part": lambda call: call.what == "part" and call.count == 0,
-    "in the middle of the parts": lambda call: call.what == "part" and call.count == 2,
+    "in the middle of the parts": lambda call: call.what == "part" and call.count == 9,
     "at the first complete": lambda call: call.what == "complete" and call.count == 0,
     "while verifying": lambda call: call.what == "head" and call.key.endswith(keys.CONFIG),
     "at the root metadata": lambda call: (call.what, call.key) == ("put", keys.ROOT_METADATA),
@@ -122,7 +123,8 @@ def test_killed_at_a_point_the_next_process_goes_on(
     direct = new_bucket(server, base)
     older = Revision(5, 4, 5)
     digests = {}
-    for revision, rows in ((older, 400), (REVISION, 2000)):
+    # In the middle: so many parts that sending them all again would be too many.
+    for revision, rows in ((older, 400), (REVISION, 8000 if "middle" in point else 2000)):
         files = write_snapshot(tmp_path / revision.tag, revision, world_size=1, rows=rows)
         digests[revision] = {name: digest(path) for name, path in files.items()}
     journal = tmp_path / "store" / "uploads.json"
@@ -270,6 +272,44 @@ def test_a_complete_whose_answer_was_lost_counts_by_the_etag(
     assert report.ok, report.reason
     assert shim.refusals == ["complete 404"] * shim.count("complete")
     assert_published(direct, REVISION, files)
+
+
+def test_bytes_damaged_on_the_way_are_sent_again(server: ObjectStoreServer, tmp_path: Path) -> None:
+    base = settings_for(server)
+    direct = new_bucket(server, base)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    sizes = [path.stat().st_size for path in files.values()]
+    parts = sum(-(-s // base.part_size) for s in sizes if s > base.part_size)
+    with Shim(server.endpoint, flip=lambda call: call.what == "part" and call.count == 0) as shim:
+        settings, store = through(shim, base, direct.bucket)
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        assert shim.count("part") == parts + 1
+    assert report.ok, report.reason
+    assert_published(direct, REVISION, files)
+
+
+def test_a_part_at_the_store_with_other_bytes_is_not_kept(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    size, part = 12 * MIB, 5 * MIB
+    content = os.urandom(size)
+    path = tmp_path / "model"
+    path.write_bytes(content)
+    journal = Journal(tmp_path / "j.json")
+    upload_id = store.create_multipart("model")
+    store.upload_part("model", upload_id, 1, os.urandom(part))
+    store.upload_part("model", upload_id, 2, content[part : 2 * part])
+    sha256 = digest(path)
+    journal.put(UploadRecord(store.bucket, "model", upload_id, size, sha256, part))
+    sender = Sender(store=store, journal=journal, part_size=part)
+    try:
+        sender.upload("model", path, deadline=time.monotonic() + 30, sha256=sha256)
+    finally:
+        sender.close()
+    assert (sender.sent.parts_kept, sender.sent.parts) == (1, 2)
+    assert store.get("model", limit=size) == content
 
 
 def test_an_upload_aborted_by_someone_else_is_not_success(

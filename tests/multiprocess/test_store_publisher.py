@@ -64,6 +64,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
             )
         )
         assert psutil.Process(publisher.pid).nice() == min(19, psutil.Process().nice() + 15)
+        assert psutil.Process(publisher.pid).ionice() == (psutil.IOPRIO_CLASS_BE, 7)
         status = Path(f"/proc/{publisher.pid}/status").read_text()
         peak_kb = int(status.split("VmHWM:")[1].split()[0])
         assert peak_kb < 300_000, "torch must stay out of the uploader"
