@@ -51,6 +51,8 @@ class UploadSchedule:
         self.next_round_at: float | None = None
         self._busy_since: float | None = None
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
+        self._steps_since = 0  # that snapshot, over rounds
+        self._began: float | None = None  # the first step of this process
         self._warned: set[str] = set()
 
     def expect_round(self, at: float | None) -> None:
@@ -70,8 +72,8 @@ class UploadSchedule:
     def finish_by(self, now: float) -> float | None:
         """The moment by which a new publication should have ended, None if nothing presses."""
         due = []
-        if self.published_at is not None:
-            due.append(self.published_at + self._age_limit - self._slack)
+        if self._stale_at is not None:
+            due.append(self._stale_at - self._slack)
         if self.next_round_at is not None and self.next_round_at > now:
             due.append(self.next_round_at - self._slack)
         return min(due) if due else None
@@ -79,6 +81,9 @@ class UploadSchedule:
     def step(self, report: StepReport, now: float) -> Decision:
         """After an inner step: whether it should end with a snapshot."""
         self.step_seconds = _mean(self.step_seconds, report.seconds)
+        self._steps_since += 1
+        if self._began is None:
+            self._began = now
         lines = self._warnings(now)
         inner = report.inner_step
         regular = inner % self._every == 0
@@ -94,13 +99,12 @@ class UploadSchedule:
                 lines.append(("info", "Previous upload still in progress, skipping new upload"))
             return Decision(False, tuple(lines))
         due = upload_due(inner, upload_steps=self._every, minimum=self._minimum)
-        since = self._steps_since_last(report)
         if due and self._hold_back(now):
             due = False
-        if not due and since is not None and since >= self._every and self._last_chance(now):
+        if not due and self._enough_steps(inner) and self._last_chance(now):
             due = True
         if due:
-            self._busy_since = now
+            self._busy_since, self._steps_since = now, 0
             self._last = (report.outer_step, inner)
         return Decision(due, tuple(lines))
 
@@ -123,13 +127,18 @@ class UploadSchedule:
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _steps_since_last(self, report: StepReport) -> int | None:
-        if self._last is None:
-            # After a restart: at least these of this outer step, where the bucket has an age.
-            return None if self.published_at is None else report.inner_step
-        if self._last[0] != report.outer_step:
-            return report.inner_step
-        return report.inner_step - self._last[1]
+    @property
+    def _stale_at(self) -> float | None:
+        """An empty bucket counts as one that was fresh when this process began to train."""
+        since = self._began if self.published_at is None else self.published_at
+        return None if since is None else since + self._age_limit
+
+    def _enough_steps(self, inner_step: int) -> bool:
+        """``upload_steps`` bounds the frequency, whatever presses."""
+        if self._last is not None:
+            return self._steps_since >= self._every
+        # After a restart: at least those of this outer step.
+        return self.published_at is None or inner_step >= self._every
 
     def _hold_back(self, now: float) -> bool:
         """An upload started now would still be under way when the one for the round must start."""
@@ -148,16 +157,13 @@ class UploadSchedule:
         finish = self.finish_by(now)
         if finish is None:
             return False
-        start_by = finish - (self.upload_seconds or 0.0)
-        return now <= start_by < now + (self.step_seconds or 0.0) or (
-            now > start_by and self.published_at is not None and self._stale_soon(now)
-        )
-
-    def _stale_soon(self, now: float) -> bool:
-        assert self.published_at is not None
-        return now > self.published_at + self._age_limit - self._slack - (
-            self.upload_seconds or 0.0
-        )
+        upload = self.upload_seconds or 0.0
+        start_by = finish - upload
+        if now <= start_by:
+            return start_by < now + (self.step_seconds or 0.0)
+        # Too late for the round; but never too late to replace nothing, or what is soon stale.
+        assert self._stale_at is not None
+        return self.published_at is None or now > self._stale_at - self._slack - upload
 
     def _warnings(self, now: float) -> list[tuple[str, str]]:
         lines = []
@@ -166,6 +172,7 @@ class UploadSchedule:
             period = self._every * self.step_seconds + upload
             if period + self._slack > self._age_limit:
                 fitting = int((self._age_limit - self._slack - upload) / self.step_seconds)
+                fitting = min(fitting, self._minimum)  # so that each round has its publication
                 remedy = (
                     f"give --neuron.upload_steps {fitting} or less"
                     if fitting >= 1

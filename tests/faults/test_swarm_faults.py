@@ -9,12 +9,15 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -28,8 +31,11 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
+from distributed_training.swarm.bootstrap import address_of
 
 pytestmark = pytest.mark.timeout(150)
+
+PEER = Path(__file__).parents[1] / "multiprocess" / "swarm_peer.py"
 
 #: Large enough that a transfer can be caught in the middle.
 SHAPES: list[tuple[int, ...]] = [(1000, 1000)] * 12
@@ -263,6 +269,94 @@ def test_a_host_that_alone_dies_in_a_round_ends_it_at_once(make: Make) -> None:
     assert time.monotonic() - began < 30
     wait_for(lambda: alone.alive() and not alone._lock.locked(), "the host is there", seconds=40)
     assert_good_round(alone, other)
+
+
+def test_one_initial_peer_that_is_reachable_is_enough(make: Make, tmp_path: Path) -> None:
+    live = make()
+    dead = f"/ip4/127.0.0.1/tcp/1/p2p/{live.peer_id}"
+    late = HivemindSwarm(
+        settings=replace(SETTINGS, initial_peers=(dead, *live.visible_maddrs)),
+        schema=[(str(i), shape) for i, shape in enumerate(SMALL)],
+        run_folder=tmp_path / "late",
+    )
+    try:
+        assert late.joined
+        assert_good_round(live, late)
+    finally:
+        late.close()
+
+
+def test_the_address_of_the_flags_is_announced(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    swarm = HivemindSwarm(
+        settings=replace(SETTINGS, dht_ip="203.0.113.7", dht_port=port),
+        schema=[("w", (2,))],
+        run_folder=tmp_path,
+    )
+    try:
+        assert f"/ip4/203.0.113.7/tcp/{port}/p2p/{swarm.peer_id}" in swarm.visible_maddrs
+    finally:
+        swarm.close()
+
+
+@pytest.mark.parametrize(
+    ("maddr", "address"),
+    [
+        ("/ip4/1.2.3.4/tcp/8009/p2p/Qm", ("1.2.3.4", 8009)),
+        ("/dns4/boot.example.org/tcp/9/p2p/Qm", ("boot.example.org", 9)),
+        ("/ip6/::1/tcp/9", ("::1", 9)),
+        ("/ip4/1.2.3.4/udp/8009/quic/p2p/Qm", None),
+        ("/ip4/1.2.3.4/tcp/many", None),
+        ("1.2.3.4:8009", None),
+        ("", None),
+    ],
+)
+def test_addresses_that_can_be_probed(maddr: str, address: tuple[str, int] | None) -> None:
+    assert address_of(maddr) == address
+
+
+@pytest.mark.slow
+def test_bandwidth_is_what_the_round_before_moved_and_absent_before(make: Make) -> None:
+    first, second = make(SHAPES), make(SHAPES)
+    told: list[float | None] = []
+    send = first._send
+
+    def listening(order: dict[str, Any]) -> None:
+        if order["kind"] == "average":
+            told.append(order["bandwidth"])
+        send(order)
+
+    first._send = listening  # type: ignore[method-assign]
+    results = [Rounds(first, second).join()[first] for _ in range(2)]
+    before = results[0]
+    assert isinstance(before, AllReduceResult) and isinstance(results[1], AllReduceResult)
+    assert before.transfer_seconds is not None
+    size = 4 * sum(rows * columns for rows, columns in SHAPES)
+    measured = 8e-6 * size / before.transfer_seconds if before.transfer_seconds > 0.5 else None
+    assert told[0] is None
+    assert told[1] == (None if measured is None else pytest.approx(measured))
+
+
+def test_nothing_outlives_the_killed_owner_of_a_host(tmp_path: Path) -> None:
+    peer = subprocess.Popen(
+        [sys.executable, str(PEER), str(tmp_path), "127.0.0.1", "4000", "[]"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(PEER.parents[2])},
+    )
+    assert peer.stdin is not None and peer.stdout is not None
+    with peer.stdin, peer.stdout:
+        assert b"peer_id" in peer.stdout.readline()
+        tree = psutil.Process(peer.pid).children(recursive=True)
+        assert any("p2pd" in process.name() for process in tree)
+        peer.kill()
+        peer.wait()
+        _, left = psutil.wait_procs(tree, timeout=10)
+        for process in left:
+            process.kill()
+        assert left == []
 
 
 def test_a_second_call_is_refused_and_the_first_goes_on(make: Make) -> None:

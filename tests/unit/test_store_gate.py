@@ -148,6 +148,47 @@ def test_one_upload_ends_shortly_before_the_round(
     assert round_at - 240 - max(landed) <= max(every * 10, upload) + 10 * every + 10
 
 
+@pytest.mark.parametrize("every", [5, 20, 60])
+@pytest.mark.parametrize("step", [10.0, 30.0, 60.0, 80.0])
+@pytest.mark.parametrize("upload", [50.0, 300.0, 900.0])
+@pytest.mark.parametrize("known", [True, False])
+def test_over_many_rounds_what_is_published_is_never_too_old(
+    every: int, step: float, upload: float, known: bool
+) -> None:
+    """Rounds of 4800 s, 700 s of which nobody trains; each begins again at inner step 0."""
+    plan = schedule(every)
+    oldest, warned, too_old_at = 0.0, 0.0, 0.0
+    now, finish = 0.0, (0.0, 0, 0)
+    for outer in range(8):
+        ends = now + 4100.0
+        if known:
+            plan.expect_round(ends)
+        inner = 0
+        while now + step <= ends:
+            now += step
+            inner += 1
+            if finish[0] and now >= finish[0]:
+                plan.published(ended(finish[1], finish[2], finish[0], upload))
+                finish = (0.0, 0, 0)
+            age = plan.repo_age(now)
+            if age is not None:
+                oldest = max(oldest, age)
+                if age > 4800 and not too_old_at:
+                    too_old_at = now
+            decision = plan.step(report(inner, seconds=step, outer=outer), now)
+            said = " ".join(text for _, text in decision.lines)
+            if not warned and ("Step 50" in said or "--neuron.upload_steps 50" in said):
+                warned = now
+            if decision.snapshot:
+                finish = (now + upload, outer, inner)
+        now = ends + 700.0
+    assert oldest > 0
+    if step <= 60:
+        assert oldest <= 4800
+    if too_old_at:  # 50 steps alone take nearly as long as the limit allows
+        assert 0 < warned < too_old_at
+
+
 def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
     plan = schedule(60, published_at=0.0)
     plan.upload_seconds = 300.0
@@ -179,7 +220,7 @@ def test_a_failed_upload_frees_the_way_and_is_no_publication() -> None:
 def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
     plan = schedule(500)
     _, said = run(plan, range(1, 3), step=20, upload=10)
-    assert any("--neuron.upload_steps 228 or less" in text for text in said)
+    assert any("--neuron.upload_steps 50 or less" in text for text in said)
     plan = schedule(5, published_at=0.0)
     decision = plan.step(report(1, seconds=10), 4600.0)
     assert any("Repo age is 4600s" in text for _, text in decision.lines)
