@@ -137,6 +137,9 @@ def torchrun_environment(instance: str, *, ranks: int, stop_timeout: timedelta) 
     env["PYTHONUNBUFFERED"] = "1"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     env["PET_SHUTDOWN_TIMEOUT"] = str(max(1, round(stop_timeout.total_seconds())))
+    # Large tensors in huge pages where the kernel gives them on request: copies of the whole model
+    # (checkpoints, snapshots, the outer step) spend most of their time on first touches of pages.
+    env.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     env.setdefault("OMP_NUM_THREADS", str(max(1, _usable_cores() // ranks)))
     if sys.platform == "linux":  # all ranks are on this machine; its name may resolve to nothing
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -45,6 +45,7 @@ class TrainerLike(Protocol):
         self, batch: torch.Tensor, *, data_wait_seconds: float, domain: int
     ) -> StepReport | None: ...
     def write_pseudo_gradient(self, buffers: Sequence[torch.Tensor] | None) -> float: ...
+    def anticipate_outer_step(self) -> None: ...
     def prepare_outer_step(self, averaged: Sequence[torch.Tensor] | None) -> None: ...
     def commit_outer_step(self) -> None: ...
     def roll_back_outer_step(self) -> None: ...
@@ -134,6 +135,7 @@ class MinerLoop:
         self._holds_back = False
         self._requested: set[int] = set()
         self._last_loss = 0.0
+        self._written = False  # a pseudo-gradient, and no outer step yet
         self._starved = 0.0  # seconds without data since the last micro-batch
         self._trains = False  # a first micro-batch came: what a start takes is no step's time
 
@@ -147,6 +149,9 @@ class MinerLoop:
                 case OrderKind.CONTINUE:
                     self._micro_batch()
                 case OrderKind.IDLE:
+                    if self._written:  # the swarm looks for a group now
+                        self._trainer.anticipate_outer_step()
+                        self._written = False
                     if order.arg and self._trains:
                         self._starved += time.perf_counter() - began
                 case OrderKind.AVERAGE:
@@ -220,11 +225,13 @@ class MinerLoop:
             if self._zero:
                 self._zero.pseudo_gradient_failed(error)
             return
+        self._written = True
         if self._zero:
             self._zero.pseudo_gradient_written(norm)
 
     def _outer_step(self) -> None:
         """Prepare aside, vote, then commit everywhere or nowhere."""
+        self._written = False
         detail = ""
         try:
             self._trainer.prepare_outer_step(self._zero.buffers if self._zero else None)

@@ -63,10 +63,12 @@ class Swarm(Protocol):
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Euclidean norm over all tensors, summed in float64; NaN or Inf if any value is."""
-    return math.sqrt(
-        sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in tensors)
-    )
+    """Euclidean norm over all tensors; NaN or Inf if any value is.
+
+    Each tensor's in float32, five times as fast as in float64, while training waits; values whose
+    squares overflow it (1e19) count as Inf.
+    """
+    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in tensors))
 
 
 def usual_norm(local_norm: float, previous: Sequence[float]) -> float:

@@ -37,7 +37,7 @@ def nesterov_sgd(
     """
     new_momentum = grad.clone() if momentum is None else momentum.mul(mu).add_(grad)
     update = grad.add(new_momentum, alpha=mu)
-    return param.add(update, alpha=-lr), new_momentum
+    return torch.add(param, update, alpha=-lr, out=update), new_momentum
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class OuterStep:
         self._shards = shards
         self._stream = stream
         self._prepared: _Prepared | None = None
+        self._ahead: list[Tensor] | None = None
 
     def current(self) -> list[Tensor]:
         """A copy of the present weights' rows in host memory."""
@@ -65,7 +66,7 @@ class OuterStep:
     def begin_epoch(self) -> None:
         """Epoch start := the present weights. All ranks."""
         self.epoch_start = self.current()
-        self._prepared = None
+        self._prepared = self._ahead = None
         self.epoch_id = self._new_epoch_id()
 
     def load(self, path: Path | None, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
@@ -100,6 +101,7 @@ class OuterStep:
         beside ``buffers``. Raises AllReduceError(LOCAL) on all ranks alike when buffers do not
         match the model or the pseudo-gradient holds NaN or Inf.
         """
+        self._ahead = None
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
             problem = "no epoch-start weights are kept: begin_epoch was not called"
@@ -110,12 +112,26 @@ class OuterStep:
         square = 0.0
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
             rows = start - shard.local.to("cpu")
-            square += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+            square += float(torch.linalg.vector_norm(rows)) ** 2
             self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
         total = self._stream.sum([square])[0]
         if not math.isfinite(total):
             raise AllReduceError(AllReduceFault.LOCAL, "the pseudo-gradient holds NaN or Inf")
         return math.sqrt(total)
+
+    @torch.no_grad()
+    def anticipate(self) -> None:
+        """Compute now what :meth:`prepare` needs and no average changes (the error feedback): to be
+        called while the swarm looks for a group. Collective; changes nothing that is kept."""
+        if self.feedback.mode != "round" or self.epoch_start is None:
+            return
+        problem = None
+        try:
+            self._ahead = self.feedback.after_round(self.epoch_start, self.learning_rate)
+        except RuntimeError as error:  # out of memory, for one
+            problem = f"{type(error).__name__}: {error}"
+        if self._stream.first_error(problem) is not None:
+            self._ahead = None  # prepare tries again, and votes
 
     @torch.no_grad()
     def prepare(self, averaged: Sequence[Tensor] | None) -> None:
@@ -131,8 +147,8 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.SCHEMA, problem)
         if self.epoch_start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "begin_epoch was not called")
-        average = self._scatter(averaged)
-        norms = [float(torch.linalg.vector_norm(a, dtype=torch.float64)) for a in average]
+        average = self._scatter(averaged, borrow=True)
+        norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)
         error = None
@@ -153,7 +169,9 @@ class OuterStep:
         if error is not None:
             raise AllReduceError(AllReduceFault.LOCAL, error)
         if self.feedback.mode == "round":
-            feedback = self.feedback.after_round(self.epoch_start, self.learning_rate)
+            feedback = self._ahead or self.feedback.after_round(
+                self.epoch_start, self.learning_rate
+            )
         self._prepared = _Prepared(weights, momentum, feedback, self._new_epoch_id())
 
     @torch.no_grad()
@@ -173,20 +191,27 @@ class OuterStep:
         self.epoch_id = prepared.epoch_id
         if prepared.feedback is not None:
             self.feedback.residual = prepared.feedback
-        self._prepared = None
+        self._prepared = self._ahead = None
 
     def roll_back(self) -> None:
         """Forget what was prepared."""
-        self._prepared = None
+        self._prepared = self._ahead = None
 
     def _new_epoch_id(self) -> str:
         return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))
 
-    def _scatter(self, source: Sequence[Tensor] | None) -> list[Tensor]:
+    def _scatter(self, source: Sequence[Tensor] | None, *, borrow: bool = False) -> list[Tensor]:
+        """``borrow``: rank 0's rows are views of ``source``."""
         result = []
         for i, shard in enumerate(self._shards):
-            rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
-            self._stream.scatter(shard.shape, None if source is None else source[i], rows)
+            whole = None if source is None else source[i]
+            if whole is not None and borrow:
+                self._stream.scatter(shard.shape, whole, None)
+                rows = whole[shard.start : shard.stop]
+            else:
+                shape = (shard.stop - shard.start, *shard.shape[1:])
+                rows = torch.empty(shape, dtype=torch.float32)
+                self._stream.scatter(shard.shape, whole, rows)
             result.append(rows)
         return result
 

@@ -89,15 +89,18 @@ class RowStream:
             if stop > start:
                 dist.recv(destination[start:stop], group=self.group, group_src=rank)
 
-    def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor) -> None:
-        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``."""
+    def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
+        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``; rank 0 may give None
+        and use its rows of ``source`` where they are."""
         if self.rank != 0:
+            assert rows is not None
             if rows.numel():
                 dist.recv(rows, group=self.group, group_src=0)
             return
         assert source is not None
         start, stop = row_range(shape[0], self.world_size, 0)
-        rows.copy_(source[start:stop])
+        if rows is not None:
+            rows.copy_(source[start:stop])
         for rank in range(1, self.world_size):
             start, stop = row_range(shape[0], self.world_size, rank)
             if stop > start:

@@ -459,6 +459,10 @@ class Trainer:
         """See :meth:`~.outer_step.OuterStep.write_pseudo_gradient`."""
         return self._outer.write_pseudo_gradient(buffers)
 
+    def anticipate_outer_step(self) -> None:
+        """See :meth:`~.outer_step.OuterStep.anticipate`."""
+        self._outer.anticipate()
+
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
         """See :meth:`~.outer_step.OuterStep.prepare`."""
         self._outer.prepare(averaged)

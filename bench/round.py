@@ -1,13 +1,17 @@
-"""Host memory of a round: what rank 0's machine holds beside training, in units of the fp32 model.
+"""What a round costs: host memory beside training, or with ``--pause`` time without training.
 
-    python bench/round_memory.py --ranks 2
-    python bench/round_memory.py --ranks 1 --model 1b --sequence-length 32
+    python bench/round.py --ranks 2
+    python bench/round.py --ranks 2 --pause
+    python bench/round.py --ranks 1 --model 1b --sequence-length 32
 
 Real ranks (FSDP over gloo), the swarm host of rank 0, and one more peer that is not counted. What
 counts is the proportional set size (a page that n processes share counts 1/n in each) of rank 0 and
 all that it started; sampled all the time, the peak of each phase is told.
-The baseline is rank 0 after inner steps, without swarm, epoch start and outer momentum: weights,
-gradient and AdamW's moments are in it, which on GPUs are in the GPU's memory.
+The baseline of the memory is rank 0 after inner steps, without swarm, epoch start and outer
+momentum: weights, gradient and AdamW's moments are in it, which on GPUs are in the GPU's memory.
+With ``--pause`` nothing is sampled: how long training stands still in each round, from before the
+pseudo-gradient to after the commit and its checkpoint's copy, against matchmaking and transfer of
+the same round.
 """
 
 from __future__ import annotations
@@ -16,11 +20,13 @@ import argparse
 import contextlib
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -32,8 +38,14 @@ import torch.distributed as dist
 
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.config.training import TrainingSettings
-from distributed_training.protocol.types import AllReduceError, RoundRequest
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceResult,
+    Progress,
+    RoundRequest,
+)
 from distributed_training.swarm import HivemindSwarm
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import Schema, build_meta_model, schema_of
 from distributed_training.training.sizes import named_config
 from distributed_training.training.trainer import Trainer
@@ -115,6 +127,11 @@ def other_peer(options: argparse.Namespace) -> None:
     swarm.close()
 
 
+def average(swarm: HivemindSwarm | None, results: list[AllReduceResult]) -> None:
+    if swarm is not None:
+        results.append(swarm.average(request()))
+
+
 def run(options: argparse.Namespace, rank: int, world: int) -> None:
     settings = TrainingSettings(
         local_batch_size_train=1,
@@ -135,7 +152,7 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
 
     model = 4 * sum(math.prod(shape) for _, shape in trainer.schema)
     train()
-    mine = Sampler() if rank == 0 else None
+    mine = Sampler() if rank == 0 and not options.pause else None
     rows: list[tuple[str, float]] = []
 
     def note(name: str) -> None:
@@ -144,6 +161,9 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
             rows.append((name, mine.peak() / model))
         dist.barrier()
 
+    if options.pause:
+        pauses(options, trainer, train)
+        return
     note("inner steps, nothing of the outer step (the baseline)")
     trainer.begin_epoch(0)
     note("with the epoch start")
@@ -159,8 +179,10 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
         buffers = swarm.buffers if swarm is not None else None
         trainer.write_pseudo_gradient(buffers)
         note(f"round {number + 1}: pseudo-gradient into the buffers")
-        if swarm is not None:
-            swarm.average(request())
+        averaging = threading.Thread(target=average, args=(swarm, []))
+        averaging.start()
+        trainer.anticipate_outer_step()
+        averaging.join()
         note(f"round {number + 1}: matchmaking and all-reduce")
         trainer.prepare_outer_step(buffers)
         trainer.commit_outer_step()
@@ -180,11 +202,65 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
         print(f"\nmost beside training in {ROUNDS} rounds: {most:.2f} x the fp32 model (goal 4.2)")
 
 
+def pauses(options: argparse.Namespace, trainer: Trainer, train: Callable[[], None]) -> None:
+    trainer.begin_epoch(0)
+    swarm: HivemindSwarm | None = None
+    store = meeting(options.folder)
+    folder = Path(options.folder)
+    if trainer.rank == 0:
+        swarm = swarm_of(trainer.schema, folder / "mine", (store.get("address").decode(),))
+    keeper = Checkpointer(trainer=trainer, folder=folder / "checkpoints")
+    shares: list[float] = []
+    for number in range(ROUNDS):
+        train()
+        keeper.wait()
+        dist.barrier()
+        began = time.perf_counter()
+        buffers = swarm.buffers if swarm is not None else None
+        trainer.write_pseudo_gradient(buffers)
+        written = time.perf_counter()
+        store.set(f"round {number}", "go")  # the other peer is as fast as we are
+        results: list[AllReduceResult] = []
+        averaging = threading.Thread(target=average, args=(swarm, results))
+        averaging.start()
+        trainer.anticipate_outer_step()
+        averaging.join()
+        averaged = time.perf_counter()
+        trainer.prepare_outer_step(buffers)
+        trainer.commit_outer_step()
+        committed = time.perf_counter()
+        keeper.save({}, Progress(trainer.outer_step, 0, 0, []))
+        ended = time.perf_counter()
+        if not results:
+            continue
+        result = results[0]
+        assert result.matchmaking_seconds is not None and result.transfer_seconds is not None
+        swarm_time = result.matchmaking_seconds + result.transfer_seconds
+        shares.append((ended - began - swarm_time) / swarm_time)
+        print(
+            f"round {number + 1}: {ended - began:.2f} s without training: matchmaking "
+            f"{result.matchmaking_seconds:.2f}, transfer {result.transfer_seconds:.2f}; beyond "
+            f"them {100 * shares[-1]:.1f} %: pseudo-gradient {written - began:.2f}, averager "
+            f"{averaged - written - swarm_time:.2f}, outer step {committed - averaged:.2f}, "
+            f"checkpoint's copy {ended - committed:.2f}"
+        )
+    keeper.wait()
+    if swarm is not None:
+        store.set("end", "now")
+        swarm.close()
+        model = 4 * sum(math.prod(shape) for _, shape in trainer.schema)
+        print(
+            f"{model / 1e6:.0f} MB of fp32 model, {trainer.world_size} rank(s): beyond matchmaking "
+            f"and transfer {100 * statistics.median(shares):.1f} % of them (median; goal 10)"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="125m")
     parser.add_argument("--sequence-length", type=int, default=128)
+    parser.add_argument("--pause", action="store_true", help="time instead of memory")
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
