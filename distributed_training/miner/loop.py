@@ -135,7 +135,8 @@ class MinerLoop:
         self._holds_back = False
         self._requested: set[int] = set()
         self._last_loss = 0.0
-        self._written = False  # a pseudo-gradient, and no outer step yet
+        self._written = False  # a pseudo-gradient, and the wait for its average has not begun
+        self._in_round = False  # until the outer step, or training that goes on without one
         self._starved = 0.0  # seconds without data since the last micro-batch
         self._trains = False  # a first micro-batch came: what a start takes is no step's time
 
@@ -197,6 +198,11 @@ class MinerLoop:
         self._trainer.hold_back(held)
 
     def _micro_batch(self) -> None:
+        if (
+            self._in_round
+        ):  # there was no average: what was computed ahead is not held till the next
+            self._trainer.roll_back_outer_step()
+            self._written = self._in_round = False
         started = time.perf_counter()
         batch = self._data.next()
         waited = time.perf_counter() - started + self._starved
@@ -225,13 +231,13 @@ class MinerLoop:
             if self._zero:
                 self._zero.pseudo_gradient_failed(error)
             return
-        self._written = True
+        self._written = self._in_round = True
         if self._zero:
             self._zero.pseudo_gradient_written(norm)
 
     def _outer_step(self) -> None:
         """Prepare aside, vote, then commit everywhere or nowhere."""
-        self._written = False
+        self._written = self._in_round = False
         detail = ""
         try:
             self._trainer.prepare_outer_step(self._zero.buffers if self._zero else None)

@@ -439,6 +439,7 @@ def refused(folder: Path) -> None:
 
     def on_step(miner: Miner, step: int) -> None:
         if step in (2, 4, 6, 8, 10):
+            miner.swarm.release.clear()
             miner.call()
         if step == 12:
             miner.stop()
@@ -452,7 +453,17 @@ def refused(folder: Path) -> None:
             AllReduceFault.NOT_FINITE,
             AllReduceFault.SWARM_DOWN,
         ]
+    anticipate, held = miner.trainer.anticipate_outer_step, []
+
+    def anticipating() -> None:
+        anticipate()
+        held.append(miner.trainer._outer._ahead is not None)
+        if RANK == 0:
+            miner.swarm.release.set()  # only now the round fails
+
+    miner.trainer.anticipate_outer_step = anticipating  # type: ignore[method-assign]
     miner.run("refused")
+    assert held == [True] * 5 and miner.trainer._outer._ahead is None
 
 
 def full_disk(folder: Path) -> None:
