@@ -110,7 +110,7 @@ class DataPipeline:
         self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
         self._slow_line_at = -math.inf
         self._failures = 0  # of workers in a row, starts included
-        self._deaths = 0  # of workers that had been started, in a row
+        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
         self._retry_at = 0.0
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         self._prepare_folder()
@@ -149,7 +149,7 @@ class DataPipeline:
                 continue
             for answer in answers:
                 if isinstance(answer, Prepared):
-                    self._failures = self._deaths = 0
+                    self._failures = 0
                 self._take(answer)
 
     def _replace(self, index: int) -> None:
@@ -167,19 +167,22 @@ class DataPipeline:
             return
         log.warning("A data worker ended unexpectedly and is started again")
         dead.close()
-        self._deaths += 1
+        self._blamed.update(dead.blocks[:1])
         for block in dead.blocks:
-            if self._deaths > 2 and block == dead.blocks[0]:
+            if self._blamed[block] > 2 and block == dead.blocks[0]:
                 log.warning("Block %d ends the data worker again and again: it is left out", block)
                 self._take(Failure(block, "it ended the data worker"))
                 continue
             self._submit(block)
 
     def _take(self, answer: Prepared | Failure) -> None:
+        if isinstance(answer, Failure) and answer.block is None:
+            log.warning("%s", answer.line)
+            return
+        if answer.block is not None:
+            self._blamed.pop(answer.block, None)
         if isinstance(answer, Failure):
-            if answer.block is None:
-                log.warning("%s", answer.line)
-                return
+            assert answer.block is not None
             log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
             self._counts["blocks_failed"] += 1
             self._pending.discard(answer.block)
@@ -381,7 +384,7 @@ class DataPipeline:
             self._slow_line_at = now
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers, or train from shards",
+                "training will wait: raise --data.workers, or --data.connections for a slow source",
                 per_worker,
                 self._train_seconds,
             )
@@ -409,9 +412,15 @@ class DataPipeline:
     def _forget(self) -> None:
         """Used blocks beyond the last few, and blocks that were prepared but never ordered."""
         while len(self._used) > _KEPT_BLOCKS + 1:
-            block, _ = self._used.popitem(last=False)
+            newest = max(
+                self._used
+            )  # a list of blocks needs a recent one, also while a source is down
+            block = next(b for b in self._used if b != newest)
+            del self._used[block]
             self._blocks.pop(block, None)
-        for block in tuple(self._blocks)[: max(0, len(self._blocks) - _MOST_BLOCKS)]:
+        ahead = max(self._settings.prefetch_blocks, self._settings.max_prefetch_blocks)
+        most = max(_MOST_BLOCKS, ahead + _KEPT_BLOCKS + 2)
+        for block in tuple(self._blocks)[: max(0, len(self._blocks) - most)]:
             if block not in self._used:
                 del self._blocks[block]
         files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)

@@ -34,7 +34,8 @@ class BlockFeed:
     ``hold_back``: micro-batches to leave out at the end of the first new block that is twice as
     long, for previews. ``patience``: seconds without any ready block after which a block that was
     served before is trained on again (its tokens are still cached on every rank), rather than
-    leaving GPUs idle.
+    leaving GPUs idle. ``recent``: validators refuse a list whose newest block is more than so many
+    behind the chain's (half a round).
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class BlockFeed:
         prefetch: Callable[[], int],
         hold_back: int = 0,
         patience: float = 60.0,
+        recent: int = 200,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain_block = chain_block
@@ -56,6 +58,7 @@ class BlockFeed:
         self._prefetch = prefetch
         self._hold_back = hold_back * micro_batch_size
         self._patience = patience
+        self._recent = recent - max(2, recent // 10)  # it has to arrive, and to be read
         self._clock = clock
         self._last_requested = 0  # the newest block
         self._oldest = 0
@@ -64,6 +67,9 @@ class BlockFeed:
         self._requested: list[int] = []
         self._ready: list[tuple[int, int]] = []
         self._current = (0, 0)  # block, its sequences
+        self._newest = (0, 0)  # of those that were begun
+        self._moved_at = clock()  # the chain
+        self._said_at = -patience  # that there is nothing new
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
         self._ahead: list[int] = []  # requested before a restart
@@ -89,6 +95,7 @@ class BlockFeed:
         block, sequences, start = self._next_block()
         if block:
             self._current = (block, sequences)
+            self._newest = max(self._newest, self._current)
             self._remaining = (sequences - start) // self._micro_batch_size
         return DataOrder(request, block, sequences, start)
 
@@ -118,6 +125,7 @@ class BlockFeed:
             elif block > self._last_requested + 1:
                 self._gaps = [*self._gaps[1 - _GAPS :], (self._last_requested + 1, block - 1)]
             self._last_requested = block
+            self._moved_at = self._clock()
         else:
             block = self._past_block()
         if block:
@@ -129,6 +137,8 @@ class BlockFeed:
         (protocol page, section 5), if the list also has recent ones."""
         if self._barren:
             return 0  # no more often than the chain moves, or a source that is down gets no rest
+        if self._clock() - self._moved_at > self._patience and not self._recent_is_coming():
+            return self._last_requested  # once more: no newer one is to be expected
         if self._gaps:
             first, last = self._gaps.pop()
             if first < last:
@@ -138,6 +148,17 @@ class BlockFeed:
             return 0
         self._oldest -= 1
         return self._oldest
+
+    def _recent_is_coming(self) -> bool:
+        """Whether the next publication's list will have a block that validators call recent."""
+        ahead = [*self._requested, *(block for block, _ in self._ready), *self._since_step]
+        if self._remaining:
+            ahead.append(self._current[0])
+        return max([*self._trained, *ahead], default=0) >= self._last_requested - self._recent
+
+    def list_is_recent(self) -> bool:
+        """Whether a publication with :meth:`blocks` would count, for its age."""
+        return max(self._trained, default=0) >= self._chain_block() - self._recent
 
     def _next_block(self) -> tuple[int, int, int]:
         block, sequences, start = self._under_way
@@ -159,13 +180,15 @@ class BlockFeed:
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now
-        if self._current[0] and now - self._starving_since >= self._patience:
-            log.warning(
-                "No new data for %.0f s: block %d is trained on again",
-                now - self._starving_since,
-                self._current[0],
-            )
-            return (*self._current, 0)
+        if self._newest[0] and now - self._starving_since >= self._patience:
+            if now - self._said_at >= self._patience:
+                self._said_at = now
+                log.warning(
+                    "No new data for %.0f s: block %d is trained on again",
+                    now - self._starving_since,
+                    self._newest[0],
+                )
+            return (*self._newest, 0)
         return 0, 0, 0
 
     # --- what was trained ----------------------------------------------------------------------

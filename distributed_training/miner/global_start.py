@@ -23,7 +23,7 @@ from distributed_training.store.s3 import S3ObjectStore
 log = logging.getLogger(__name__)
 
 _GLOBAL_RETRY = 1.0  # seconds between two looks for a global state that is not there yet
-_FETCH_RETRY_FACTOR = 300.0  # of it, at most, after downloads that were refused
+_FETCH_RETRY_LONGEST = 300.0  # seconds between two downloads of a state that is refused
 
 
 class StopBeforeStart(RuntimeError):
@@ -86,24 +86,27 @@ def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState
 
 def first_global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, Path]:
     """The present epoch and the folder with its files; waits until there is one."""
-    said, fetched = "", 0
+    said, target, failures, not_before = "", -1, 0, 0.0
     while True:
-        pause = _GLOBAL_RETRY
         try:
             outer_step = bucket.outer_step()
-            # A state that is refused was downloaded whole, and every miner that starts does that.
-            pause *= min(2.0 ** min(fetched, 10), _FETCH_RETRY_FACTOR)
-            fetched += 1
-            return outer_step, bucket.fetch(outer_step)
+            if outer_step != target:
+                target, failures, not_before = outer_step, 0, 0.0
+            if time.monotonic() >= not_before:
+                try:
+                    return outer_step, bucket.fetch(outer_step)
+                finally:  # what is refused was downloaded whole, and every miner does that
+                    wait = min(2.0 ** min(failures, 10), _FETCH_RETRY_LONGEST)
+                    failures, not_before = failures + 1, time.monotonic() + wait
         except GlobalUnavailableError as error:
             if str(error) != said:
                 log.info("Waiting for the global state: %s", error)
                 said = str(error)
-        _pause(wanted, pause)
+        _pause(wanted)
 
 
-def _pause(wanted: Callable[[], bool], seconds: float = _GLOBAL_RETRY) -> None:
-    deadline = time.monotonic() + seconds
+def _pause(wanted: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + _GLOBAL_RETRY
     while time.monotonic() < deadline:
         if not wanted():
             raise StopBeforeStart

@@ -272,6 +272,7 @@ def _rank_zero(
         micro_batch_size=trainer.micro_batch_size,
         prefetch=lambda: data.depth,
         hold_back=0 if data.holds_back(held) else held,
+        recent=config.miner.blocks_per_allreduce // 2,
     )
     blocks.restore(restored.get("rank_zero", {}).get("blocks", {}), restored.get("data", {}))
     swarm = outside.open_swarm(trainer.schema)

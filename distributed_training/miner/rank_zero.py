@@ -97,6 +97,7 @@ class RankZeroSide:
         self._skipped = 0
         self._round_started = 0.0
         self._snapshot: tuple[SnapshotLike, Path, Revision] | None = None
+        self._stale_list_said = 0.0
 
     # --- decisions -----------------------------------------------------------------------------
 
@@ -170,7 +171,15 @@ class RankZeroSide:
             problem = upload_gate(inner_step=report.inner_step, minimum=0, blocks=())
         if problem is not None:
             self.snapshot_failed(problem)
-        return problem is None
+            return False
+        if not self._blocks.list_is_recent():
+            # Trained ahead of the chain since the last publication: its next block comes soon.
+            if now - self._stale_list_said > 60:
+                self._stale_list_said = now
+                log.info("%s", lines.STALE_LIST)
+            self._schedule.cancelled()
+            return False
+        return True
 
     def _snapshot_complete(self) -> bool:
         """Whether a snapshot waits for its preview; one that could not be written is given up."""

@@ -52,6 +52,7 @@ class UploadSchedule:
         self._busy_since: float | None = None
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
         self._steps_since = 0  # that snapshot, over rounds
+        self._steps_before = 0  # of them, before the one asked for now
         self._began: float | None = None  # the first step of this process
         self._warned: set[str] = set()
 
@@ -99,12 +100,14 @@ class UploadSchedule:
                 lines.append(("info", "Previous upload still in progress, skipping new upload"))
             return Decision(False, tuple(lines))
         due = upload_due(inner, upload_steps=self._every, minimum=self._minimum)
-        if due and self._hold_back(now):
+        early = self._last is not None and self._steps_since < self._every
+        if due and (early or self._hold_back(now)):
             due = False
         if not due and self._enough_steps(inner) and self._last_chance(now):
             due = True
         if due:
-            self._busy_since, self._steps_since = now, 0
+            self._busy_since = now
+            self._steps_before, self._steps_since = self._steps_since, 0
             self._last = (report.outer_step, inner)
         return Decision(due, tuple(lines))
 
@@ -122,7 +125,9 @@ class UploadSchedule:
             self._warned.clear()
 
     def cancelled(self) -> None:
-        """The snapshot asked for was not taken or not submitted."""
+        """The snapshot asked for was not taken or not submitted: the next one may come soon."""
+        if self._busy_since is not None:
+            self._steps_since += self._steps_before
         self._busy_since = None
 
     # --- inside ---------------------------------------------------------------------------------
@@ -138,7 +143,7 @@ class UploadSchedule:
         if self._last is not None:
             return self._steps_since >= self._every
         # After a restart: at least those of this outer step.
-        return self.published_at is None or inner_step >= self._every
+        return self.published_at is None or max(inner_step, self._steps_since) >= self._every
 
     def _hold_back(self, now: float) -> bool:
         """An upload started now would still be under way when the one for the round must start."""
@@ -172,7 +177,8 @@ class UploadSchedule:
             period = self._every * self.step_seconds + upload
             if period + self._slack > self._age_limit:
                 fitting = int((self._age_limit - self._slack - upload) / self.step_seconds)
-                fitting = min(fitting, self._minimum)  # so that each round has its publication
+                # So that each round has its publication.
+                fitting = min(fitting, max(self._minimum, 1))
                 remedy = (
                     f"give --neuron.upload_steps {fitting} or less"
                     if fitting >= 1

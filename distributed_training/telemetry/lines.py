@@ -17,6 +17,10 @@ UPLOAD_MODEL_START = "Upload Model Start"
 MODEL_SAVED = "Model Saved"
 OPTIMIZER_SAVED = "Optimizer Saved"
 UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
+STALE_LIST = (
+    "Not published at this step: no recent block was trained on since the last publication, and "
+    "validators would refuse the list. The chain's next block comes soon"
+)
 UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
 RESPONDED_ACTIVE = "Responded to be Active"
 RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"

@@ -119,7 +119,7 @@ POINTS = {
 def test_killed_at_a_point_the_next_process_goes_on(
     server: ObjectStoreServer, tmp_path: Path, point: str, how: signal.Signals
 ) -> None:
-    base = settings_for(server)
+    base = settings_for(server, file_deadline=timedelta(seconds=90))
     direct = new_bucket(server, base)
     older = Revision(5, 4, 5)
     digests = {}
@@ -149,7 +149,7 @@ def test_killed_at_a_point_the_next_process_goes_on(
             pids.append(publisher.pid)
             reader.start()
             publisher.submit(tmp_path / REVISION.tag, REVISION, 1, peer_id=PEER_ID)
-            (report,) = until(publisher.reports, seconds=25, what="the report")
+            (report,) = until(publisher.reports, seconds=50, what="the report")
             assert killed.is_set()
             assert publisher.pid != pids[0]
             assert report.ok, report.reason

@@ -8,6 +8,7 @@ import pytest
 
 from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.orders import DataOrder
+from distributed_training.protocol.types import Revision
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -147,16 +148,35 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
     assert "No new data for 61 s: block 100 is trained on again" in caplog.text
 
 
-def hour(world: World, feed: BlockFeed, *, block_seconds: float) -> tuple[float, list[int]]:
+def hour(
+    world: World,
+    feed: BlockFeed,
+    *,
+    block_seconds: float,
+    chain_until: float = 3600.0,
+    data_until: float = 3600.0,
+    publish_every: float = 300.0,
+) -> tuple[float, list[int], list[int]]:
     """An hour of training at ``block_seconds`` for a block, with 12 s between the chain's and 3 s
-    to prepare one: the share of it without data, and the blocks in their order."""
+    to prepare one: the share of it without data, the blocks in their order, and how far the newest
+    block of each publication was behind the real chain. Chain or data may be gone after a while."""
+    published, ages, due = 0, [], publish_every
     prepared: dict[int, float] = {}
-    world.ready = lambda block: 10 if prepared[block] <= world.now else None  # type: ignore[method-assign]
+    world.ready = lambda block: world.default if prepared[block] <= world.now else None  # type: ignore[method-assign]
     idle, begun, busy_until = 0.0, [], 0.0
     while world.now < 3600:
-        world.chain = 100_000 + int(world.now // 12)
+        world.chain = 100_000 + int(min(world.now, chain_until) // 12)
+        world.default = 10 if world.now < data_until else 0
         if world.now >= busy_until and feed.available:
+            feed.micro_batch_done()
+            feed.step_done()
             feed.block_used_up()
+        if world.now >= due and feed.blocks() and feed.list_is_recent():
+            ages.append(100_000 + int(world.now // 12) - max(feed.blocks()))
+            published += 1
+            feed.snapshot_taken(Revision(5, 1, published))
+            feed.publication_ended(Revision(5, 1, published), ok=True)
+            due = world.now + publish_every
         order = feed.on_boundary(may_begin=True)
         if order.request:
             prepared[order.request] = world.now + 3
@@ -166,21 +186,38 @@ def hour(world: World, feed: BlockFeed, *, block_seconds: float) -> tuple[float,
         elif world.now >= busy_until:
             idle += 0.1
         world.now += 0.1
-    return idle / 3600, begun
+    return idle / 3600, begun, ages
 
 
 @pytest.mark.parametrize("block_seconds", [1.0, 4.0, 30.0])
 def test_training_faster_than_the_chain_is_never_out_of_data(block_seconds: float) -> None:
     world = World()
     feed = world.feed(prefetch=8)
-    idle, begun = hour(world, feed, block_seconds=block_seconds)
+    idle, begun, ages = hour(world, feed, block_seconds=block_seconds)
     assert idle < 0.01
     assert len(set(begun)) == len(begun) > 0.9 * 3600 / block_seconds, "no block comes twice"
-    half_a_round = 375
-    assert all(max(begun[: i + 1]) > block - half_a_round for i, block in enumerate(begun))
-    for i in range(8, len(begun)):
-        newest = 100_000 + int(i * block_seconds // 12)
-        assert max(begun[: i + 1]) > newest - 12 - 8 * block_seconds // 12, "the list stays recent"
+    assert len(ages) == 11 and max(ages) <= 25
+
+
+@pytest.mark.parametrize("block_seconds", [1.0, 4.0, 8.0])
+@pytest.mark.parametrize("gone", ["chain_until", "data_until"])
+def test_without_chain_or_data_the_lists_are_as_recent_as_can_be(
+    block_seconds: float, gone: str
+) -> None:
+    world = World()
+    feed = world.feed(prefetch=8)
+    idle, _, ages = hour(world, feed, block_seconds=block_seconds, **{gone: 1800.0})
+    since = ages[5:]
+    assert len(since) >= 4, "publications go on"
+    for i, age in enumerate(since):
+        assert age <= 25 * (i + 1) + 10, "the newest there was, and no older"
+    assert idle < 0.1
+
+
+def test_a_list_of_old_blocks_alone_is_not_published() -> None:
+    world = World()
+    _, _, ages = hour(world, world.feed(prefetch=8), block_seconds=1.0, publish_every=3.0)
+    assert len(ages) > 200 and max(ages) <= 180
 
 
 def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() -> None:

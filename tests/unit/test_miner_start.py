@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,24 +55,29 @@ def test_only_what_passes_by_itself_is_tried_again_by_pm2(
 def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    pauses: list[float] = []
+    now = 0.0
+    fetched: dict[int, list[float]] = {7: [], 8: []}
 
-    def pause(wanted: Callable[[], bool], seconds: float) -> None:
-        pauses.append(seconds)
+    def pause(wanted: Callable[[], bool]) -> None:
+        nonlocal now
+        now += 1.0
 
     class Bucket:
         def outer_step(self) -> int:
-            if len(pauses) < 2:
+            if now < 2:
                 raise GlobalUnavailableError("nothing there yet")
-            return 4
+            return 7 if now < 1000 else 8
 
         def fetch(self, outer_step: int) -> Path:
-            if len(pauses) < 14:
+            fetched[outer_step].append(now)
+            if outer_step == 7 or len(fetched[8]) < 3:
                 raise GlobalUnavailableError("NaN")
             return tmp_path
 
     monkeypatch.setattr(global_start, "_pause", pause)
+    monkeypatch.setattr(global_start, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
-    assert global_start.first_global_state(bucket, lambda: True) == (4, tmp_path)
-    assert pauses[:2] == [1, 1]
-    assert pauses[2:] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300, 300]
+    assert global_start.first_global_state(bucket, lambda: True) == (8, tmp_path)
+    waits = [b - a for a, b in itertools.pairwise(fetched[7])]
+    assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert fetched[8] == [1000, 1001, 1003], "another epoch is not held back"

@@ -211,6 +211,8 @@ def test_a_failed_upload_frees_the_way_and_is_no_publication() -> None:
     plan.published(ended(1, 50, 560.0, 60.0, ok=False))
     assert plan.repo_age(600.0) is None
     assert "nothing published yet" in plan.repo_age_line(600.0)
+    for inner in range(56, 60):
+        assert not plan.step(report(inner), 10.0 * inner).snapshot
     assert plan.step(report(60), 600.0).snapshot
     plan.published(ended(1, 60, 700.0, 60.0))
     assert plan.repo_age_line(750.0) == "Repo age: 50s of 4800s"
