@@ -230,10 +230,12 @@ class DataPipeline:
         self._begun_at, self._served = now, 0
         self._current, self._sequences, self._start = block, sequences, start
         self._offset = start
+        earlier = list(self._blocks)
+        earlier = earlier[: earlier.index(block)]
         self._blocks.move_to_end(block)
         self._used.pop(block, None)
         self._used[block] = None
-        self._forget()
+        self._forget(earlier)
         self._say_if_slow(now)
         if self._buffer is not None:
             self._buffer.clear()
@@ -409,8 +411,9 @@ class DataPipeline:
         self._counts["sequences_served"] += len(served)
         self._start = self._offset
 
-    def _forget(self) -> None:
-        """Used blocks beyond the last few, and blocks that were prepared but never ordered."""
+    def _forget(self, earlier: list[int]) -> None:
+        """Used blocks beyond the last few, and of those prepared ``earlier`` than the one that was
+        begun the ones never ordered: what came after it is still to be ordered."""
         while len(self._used) > _KEPT_BLOCKS + 1:
             newest = max(
                 self._used
@@ -418,11 +421,9 @@ class DataPipeline:
             block = next(b for b in self._used if b != newest)
             del self._used[block]
             self._blocks.pop(block, None)
-        ahead = max(self._settings.prefetch_blocks, self._settings.max_prefetch_blocks)
-        most = max(_MOST_BLOCKS, ahead + _KEPT_BLOCKS + 2)
-        for block in tuple(self._blocks)[: max(0, len(self._blocks) - most)]:
-            if block not in self._used:
-                del self._blocks[block]
+        passed = [b for b in earlier if b in self._blocks and b not in self._used]
+        for block in passed[: max(0, len(passed) - _MOST_BLOCKS)]:
+            del self._blocks[block]
         files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)
         for path in files[: max(0, len(files) - _KEPT_FILES)]:
             number = path.name.removesuffix(SUFFIX)

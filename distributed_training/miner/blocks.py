@@ -157,8 +157,10 @@ class BlockFeed:
         return max([*self._trained, *ahead], default=0) >= self._last_requested - self._recent
 
     def list_is_recent(self) -> bool:
-        """Whether a publication with :meth:`blocks` would count, for its age."""
-        return max(self._trained, default=0) >= self._chain_block() - self._recent
+        """Whether a publication with :meth:`blocks` helps: its newest block is recent, or at least
+        no older than that of the publications before."""
+        newest = max(self._trained, default=0)
+        return newest >= min(self._chain_block() - self._recent, max(self._done, default=0))
 
     def _next_block(self) -> tuple[int, int, int]:
         block, sequences, start = self._under_way

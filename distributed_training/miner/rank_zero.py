@@ -173,11 +173,11 @@ class RankZeroSide:
             self.snapshot_failed(problem)
             return False
         if not self._blocks.list_is_recent():
-            # Trained ahead of the chain since the last publication: its next block comes soon.
+            # Trained on earlier blocks alone since the last publication.
             if now - self._stale_list_said > 60:
                 self._stale_list_said = now
                 log.info("%s", lines.STALE_LIST)
-            self._schedule.cancelled()
+            self._schedule.cancelled(again=True)
             return False
         return True
 

@@ -53,6 +53,8 @@ class UploadSchedule:
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
         self._steps_since = 0  # that snapshot, over rounds
         self._steps_before = 0  # of them, before the one asked for now
+        self._last_before: tuple[int, int] | None = None
+        self._owed = False
         self._began: float | None = None  # the first step of this process
         self._warned: set[str] = set()
 
@@ -105,8 +107,10 @@ class UploadSchedule:
             due = False
         if not due and self._enough_steps(inner) and self._last_chance(now):
             due = True
+        due = due or self._owed
         if due:
-            self._busy_since = now
+            self._busy_since, self._owed = now, False
+            self._last_before = self._last
             self._steps_before, self._steps_since = self._steps_since, 0
             self._last = (report.outer_step, inner)
         return Decision(due, tuple(lines))
@@ -124,10 +128,12 @@ class UploadSchedule:
             self.published_at = max(self.published_at or 0.0, report.finished_at)
             self._warned.clear()
 
-    def cancelled(self) -> None:
-        """The snapshot asked for was not taken or not submitted: the next one may come soon."""
+    def cancelled(self, *, again: bool = False) -> None:
+        """The snapshot asked for was not taken or not submitted, as if it had not been asked for;
+        ``again``: the next step asks for one."""
         if self._busy_since is not None:
             self._steps_since += self._steps_before
+            self._last, self._owed = self._last_before, again
         self._busy_since = None
 
     # --- inside ---------------------------------------------------------------------------------

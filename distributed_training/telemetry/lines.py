@@ -19,7 +19,7 @@ OPTIMIZER_SAVED = "Optimizer Saved"
 UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
 STALE_LIST = (
     "Not published at this step: no recent block was trained on since the last publication, and "
-    "validators would refuse the list. The chain's next block comes soon"
+    "validators would refuse the list. Tried again at the next step"
 )
 UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
 RESPONDED_ACTIVE = "Responded to be Active"

@@ -383,6 +383,23 @@ def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
     assert "Data is prepared more slowly" in caplog.text and "--data.workers" in caplog.text
 
 
+def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
+    tokenizer: tuple[Path, int], tmp_path: Path
+) -> None:
+    with RowsServer(TABLES) as server:
+        with pipeline(server, tokenizer, tmp_path) as made:
+            for block in (1, 2, 3):
+                made.request(block)
+                wait_ready(made, block)
+            made._blocks.update(dict.fromkeys(range(100, 140)))  # a source that went down
+            for block in (1, 2, 3):
+                made.begin(block, 2)
+            made.request(140)
+            wait_ready(made, 140)
+            made.begin(140, 2)
+            assert len(made._blocks) <= 32 + 6, "those passed over go"
+
+
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
     with RowsServer(TABLES, latency=0.4) as server:
         with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:

@@ -214,6 +214,22 @@ def test_without_chain_or_data_the_lists_are_as_recent_as_can_be(
     assert idle < 0.1
 
 
+def test_a_slow_queue_does_not_stop_publication() -> None:
+    """Its blocks are old when they are trained on, but each list is newer than the one before."""
+    world = World()
+    feed = BlockFeed(
+        chain_block=lambda: world.chain,
+        data=world,
+        channel=world,  # type: ignore[arg-type]
+        micro_batch_size=2,
+        prefetch=lambda: 2,
+        recent=30,
+        clock=lambda: world.now,
+    )
+    _, _, ages = hour(world, feed, block_seconds=200.0)
+    assert len(ages) >= 9 and max(ages) > 27
+
+
 def test_a_list_of_old_blocks_alone_is_not_published() -> None:
     world = World()
     _, _, ages = hour(world, world.feed(prefetch=8), block_seconds=1.0, publish_every=3.0)

@@ -219,6 +219,28 @@ def test_a_failed_upload_frees_the_way_and_is_no_publication() -> None:
     assert plan.upload_seconds == 100.0
 
 
+def test_a_snapshot_that_was_not_taken_counts_as_not_asked_for() -> None:
+    """After a restart, with a bucket that presses soon."""
+    plan = schedule(60, published_at=0.0)
+    now, asked = 3500.0, []
+    for inner in range(46, 110):
+        now += 30.0
+        if plan.step(report(inner, seconds=30.0), now).snapshot:
+            asked.append(inner)
+            if len(asked) == 1:
+                plan.cancelled()
+    assert asked[0] == 60 and now > 4560
+    assert 3500 + 30 * (asked[1] - 45) <= 4560 + 30, "in time, although the first was not taken"
+
+
+def test_one_that_is_to_be_asked_for_again_is_at_the_next_step() -> None:
+    plan = schedule(5)
+    assert plan.step(report(50), 500.0).snapshot
+    plan.cancelled(again=True)
+    assert plan.step(report(51), 510.0).snapshot
+    assert not plan.step(report(52), 520.0).snapshot
+
+
 def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
     plan = schedule(500)
     _, said = run(plan, range(1, 3), step=20, upload=10)
