@@ -127,9 +127,17 @@ def other_peer(options: argparse.Namespace) -> None:
     swarm.close()
 
 
-def average(swarm: HivemindSwarm | None, results: list[AllReduceResult]) -> None:
-    if swarm is not None:
-        results.append(swarm.average(request()))
+def average(trainer: Trainer, swarm: HivemindSwarm | None) -> AllReduceResult | None:
+    """As the miner does it: what needs no average is computed while the swarm looks for a group.
+    The result is rank 0's."""
+    results: list[AllReduceResult] = []
+    averaging = threading.Thread(
+        target=lambda: results.append(swarm.average(request())) if swarm is not None else None
+    )
+    averaging.start()
+    trainer.anticipate_outer_step()
+    averaging.join()
+    return results[0] if results else None
 
 
 def run(options: argparse.Namespace, rank: int, world: int) -> None:
@@ -152,7 +160,10 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
 
     model = 4 * sum(math.prod(shape) for _, shape in trainer.schema)
     train()
-    mine = Sampler() if rank == 0 and not options.pause else None
+    if options.pause:
+        pauses(options, trainer, train, model)
+        return
+    mine = Sampler() if rank == 0 else None
     rows: list[tuple[str, float]] = []
 
     def note(name: str) -> None:
@@ -161,9 +172,6 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
             rows.append((name, mine.peak() / model))
         dist.barrier()
 
-    if options.pause:
-        pauses(options, trainer, train)
-        return
     note("inner steps, nothing of the outer step (the baseline)")
     trainer.begin_epoch(0)
     note("with the epoch start")
@@ -179,10 +187,7 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
         buffers = swarm.buffers if swarm is not None else None
         trainer.write_pseudo_gradient(buffers)
         note(f"round {number + 1}: pseudo-gradient into the buffers")
-        averaging = threading.Thread(target=average, args=(swarm, []))
-        averaging.start()
-        trainer.anticipate_outer_step()
-        averaging.join()
+        average(trainer, swarm)
         note(f"round {number + 1}: matchmaking and all-reduce")
         trainer.prepare_outer_step(buffers)
         trainer.commit_outer_step()
@@ -202,7 +207,10 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
         print(f"\nmost beside training in {ROUNDS} rounds: {most:.2f} x the fp32 model (goal 4.2)")
 
 
-def pauses(options: argparse.Namespace, trainer: Trainer, train: Callable[[], None]) -> None:
+def pauses(
+    options: argparse.Namespace, trainer: Trainer, train: Callable[[], None], model: int
+) -> None:
+    """``model``: its bytes in fp32."""
     trainer.begin_epoch(0)
     swarm: HivemindSwarm | None = None
     store = meeting(options.folder)
@@ -220,20 +228,15 @@ def pauses(options: argparse.Namespace, trainer: Trainer, train: Callable[[], No
         trainer.write_pseudo_gradient(buffers)
         written = time.perf_counter()
         store.set(f"round {number}", "go")  # the other peer is as fast as we are
-        results: list[AllReduceResult] = []
-        averaging = threading.Thread(target=average, args=(swarm, results))
-        averaging.start()
-        trainer.anticipate_outer_step()
-        averaging.join()
+        result = average(trainer, swarm)
         averaged = time.perf_counter()
         trainer.prepare_outer_step(buffers)
         trainer.commit_outer_step()
         committed = time.perf_counter()
         keeper.save({}, Progress(trainer.outer_step, 0, 0, []))
         ended = time.perf_counter()
-        if not results:
+        if result is None:
             continue
-        result = results[0]
         assert result.matchmaking_seconds is not None and result.transfer_seconds is not None
         swarm_time = result.matchmaking_seconds + result.transfer_seconds
         shares.append((ended - began - swarm_time) / swarm_time)
@@ -248,7 +251,6 @@ def pauses(options: argparse.Namespace, trainer: Trainer, train: Callable[[], No
     if swarm is not None:
         store.set("end", "now")
         swarm.close()
-        model = 4 * sum(math.prod(shape) for _, shape in trainer.schema)
         print(
             f"{model / 1e6:.0f} MB of fp32 model, {trainer.world_size} rank(s): beyond matchmaking "
             f"and transfer {100 * statistics.median(shares):.1f} % of them (median; goal 10)"

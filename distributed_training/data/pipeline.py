@@ -415,9 +415,8 @@ class DataPipeline:
         """Used blocks beyond the last few, and of those prepared ``earlier`` than the one that was
         begun the ones never ordered: what came after it is still to be ordered."""
         while len(self._used) > _KEPT_BLOCKS + 1:
-            newest = max(
-                self._used
-            )  # a list of blocks needs a recent one, also while a source is down
+            # A block list needs a recent one, also while a source is down.
+            newest = max(self._used)
             block = next(b for b in self._used if b != newest)
             del self._used[block]
             self._blocks.pop(block, None)

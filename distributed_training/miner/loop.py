@@ -198,9 +198,8 @@ class MinerLoop:
         self._trainer.hold_back(held)
 
     def _micro_batch(self) -> None:
-        if (
-            self._in_round
-        ):  # there was no average: what was computed ahead is not held till the next
+        if self._in_round:
+            # There was no average: what was computed ahead is not held until the next round.
             self._trainer.roll_back_outer_step()
             self._written = self._in_round = False
         started = time.perf_counter()

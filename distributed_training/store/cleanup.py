@@ -84,28 +84,34 @@ def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> int:
 def prune_snapshots(
     folder: Path,
     *,
-    before_block: int | None = None,
+    before: Path | None = None,
     unused_for: timedelta | None = None,
     spare: Collection[Path] = (),
 ) -> int:
     """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
 
-    Those taken before chain block ``before_block``, and those in which nothing was written for
-    ``unused_for``: left by a miner that was killed, or by a disk that was full.
+    Those taken at an earlier chain block than the snapshot ``before``, and those in which nothing
+    was written for ``unused_for``: left by a miner that was killed, or by a disk that was full.
     """
     count = 0
+    newest = None if before is None else _chain_block(before)
     spared = {path.resolve() for path in spare}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        parts = path.name.split(".")
-        if len(parts) != 3 or not all(p.isdigit() for p in parts) or not path.is_dir():
+        block = _chain_block(path)
+        if block is None or not path.is_dir() or path.resolve() in spared:
             continue
-        if path.resolve() in spared:
-            continue
-        old = before_block is not None and int(parts[2]) < before_block
+        old = newest is not None and block < newest
         if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)
             count += 1
     return count
+
+
+def _chain_block(snapshot: Path) -> int | None:
+    """At which a snapshot was taken; None if the folder is not named as one. A miner that was
+    killed goes back to lower steps, never to lower blocks."""
+    parts = snapshot.name.split(".")
+    return int(parts[2]) if len(parts) == 3 and all(p.isdigit() for p in parts) else None
 
 
 def _unused(folder: Path) -> float:

@@ -52,9 +52,11 @@ class UploadSchedule:
         self._busy_since: float | None = None
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
         self._steps_since = 0  # that snapshot, over rounds
-        self._steps_before = 0  # of them, before the one asked for now
-        self._last_before: tuple[int, int] | None = None
-        self._owed = False
+        self._before: tuple[tuple[int, int] | None, int] = (
+            None,
+            0,
+        )  # both, before it was asked for
+        self._owed = False  # the next step asks, whatever the schedule says
         self._began: float | None = None  # the first step of this process
         self._warned: set[str] = set()
 
@@ -110,9 +112,8 @@ class UploadSchedule:
         due = due or self._owed
         if due:
             self._busy_since, self._owed = now, False
-            self._last_before = self._last
-            self._steps_before, self._steps_since = self._steps_since, 0
-            self._last = (report.outer_step, inner)
+            self._before = self._last, self._steps_since
+            self._last, self._steps_since = (report.outer_step, inner), 0
         return Decision(due, tuple(lines))
 
     def published(self, report: PublicationReport) -> None:
@@ -132,8 +133,9 @@ class UploadSchedule:
         """The snapshot asked for was not taken or not submitted, as if it had not been asked for;
         ``again``: the next step asks for one."""
         if self._busy_since is not None:
-            self._steps_since += self._steps_before
-            self._last, self._owed = self._last_before, again
+            self._last, steps = self._before
+            self._steps_since += steps
+            self._owed = again
         self._busy_since = None
 
     # --- inside ---------------------------------------------------------------------------------

@@ -152,8 +152,7 @@ class Publication:
             )
             for key, record in sorted(named.items(), key=lambda item: -item[1].size)
         ]
-        if not all(file.visible for file in staged):
-            self._withdraw(revision)
+        self._withdraw(revision)
         etags = sender.publish_all(staged, deadline=deadline)
         self._verify(staged, etags, sender)
         metadata = Metadata.of(revision, submission.peer_id).to_json()

@@ -163,9 +163,7 @@ class Worker:
         # One that the journal kept was submitted before a restart, perhaps with another identity.
         submission = replace(submission, peer_id=self._latest_peer_id or submission.peer_id)
         report = self._publication.run(submission)
-        # What was taken after it may have a lower step: a miner that was killed is back there.
-        block = submission.folder.name.rpartition(".")[2]
-        self._prune_snapshots(before_block=int(block) if block.isdigit() else None)
+        self._prune_snapshots(before=submission.folder)
         with self._wake:
             self._current = None
         if not report.ok:
@@ -183,15 +181,13 @@ class Worker:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _prune_snapshots(
-        self, *, before_block: int | None = None, unused_for: timedelta | None = None
+        self, *, before: Path | None = None, unused_for: timedelta | None = None
     ) -> None:
         if self._snapshots is None:
             return
         with self._wake:
             used = [s.folder for s in (self._current, self._waiting) if s is not None]
-        prune_snapshots(
-            self._snapshots, before_block=before_block, unused_for=unused_for, spare=used
-        )
+        prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
 
     def _publish_peer_id(self, peer_id: str) -> None:
         try:

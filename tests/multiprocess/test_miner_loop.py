@@ -121,24 +121,14 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(
         assert spans(trained(tmp_path, rank)) == spans(trained(whole_folder, rank))
 
 
-def test_killed_between_average_and_commit_there_was_no_round(
-    straight: tuple[dict[str, Any], Path], tmp_path: Path
+@pytest.mark.parametrize("scenario", ["before_commit", "after_commit"])
+def test_killed_in_a_round_before_all_ranks_have_its_checkpoint_there_was_no_round(
+    scenario: str, straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     whole, _ = straight
-    end_by_kill("before_commit", tmp_path)
+    end_by_kill(scenario, tmp_path)
     resumed = run("resumed", tmp_path)
     assert resumed["outer_step"] == 0, "the checkpoint of step 5 decides"
-    assert resumed["losses"] == whole["losses"][5:]
-    assert same(resumed, whole)
-
-
-def test_killed_after_the_commit_when_one_rank_has_its_checkpoint_there_was_no_round(
-    straight: tuple[dict[str, Any], Path], tmp_path: Path
-) -> None:
-    whole, _ = straight
-    end_by_kill("after_commit", tmp_path)
-    resumed = run("resumed", tmp_path)
-    assert resumed["outer_step"] == 0, "a checkpoint counts when all ranks have written theirs"
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
 

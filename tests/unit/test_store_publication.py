@@ -236,7 +236,7 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     }
     for name in ("3.45.90", "3.50.91", "2.90.70", "4.5.99", "notes", "x.y.z"):
         (tmp_path / name).mkdir()
-    assert prune_snapshots(tmp_path, before_block=91, spare=[tmp_path / "2.90.70"]) == 1
+    assert prune_snapshots(tmp_path, before=tmp_path / "3.50.91", spare=[tmp_path / "2.90.70"]) == 1
     assert not (tmp_path / "3.45.90").exists()
 
 
