@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from distributed_training.miner import state as st
 from distributed_training.miner.orders import ControlChannel, DataOrder, Order, OrderKind
 from distributed_training.miner.state import Do, MinerState, Mode, Timing, trains, transition
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -28,7 +29,6 @@ from distributed_training.protocol.types import (
     PublicationReport,
     RoundRequest,
 )
-from distributed_training.telemetry import lines
 
 log = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from distributed_training.miner.global_state import GlobalBucket, model_config
 from distributed_training.miner.global_watch import GlobalWatch
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.state import Event
-from distributed_training.protocol import names, schedule
+from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.commitment import (
     BucketCredentials,
     CommitmentError,
@@ -62,7 +62,6 @@ from distributed_training.store.remote import RemoteState
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
-from distributed_training.telemetry import lines
 
 log = logging.getLogger(__name__)
 

@@ -37,10 +37,10 @@ from distributed_training.miner.process import (
     write_pid_file,
 )
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
-from distributed_training.protocol import names
+from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import Progress, Revision
 from distributed_training.store.files import disk_allows
-from distributed_training.telemetry import EventLog, MetricsFile, lines, setup_logging
+from distributed_training.telemetry import EventLog, MetricsFile, setup_logging
 
 log = logging.getLogger(__name__)
 

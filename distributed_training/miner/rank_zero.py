@@ -23,6 +23,7 @@ from distributed_training.miner.leader import Leader, SwarmLike
 from distributed_training.miner.loop import SnapshotLike
 from distributed_training.miner.orders import Order
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -33,7 +34,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.gate import upload_gate
-from distributed_training.telemetry import MetricsFile, lines, record_step
+from distributed_training.telemetry import MetricsFile, record_step
 
 log = logging.getLogger(__name__)
 

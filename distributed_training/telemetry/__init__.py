@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from distributed_training.telemetry import lines
 from distributed_training.telemetry.events import EventLog, read_events
-from distributed_training.telemetry.lines import step_line
 from distributed_training.telemetry.logs import mask, register_secret, setup_logging, tame_libraries
 from distributed_training.telemetry.metrics import MetricsFile, Registry, record_step
 
@@ -12,12 +10,10 @@ __all__ = [
     "EventLog",
     "MetricsFile",
     "Registry",
-    "lines",
     "mask",
     "read_events",
     "record_step",
     "register_secret",
     "setup_logging",
-    "step_line",
     "tame_libraries",
 ]

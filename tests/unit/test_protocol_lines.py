@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import Revision, StepReport
-from distributed_training.telemetry import lines
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -1,0 +1,1 @@
+"""What any room may use and no library gives: durable files, processes, back-off, exit statuses."""

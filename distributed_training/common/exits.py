@@ -1,0 +1,14 @@
+"""The exit statuses of a miner and a validator: what pm2, systemd and the launcher act on."""
+
+from __future__ import annotations
+
+import enum
+
+
+class ExitStatus(enum.IntEnum):
+    """pm2 starts the process again after FAULT only (``stop_exit_codes`` in app.config.js)."""
+
+    STOPPED = 0  # as asked
+    FAULT = 1  # a start may help
+    BAD_CONFIGURATION = 2  # a start cannot help: the operator must change something
+    DEREGISTERED = 3  # the hotkey has no uid any more

@@ -1,0 +1,92 @@
+"""Durable files: what must not be lost is written under a temporary name, synced and renamed.
+
+After a crash a reader finds the old content or the new, never half of it. The folder is synced too:
+without that the rename itself may be lost with the power. This is the only place that does so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries (a rename, a new file) survive a power loss."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+    """A file that appears under ``path`` whole when the block ends, or not at all.
+
+    The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
+    loss may take. Raises OSError, its ``filename`` always set; nothing is left behind then.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Threads and processes may write the same path at once: the last one wins, none is torn.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            if durable:
+                os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)  # write and sync do not say where
+        raise
+    if durable:
+        sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``data``, whole or not at all. Raises OSError."""
+    with atomic_file(path, durable=durable) as handle:
+        handle.write(data)
+
+
+def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
+    """Replace ``path`` by ``content`` as sorted, indented JSON. Raises OSError, TypeError."""
+    text = json.dumps(content, indent=4, sort_keys=True)  # before the file is opened
+    write_bytes(path, text.encode(), durable=durable)
+
+
+def read_json_object(path: Path, *, at_most: int = 64 * 1024 * 1024) -> dict[str, Any] | None:
+    """The JSON object in ``path``. None if it is missing, larger than ``at_most`` bytes or damaged.
+
+    Damaged means: anything that is not one JSON object, however deep or oddly encoded.
+    """
+    try:
+        with path.open("rb") as handle:
+            data = handle.read(at_most + 1)
+        if len(data) > at_most:
+            return None
+        content = json.loads(data)
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def sha256_of(path: Path) -> str:
+    """The file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def is_full(error: OSError) -> bool:
+    """Whether the disk, or this user's part of it, has no room."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
