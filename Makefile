@@ -1,8 +1,10 @@
 # make run    sets up, then runs a whole subnet on this machine
 # make test   sets up, runs the tests
+# make test-quick, make test-long   only the fast ones; only those of many minutes
+# make lint, make house             linters and types; the size of the code beside its goals
 PY := .venv/bin/python
 
-.PHONY: help setup run test test-quick lint pm2 clean
+.PHONY: help setup run test test-quick test-long lint house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -14,10 +16,16 @@ run: setup
 	@$(PY) scripts/localnet.py $(ARGS)
 
 test: setup
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not long" $(ARGS)
 
 test-quick: setup
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not long" $(ARGS)
+
+test-long: setup
+	$(PY) -m pytest -m long $(ARGS)
+
+house: setup
+	@$(PY) -m bench.house $(ARGS)
 
 lint: setup
 	.venv/bin/ruff check .

@@ -16,10 +16,9 @@ entries within a row carries no meaning; this encoder writes ascending indices.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -253,26 +252,14 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 # --- DCT ----------------------------------------------------------------------------------------
 # Both bases are made by way of a float32 FFT of the unit vectors, as the network's peers make them:
-# exact cosines differ from theirs in the last bit, and so does an FFT on another number of threads.
-_FFT_THREADS = 2
-
-
-@contextlib.contextmanager
-def _fft_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(_FFT_THREADS)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+# exact cosines differ from theirs in the last bits, by which processors differ too.
 
 
 @functools.lru_cache(maxsize=64)
 def _dct_basis(n: int) -> torch.Tensor:
     """``(n, n)`` float32; ``x @ basis`` is the orthonormal DCT-II of the last dimension."""
     eye = torch.eye(n)
-    with _fft_threads():
-        spectrum = torch.fft.fft(torch.cat([eye[:, ::2], eye[:, 1::2].flip([1])], dim=1), dim=1)
+    spectrum = torch.fft.fft(torch.cat([eye[:, ::2], eye[:, 1::2].flip([1])], dim=1), dim=1)
     angle = -torch.arange(n, dtype=torch.float32)[None, :] * math.pi / (2 * n)
     basis = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
     return 2 * (basis / _norms(n))
@@ -286,8 +273,7 @@ def _inverse_basis(n: int) -> torch.Tensor:
     angle = torch.arange(n, dtype=torch.float32)[None, :] * math.pi / (2 * n)
     cos, sin = torch.cos(angle), torch.sin(angle)
     spectrum = torch.complex(real * cos - imaginary * sin, real * sin + imaginary * cos)
-    with _fft_threads():
-        folded = torch.fft.irfft(spectrum[:, : n // 2 + 1], n=n, dim=1)
+    folded = torch.fft.irfft(spectrum[:, : n // 2 + 1], n=n, dim=1)
     basis = torch.empty(n, n)
     basis[:, ::2] = folded[:, : n - n // 2]
     basis[:, 1::2] = folded.flip([1])[:, : n // 2]
