@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +58,7 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.publisher import Publisher
+from distributed_training.store.read_key import check_read_key
 from distributed_training.store.remote import RemoteState
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
@@ -257,6 +258,7 @@ def connect(
         raise NetworkFailure(str(error)) from None
     _refuse_second_miner(chain, wallet)
     published_at = _check_bucket(config, bucket)
+    _check_read_key(config, bucket)
     commitment = _commit(config, chain, wallet)
     global_bucket = open_global_bucket(config, chain, folder, wanted)
     outer_step, global_folder = first_global_state(global_bucket, wanted)
@@ -304,11 +306,7 @@ def _check_bucket(config: Config, bucket: str) -> float | None:
     """That the bucket is there and the write keys work; ``time.time()`` of its newest gradient.
 
     Raises ConfigError, NetworkFailure."""
-    try:
-        store = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    try:
+    with _bucket(config, bucket, write=True) as store:
         retrying(
             f"look into bucket {bucket}",
             lambda: store.head("metadata.json"),
@@ -317,6 +315,23 @@ def _check_bucket(config: Config, bucket: str) -> float | None:
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
         store.list_multiparts()
         return _published_at(RemoteState(store=store, deadline=_BUCKET_CHECK))
+
+
+def _check_read_key(config: Config, bucket: str) -> None:
+    """Before it is committed to the chain, where it stays. Raises ConfigError, NetworkFailure."""
+    with _bucket(config, bucket, write=False) as store:
+        check_read_key(store, timeout=_BUCKET_CHECK)
+
+
+@contextmanager
+def _bucket(config: Config, bucket: str, *, write: bool) -> Iterator[S3ObjectStore]:
+    """The bucket, opened with our keys; a store's error ends the start with its line."""
+    try:
+        store = S3ObjectStore.from_settings(config.store, bucket=bucket, write=write)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    try:
+        yield store
     except BucketMissingError:
         raise ConfigError(
             f"bucket {bucket} does not exist, so nothing could be published: create it in the R2 "

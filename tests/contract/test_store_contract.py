@@ -5,22 +5,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store.base import Line, ObjectStore, Section
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
+    DeadlineError,
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
+    TransientError,
     UploadMissingError,
 )
 from distributed_training.store.memory import MemoryObjectStore
 from distributed_training.store.multipart import multipart_etag
+from distributed_training.store.read_key import WritableReadKeyError, check_read_key
 from distributed_training.store.s3 import S3ObjectStore
 from tests.support_store import new_bucket, server, settings_for
 
@@ -129,6 +134,33 @@ def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
         with pytest.raises(AccessDeniedError, match=r"R2_READ_ACCESS_KEY_ID.*Read & Write"):
             operation()
     assert reader.get("a", limit=1) == b"x"
+
+
+def test_a_read_key_that_can_write_is_found_before_it_is_published(
+    server: ObjectStoreServer,
+) -> None:
+    settings = settings_for(server)
+    bucket = new_bucket(server, settings)
+    reader = S3ObjectStore.from_settings(settings, bucket=bucket.bucket, write=False)
+    check_read_key(reader, timeout=timedelta(seconds=10))
+
+    with pytest.raises(WritableReadKeyError, match=r"R2_READ_ACCESS_KEY_ID can write.*committed"):
+        check_read_key(bucket, timeout=timedelta(seconds=10))
+    assert bucket.list_objects() == [], "what was tried leaves nothing behind"
+
+    wrong = settings_for(server, read_secret_access_key=SecretStr("0" * 64))
+    reader = S3ObjectStore.from_settings(wrong, bucket=bucket.bucket, write=False)
+    with pytest.raises(AccessDeniedError, match="copy R2_READ_ACCESS_KEY_ID"):
+        check_read_key(reader, timeout=timedelta(seconds=10))
+
+
+def test_without_a_clear_refusal_the_read_key_counts_as_one_that_can_write() -> None:
+    def down(operation: str, key: str) -> None:
+        if operation == "put":
+            raise TransientError("503")
+
+    with pytest.raises(DeadlineError, match="503"):
+        check_read_key(MemoryObjectStore(before=down), timeout=timedelta(seconds=0.2))
 
 
 def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -> None:

@@ -143,6 +143,19 @@ def test_wrong_write_key(world: World) -> None:
     assert "0" * 64 not in run.output
 
 
+def test_a_read_key_that_can_write_is_never_committed(world: World) -> None:
+    keys = world.services.environment(world.plan)
+    swapped = {
+        f"R2_{a}_{name}": keys[f"R2_{b}_{name}"]
+        for a, b in (("READ", "WRITE"), ("WRITE", "READ"))
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+    }
+    run = world.miner(**swapped)
+    assert_one_line(run, "R2_READ_ACCESS_KEY_ID can write", "nothing was committed", "Read only")
+    assert "Logged To Chain" not in run.output
+    assert leaves_nothing(world)
+
+
 def test_the_services_were_untouched(world: World) -> None:
     keys = world.services.environment(world.plan)
     client = s3_client(world.services.store_endpoint, keys)

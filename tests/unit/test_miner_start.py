@@ -52,6 +52,15 @@ def test_only_what_passes_by_itself_is_tried_again_by_pm2(
         network._check_bucket(config, "bucket")
 
 
+def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = MemoryObjectStore("bucket")
+    monkeypatch.setattr(store, "close", lambda: None, raising=False)
+    monkeypatch.setattr(network.S3ObjectStore, "from_settings", lambda *args, **more: store)
+    config: Any = type("Config", (), {"store": StoreSettings(account_id="a")})
+    with pytest.raises(ConfigError, match="R2_READ_ACCESS_KEY_ID can write"):
+        network._check_read_key(config, "bucket")
+
+
 def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
