@@ -110,7 +110,7 @@ class GlobalWatch:
             except Exception as error:  # this thread gone, a load would be waited for for ever
                 log.exception("The watch of the global bucket failed in a way it should not")
                 if target is not None:
-                    self._post(GlobalFetchFailed(repr(error), time.time()))
+                    self._post(GlobalFetchFailed(repr(error), time.monotonic()))
 
     def _look(self, target: int | None) -> None:
         if target is not None:
@@ -153,17 +153,17 @@ class GlobalWatch:
             seen = self._reader.outer_step()
         except GlobalUnavailableError as error:
             if self._unavailable_since is None:
-                self._unavailable_since = time.time()
+                self._unavailable_since = time.monotonic()
                 log.warning("The global bucket does not answer (%s). Training goes on.", error)
             return
         if self._unavailable_since is not None:
             log.info(
                 "The global bucket answers again after %.0f s",
-                time.time() - self._unavailable_since,
+                time.monotonic() - self._unavailable_since,
             )
             self._unavailable_since = None
         self._seen = seen
-        self._post(GlobalEpochSeen(seen, time.time()))
+        self._post(GlobalEpochSeen(seen, time.monotonic()))
 
     def _fetch(self, outer_step: int) -> None:
         for attempt in range(self._attempts):
@@ -177,4 +177,4 @@ class GlobalWatch:
             else:
                 self._post(GlobalFetched(outer_step, folder))
                 return
-        self._post(GlobalFetchFailed(detail, time.time()))
+        self._post(GlobalFetchFailed(detail, time.monotonic()))

@@ -9,6 +9,7 @@ order that all ranks obey.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -103,7 +104,7 @@ class Leader:
         blocks: BlocksLike,
         chain_block: Callable[[], int],
         record: Callable[..., None],
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         idle_wait: timedelta = timedelta(milliseconds=200),
         tick: timedelta = timedelta(seconds=1),
     ) -> None:
@@ -125,7 +126,7 @@ class Leader:
         self._clock = clock
         self._idle_wait = idle_wait.total_seconds()
         self._tick = tick.total_seconds()
-        self._last_tick = 0.0
+        self._last_tick = -math.inf
         self._events: queue.SimpleQueue[st.Event] = queue.SimpleQueue()
         self._pending: deque[Do] = deque()
         self._averaging: threading.Thread | None = None

@@ -85,7 +85,7 @@ class Outside:
     wallet: Wallet
     chain: Chain
     uid: int
-    published_at: float | None  # time.time() of the newest gradients.pt in our bucket
+    published_at: float | None  # time.monotonic() of the newest gradients.pt in our bucket
     ip: str  # validators reach us at
     commitment: str  # our read credentials, as the chain holds them
     bucket: str
@@ -303,7 +303,8 @@ def _refuse_second_miner(chain: Chain, wallet: Wallet) -> None:
 
 
 def _check_bucket(config: Config, bucket: str) -> float | None:
-    """That the bucket is there and the write keys work; ``time.time()`` of its newest gradient.
+    """That the bucket is there and the write keys work. ``time.monotonic()`` of its newest
+    gradient, or None without one.
 
     Raises ConfigError, NetworkFailure."""
     with _bucket(config, bucket, write=True) as store:
@@ -352,7 +353,7 @@ def _published_at(bucket: RemoteState) -> float | None:
     except StoreError as error:
         log.warning("The age of what is published is not known before the next upload: %s", error)
         return None
-    return None if age is None else time.time() - age.total_seconds()
+    return None if age is None else time.monotonic() - age.total_seconds()
 
 
 def _commit(config: Config, chain: Chain, wallet: Wallet) -> str:

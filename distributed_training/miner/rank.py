@@ -289,7 +289,7 @@ def _rank_zero(
         state=st.MinerState(
             mode=st.Mode.AWAITING_GLOBAL if behind else st.Mode.TRAINING,
             outer_step=trainer.outer_step,
-            global_due=time.time() + config.miner.round_reload_timeout.total_seconds(),
+            global_due=time.monotonic() + config.miner.round_reload_timeout.total_seconds(),
         ),
         timing=st.Timing(config.miner.round_reload_timeout.total_seconds()),
         channel=channel,
@@ -302,7 +302,7 @@ def _rank_zero(
     )
     server = outside.open_server(
         epoch=lambda: leader.state.outer_step,
-        on_all_reduce=lambda request: leader.post(st.AllReduceCalled(request)),
+        on_all_reduce=lambda request: leader.post(st.AllReduceCalled(request, time.monotonic())),
         round_phase=lambda: "averaging" if leader.in_round() else None,
     )
     stack.callback(server.close)

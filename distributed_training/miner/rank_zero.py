@@ -7,10 +7,11 @@ publisher, the swarm and the log. Called on the training thread: nothing here wa
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,7 +99,7 @@ class RankZeroSide:
         self._skipped = 0
         self._round_started = 0.0
         self._snapshot: tuple[SnapshotLike, Path, Revision] | None = None
-        self._stale_list_said = 0.0
+        self._stale_list_said = -math.inf
 
     # --- decisions -----------------------------------------------------------------------------
 
@@ -131,7 +132,7 @@ class RankZeroSide:
     def step_done(self, report: StepReport) -> None:
         self._blocks.step_done(skipped=report.skipped)
         log.info("%s", lines.step_line(report))
-        now = time.time()
+        now = time.monotonic()
         log.info("%s | %s", lines.throughput_line(report), self._schedule.repo_age_line(now))
         for line in self._warnings(report):
             log.warning("%s", line)
@@ -153,7 +154,7 @@ class RankZeroSide:
     def _collect(self) -> None:
         registry = self._metrics.registry
         registry.gauge("repo_age_seconds", "since the newest gradient was published").set(
-            self._schedule.repo_age(time.time())
+            self._schedule.repo_age(time.monotonic())
         )
         for name, value in self._gauges.items():
             registry.gauge(name, name.replace("_", " ")).set(value())
@@ -202,7 +203,7 @@ class RankZeroSide:
     # --- the round -----------------------------------------------------------------------------
 
     def pseudo_gradient_written(self, norm: float) -> None:
-        self._round_started = time.time()
+        self._round_started = time.monotonic()
         log.info("%s", lines.PAUSING)
         log.info("%s", lines.AVERAGING_START)
         log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
@@ -234,7 +235,9 @@ class RankZeroSide:
                 "Parts of the average failed: the global state is taken as the epoch's start once "
                 "the validator has published it; what is trained until then is kept"
             )
-        self.leader.post(st.OuterStepEnded(committed, outer_step, time.time(), detail, partial))
+        self.leader.post(
+            st.OuterStepEnded(committed, outer_step, time.monotonic(), detail, partial)
+        )
         self._round_ended(ok=committed, detail=detail)
 
     def round_failed(self, fault: AllReduceFault, detail: str) -> None:
@@ -258,7 +261,7 @@ class RankZeroSide:
             detail=detail,
             peers=list(result.peers) if result else [],
             failed_peers=list(result.failed_peers) if result else [],
-            seconds=time.time() - self._round_started if self._round_started else 0.0,
+            seconds=time.monotonic() - self._round_started if self._round_started else 0.0,
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
@@ -302,7 +305,8 @@ class RankZeroSide:
     def publication(self, report: PublicationReport) -> None:
         """The publisher's answer, collected by the leader."""
         self._blocks.publication_ended(report.revision, ok=report.ok)
-        self._schedule.published(report)
+        # The schedule counts on our clock; the report's is the wall's.
+        self._schedule.published(replace(report, finished_at=time.monotonic()))
         registry = self._metrics.registry
         registry.counter("publications_total", "well or badly").add()
         registry.counter("publications_failed_total", "of them, not published").add(not report.ok)
@@ -328,7 +332,7 @@ class RankZeroSide:
         """The global state is none that this model can take; weights are as they were."""
         self._record("load_failed", problem=problem)
         shutil.rmtree(self.global_folder, ignore_errors=True)  # what comes next is fetched anew
-        self.leader.post(st.GlobalFetchFailed(problem, time.time()))
+        self.leader.post(st.GlobalFetchFailed(problem, time.monotonic()))
 
     def rolled_back(self, restored: tuple[Progress, dict[str, Any]] | None) -> None:
         """None: there was no checkpoint, training goes on more slowly."""

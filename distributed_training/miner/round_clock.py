@@ -13,6 +13,7 @@ from collections.abc import Callable
 from distributed_training.protocol import schedule
 
 _MEASURABLE = 5  # blocks to pass before their pace counts
+_WINDOW = 100  # blocks after which the pace is measured anew
 
 
 class RoundClock:
@@ -28,7 +29,7 @@ class RoundClock:
         blocks_per_allreduce: int,
         last_allreduce_block: int | None,
         seconds_per_block: float = schedule.SECONDS_PER_BLOCK,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain_block = chain_block
         self._period = blocks_per_allreduce
@@ -42,13 +43,15 @@ class RoundClock:
         self._last = self._chain_block()
 
     def next_at(self) -> float | None:
-        """``time.time()`` of the next call; None if unknown or already due."""
+        """``time.monotonic()`` of the next call; None if unknown or already due."""
         if self._last is None:
             return None
         block, now = self._chain_block(), self._clock()
         first_block, first_time = self._seen
         if block - first_block >= _MEASURABLE:
             self._seconds_per_block = (now - first_time) / (block - first_block)
+        if not 0 <= block - first_block < _WINDOW:
+            self._seen = (block, now)
         remaining = schedule.blocks_until_round(
             block=block, last_allreduce_block=self._last, bpa=self._period
         )

@@ -76,11 +76,13 @@ COLLECTIVE = frozenset(
 
 @dataclass(frozen=True)
 class MinerState:
-    """``outer_step`` is the local epoch. Times are ``time.time()`` seconds."""
+    """``outer_step`` is the local epoch. Times are ``time.monotonic()``: a wall clock that is set
+    must not move a deadline."""
 
     mode: Mode
     outer_step: int
     round: RoundRequest | None = None
+    called_at: float = 0.0  # that round
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the epoch being fetched
     partial: bool = False  # our last outer step may differ from that of others
@@ -97,6 +99,7 @@ class MinerState:
 @dataclass(frozen=True)
 class AllReduceCalled:
     request: RoundRequest
+    at: float
 
 
 @dataclass(frozen=True)
@@ -240,11 +243,11 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
                 ),
                 orders,
             )
-        case AllReduceCalled(request=request):
+        case AllReduceCalled(request=request, at=at):
             if not trains(state.mode) or state.mode is Mode.FETCHING:
                 return state, ()
             return (
-                replace(state, mode=Mode.AVERAGING, round=request),
+                replace(state, mode=Mode.AVERAGING, round=request, called_at=at),
                 (Do.PAUSE_UPLOADS, Do.AVERAGE),
             )
         case PseudoGradientWritten() if state.mode is Mode.AVERAGING:
@@ -323,14 +326,13 @@ def transition(state: MinerState, event: Event, timing: Timing) -> tuple[MinerSt
 
 
 def _round_over(state: MinerState, timing: Timing) -> MinerState:
-    started = state.round.received_at if state.round is not None else 0.0
     return replace(
         state,
         mode=Mode.AWAITING_GLOBAL,
         round=None,
         fetch_failures=0,
         failed_target=None,
-        global_due=started + timing.reload_seconds,
+        global_due=state.called_at + timing.reload_seconds,
     )
 
 

@@ -27,7 +27,8 @@ class Decision:
 
 
 class UploadSchedule:
-    """Fed with each inner step and each publication report; times are of ``time.time()``.
+    """Fed with each inner step and each publication report; times are of one clock,
+    the caller's (a monotonic one, or setting the wall clock would move what is due).
 
     ``slack``: how long before a round or the age limit a publication should have ended.
     """

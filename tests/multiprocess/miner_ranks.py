@@ -16,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import jumping_clock
 import torch
 from training_world import SETTINGS, tiny, whole_weights
 
@@ -255,7 +256,7 @@ class Miner:
 
     def call(self) -> None:
         """The validator's AllReduce."""
-        self.leader.post(st.AllReduceCalled(RoundRequest("5Master", time.time())))
+        self.leader.post(st.AllReduceCalled(RoundRequest("5Master", time.time()), time.monotonic()))
 
     def stop(self) -> None:
         self.leader.post(st.StopRequested("the test is over"))
@@ -282,6 +283,17 @@ class Miner:
 
 def straight(folder: Path) -> None:
     Miner(folder, on_step=lambda m, step: m.stop() if step == 12 else None).run("straight")
+
+
+def jumping(folder: Path) -> None:
+    """As ``straight``, but the wall clock is set an hour forth, then an hour back."""
+
+    def on_step(miner: Miner, step: int) -> None:
+        jumping_clock.offset = 3600.0 if step == 1 else -3600.0
+        if (step >= 12 and len(miner.publisher.submitted) >= 2) or step == 60:
+            miner.stop()
+
+    Miner(folder, on_step=on_step).run("jumping")
 
 
 def killed(folder: Path) -> None:

@@ -144,6 +144,15 @@ def test_rounds_that_fail_cost_no_bit(
     assert same(result, whole)
 
 
+def test_a_wall_clock_that_is_set_changes_nothing(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    result = run("jumping", tmp_path)
+    assert result["losses"][:12] == whole["losses"]
+    assert len(result["submitted"]) >= 2, "the first was collected, or there were no second"
+
+
 def test_a_full_disk_blocks_publication_and_nothing_else(
     straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

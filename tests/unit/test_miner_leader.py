@@ -149,7 +149,7 @@ class Rig:
 
 
 def call() -> AllReduceCalled:
-    return AllReduceCalled(RoundRequest(caller="5V", received_at=1000.0))
+    return AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
 
 
 def test_it_trains_when_nothing_happens() -> None:

@@ -35,7 +35,7 @@ from distributed_training.miner.state import (
 from distributed_training.protocol.types import AllReduceFault, AllReduceResult, RoundRequest
 
 TIMING = Timing(reload_seconds=2640)
-CALL = RoundRequest(caller="5Validator", received_at=1000.0)
+CALL = RoundRequest(caller="5Validator", received_at=1e9)
 RESULT = AllReduceResult(
     peers=("a", "b", "c"),
     failed_peers=(),
@@ -48,7 +48,7 @@ RESULT = AllReduceResult(
 def state(mode: Mode, **fields: object) -> MinerState:
     base = MinerState(mode=mode, outer_step=12)
     if mode is Mode.AVERAGING:
-        base = replace(base, round=CALL)
+        base = replace(base, round=CALL, called_at=1000.0)
     if mode is Mode.AWAITING_GLOBAL:
         base = replace(base, global_due=3640.0)
     return replace(base, **fields)  # type: ignore[arg-type]
@@ -59,20 +59,20 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
     (
         "a call while training starts a round",
         state(Mode.TRAINING),
-        AllReduceCalled(CALL),
+        AllReduceCalled(CALL, 1000.0),
         Mode.AVERAGING,
         (Do.PAUSE_UPLOADS, Do.AVERAGE),
     ),
     (
         "a second round may follow before the global state was seen",
         state(Mode.AWAITING_GLOBAL),
-        AllReduceCalled(CALL),
+        AllReduceCalled(CALL, 1000.0),
         Mode.AVERAGING,
         (Do.PAUSE_UPLOADS, Do.AVERAGE),
     ),
-    ("a call in a round", state(Mode.AVERAGING), AllReduceCalled(CALL), Mode.AVERAGING, ()),
-    ("a call in a load", state(Mode.LOADING), AllReduceCalled(CALL), Mode.LOADING, ()),
-    ("a call in a fetch", state(Mode.FETCHING), AllReduceCalled(CALL), Mode.FETCHING, ()),
+    ("a call in a round", state(Mode.AVERAGING), AllReduceCalled(CALL, 1000.0), Mode.AVERAGING, ()),
+    ("a call in a load", state(Mode.LOADING), AllReduceCalled(CALL, 1000.0), Mode.LOADING, ()),
+    ("a call in a fetch", state(Mode.FETCHING), AllReduceCalled(CALL, 1000.0), Mode.FETCHING, ()),
     (
         "inner steps go on while the global state is fetched, without snapshots",
         state(Mode.FETCHING),
@@ -94,7 +94,13 @@ TABLE: list[tuple[str, MinerState, Event, Mode, tuple[Do, ...]]] = [
         Mode.AWAITING_GLOBAL,
         (),
     ),
-    ("a call when stopping", state(Mode.STOPPING), AllReduceCalled(CALL), Mode.STOPPING, ()),
+    (
+        "a call when stopping",
+        state(Mode.STOPPING),
+        AllReduceCalled(CALL, 1000.0),
+        Mode.STOPPING,
+        (),
+    ),
     # --- the round
     (
         "buffers are written: the swarm starts",
@@ -401,7 +407,7 @@ def test_a_failed_round_waits_from_the_call_not_from_the_failure() -> None:
     after, _ = transition(
         state(Mode.AVERAGING), AveragingEnded(None, AllReduceFault.TIMEOUT), TIMING
     )
-    assert after.global_due == CALL.received_at + TIMING.reload_seconds
+    assert after.global_due == 1000.0 + TIMING.reload_seconds
     assert after.outer_step == 12
 
 

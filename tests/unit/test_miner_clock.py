@@ -1,0 +1,84 @@
+"""A wall clock that is set, by NTP or by hand, must not move what is due."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from distributed_training import miner
+from distributed_training.miner.round_clock import RoundClock
+
+ROOM = Path(str(miner.__file__)).parent
+#: Where the time of the day is meant: it is written into a file for people.
+LOG_TIMES = {"process.py"}
+
+
+def wall_clocks(path: Path) -> list[int]:
+    """Lines that read the time of the day."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and ast.unparse(node) in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
+    ]
+
+
+def test_no_duration_or_deadline_of_the_miner_is_of_the_wall_clock() -> None:
+    found = {path.name: wall_clocks(path) for path in ROOM.glob("*.py")}
+    assert {name for name, lines in found.items() if lines} <= LOG_TIMES, found
+
+
+class Chain:
+    def __init__(self) -> None:
+        self.block, self.now = 1000, 50.0
+
+    def clock(self, last: int | None) -> RoundClock:
+        return RoundClock(
+            chain_block=lambda: self.block,
+            blocks_per_allreduce=400,
+            last_allreduce_block=last,
+            clock=lambda: self.now,
+        )
+
+    def pass_blocks(self, count: int, seconds: float) -> None:
+        self.block += count
+        self.now += count * seconds
+
+
+def test_without_a_known_round_the_next_is_unknown() -> None:
+    chain = Chain()
+    clock = chain.clock(None)
+    assert clock.next_at() is None
+    clock.round_ended()
+    assert clock.next_at() == chain.now + 400 * 12
+
+
+def test_a_round_that_is_due_has_no_moment() -> None:
+    chain = Chain()
+    assert chain.clock(600).next_at() is None
+
+
+def test_the_pace_is_that_of_the_last_blocks_not_of_all_since_the_start() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    for _ in range(40):
+        chain.pass_blocks(10, 12.0)
+        clock.next_at()
+    clock.round_ended()
+    assert clock.next_at() == pytest.approx(chain.now + 400 * 12)
+    for _ in range(20):
+        chain.pass_blocks(10, 30.0)
+        clock.next_at()
+    assert clock.next_at() == pytest.approx(chain.now + 200 * 30)
+
+
+def test_a_chain_that_begins_anew_is_measured_anew() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    chain.block = 3
+    clock.round_ended()
+    clock.next_at()
+    chain.pass_blocks(10, 1.0)
+    assert clock.next_at() == pytest.approx(chain.now + 390)
