@@ -94,6 +94,15 @@ def check_positive(config: Config) -> Iterator[str]:
             yield f"--{name} {value} is less than 1, so the miner could not work: give 1 or more"
 
 
+def check_negative(config: Config) -> Iterator[str]:
+    for name, value in config.values.items():
+        told_elsewhere = name in _POSITIVE or name.endswith(".port")
+        if isinstance(value, (int, float)) and value < 0 and not told_elsewhere:
+            yield (
+                f"--{name} {value:g} is negative, so it bounds or measures nothing: give 0 or more"
+            )
+
+
 def check_network(config: Config) -> Iterator[str]:
     netuid = config.get("netuid")
     if config.preset == "public" and netuid is not None and netuid != PUBLIC_NETUID:
@@ -198,6 +207,13 @@ def check_keys(config: Config) -> Iterator[str]:
             "(R2 dashboard, Manage API tokens; one token to read, one to read and write)"
         )
         return
+    for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+        if present[f"R2_READ_{part}"] == present[f"R2_WRITE_{part}"]:
+            yield (
+                f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
+                "the chain for ever, so anybody could overwrite this bucket: make a second token "
+                "that may only read (R2 dashboard, Manage API tokens) and put it into .env"
+            )
     if config.preset != "public":
         return
     for variable, length in _COMMITMENT_PARTS:
@@ -217,6 +233,7 @@ def _plain(value: object) -> str:
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_positive,
+    check_negative,
     check_network,
     check_batches,
     check_timeouts,

@@ -15,7 +15,10 @@ def parse_duration(text: str) -> timedelta:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?\s*", text)
     if match is None:
         raise ValueError("a duration such as 90, 90s, 15m or 2h")
-    return timedelta(seconds=float(match[1]) * _SECONDS[match[2] or ""])
+    try:
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2] or ""])
+    except OverflowError:
+        raise ValueError("a duration that a clock can hold") from None
 
 
 def parse_bytes(text: str) -> int:
@@ -23,4 +26,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]I?)?B?\s*", text.upper())
     if match is None:
         raise ValueError("a size such as 2147483648, 2GiB or 500MB")
-    return int(float(match[1]) * _BYTES[match[2] or ""])
+    try:
+        return int(float(match[1]) * _BYTES[match[2] or ""])
+    except OverflowError:
+        raise ValueError("a size that a disk can hold") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
 from collections.abc import Sequence
@@ -83,9 +84,13 @@ def _convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str]) -> Any:
         return Path(text).expanduser()
     if kind in (int, float):
         try:
-            return kind(text)
+            number = kind(text)
         except ValueError:
             raise ValueError(type_name(hint)) from None
+        # float() takes "nan" and "inf". Neither compares as a bound should: no stake is below nan.
+        if not math.isfinite(number):
+            raise ValueError(type_name(hint))
+        return number
     if typing.get_origin(kind) is Literal:
         for word in typing.get_args(kind):
             if str(word) == text:

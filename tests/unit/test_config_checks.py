@@ -76,6 +76,27 @@ def test_keys_of_the_wrong_length_are_found_without_being_shown() -> None:
     assert problems(config("--preset", "local", R2_READ_SECRET_ACCESS_KEY="shortsecret")) == []
 
 
+@pytest.mark.parametrize("part", ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"])
+@pytest.mark.parametrize("preset", ["public", "local"])
+def test_a_read_key_that_is_the_write_key_is_refused(part: str, preset: str) -> None:
+    same = KEYS[f"R2_WRITE_{part}"]
+    argv = ("--preset", preset)
+    (line,) = problems(config(*argv, **{f"R2_READ_{part}": same}))
+    assert f"R2_READ_{part} and R2_WRITE_{part} are equal" in line and "for ever" in line
+    assert same not in line
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blacklist.min_stake", "neuron.learning_rate", "axon.requests_per_hotkey", "data.cache_gb"],
+)
+@pytest.mark.parametrize("text", ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1"])
+def test_what_is_not_a_number_and_what_is_negative_is_refused(name: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=f"^--{name}") as error:
+        load_config("miner", (f"--{name}", text), environ=KEYS, dotenv=None)
+    assert "\n" not in str(error.value)
+
+
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ConfigError, match="and 1 more"):
         load_config(

@@ -160,6 +160,11 @@ def test_durations_and_sizes() -> None:
     assert config.telemetry.events_retention_size == 2**30
 
 
+def test_durations_and_sizes_have_an_end() -> None:
+    assert "is not a duration" in refused("--neuron.stop_timeout", "99999999999d")
+    assert "is not a size" in refused("--neuron.events_retention_size", "9" * 400)
+
+
 def test_lists_take_several_words_commas_and_repetition() -> None:
     peer = "/ip4/10.0.0.{}/tcp/8000/p2p/12D3Koo{}"
     one, two, three = (peer.format(i, i) for i in range(3))
