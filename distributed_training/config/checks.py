@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from pydantic import SecretStr
 
 from .presets import PUBLIC_NETUID
+from .swarm import PUBLIC_PART_SIZE
 
 if TYPE_CHECKING:
     from .loader import Config
@@ -114,6 +115,13 @@ def check_network(config: Config) -> Iterator[str]:
         yield (
             "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
             "the public network would reject the uploads: remove the flag"
+        )
+    part = config.get("neuron.part_size_bytes")
+    if config.preset == "public" and part is not None and part != PUBLIC_PART_SIZE:
+        yield (
+            f"--neuron.part_size_bytes {part} is not how the public network cuts tensors "
+            f"({PUBLIC_PART_SIZE}), so every round with this miner would fail for its whole group: "
+            "remove the flag"
         )
 
 

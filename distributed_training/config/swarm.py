@@ -10,6 +10,9 @@ from .flags import flag
 PUBLIC_BOOTSTRAP = (
     "/ip4/161.97.156.125/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 )
+#: Bytes of an uncompressed part. All peers of a group cut tensors into parts of as many values: one
+#: that cuts otherwise fails the round for everybody.
+PUBLIC_PART_SIZE = 512 * 1024
 
 
 @dataclass(frozen=True)
@@ -67,13 +70,15 @@ class SwarmSettings:
         "start of the DHT, one attempt; it is repeated with back-off",
     )
     part_size: int = flag(
-        "neuron.part_size_bytes", 512 * 1024, "bytes of the parts in which tensors travel"
+        "neuron.part_size_bytes",
+        PUBLIC_PART_SIZE,
+        "bytes of the uncompressed parts in which tensors travel; all peers of a group must agree",
     )
     compression: str = flag(
         "neuron.all_reduce_compression",
         "none",
-        "how this peer sends tensors in a round: 'none' as the public network; 'float16' halves "
-        "the bytes and is lossy, for networks of your own",
+        "how this peer sends tensors in a round: 'none' as the public network does; 'float16' "
+        "halves the bytes and rounds the values, which every peer understands",
         choices=("none", "float16"),
     )
     max_norm_ratio: float = flag(

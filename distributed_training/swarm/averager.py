@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.compression import Float16Compression, NoCompression
+from hivemind.compression import (
+    CompressionBase,
+    CompressionInfo,
+    Float16Compression,
+    NoCompression,
+)
 
 #: By ``--neuron.all_reduce_compression``. hivemind's 8-bit quantizations are not among them: they
 #: fail on parts of few values, which load balancing makes, and such a part is lost for the round.
 COMPRESSIONS = {"none": NoCompression, "float16": Float16Compression}
+
+
+def compressed_part_size(compression: CompressionBase, part_size: int) -> int:
+    """The ``part_size_bytes`` with which hivemind cuts tensors into parts of ``part_size`` bytes
+    before compression.
+
+    hivemind counts the bytes after it, so the same number would give a peer that compresses parts
+    of more values than its group has, and the round would fail for everybody.
+    """
+    one = CompressionInfo.from_tensor(torch.zeros(1))
+    return int(part_size * compression.estimate_compression_ratio(one))
 
 
 class RoundBroken(RuntimeError):

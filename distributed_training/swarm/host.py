@@ -91,10 +91,11 @@ class Host:
         """One round; always answers with ``average`` or ``failed``."""
         from hivemind.averaging.control import AveragingStage
 
-        from .averager import COMPRESSIONS, DTGradAverager
+        from .averager import COMPRESSIONS, DTGradAverager, compressed_part_size
 
         started = time.monotonic()
         deadline = started + order["timeout"]
+        compression = COMPRESSIONS[self._config["compression"]]()
         averager = DTGradAverager(
             averaged_tensors=self._tensors,
             dht=self._dht,
@@ -106,8 +107,8 @@ class Host:
             request_timeout=order["request_timeout"],
             allreduce_timeout=order["allreduce_timeout"],
             next_chunk_timeout=order["next_chunk_timeout"],
-            part_size_bytes=self._config["part_size"],
-            compression=COMPRESSIONS[self._config["compression"]](),
+            part_size_bytes=compressed_part_size(compression, self._config["part_size"]),
+            compression=compression,
             bandwidth=order["bandwidth"],
             client_mode=False,
             auxiliary=False,

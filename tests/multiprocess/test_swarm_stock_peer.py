@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from datetime import timedelta
@@ -26,16 +27,18 @@ class DTGradAverager(DecentralizedAverager):
 
 
 def main():
-    peers, prefix, shapes, value, seconds = json.loads(sys.argv[1])
+    peers, prefix, shapes, scale, seconds = json.loads(sys.argv[1])
+    ramps = [torch.arange(torch.Size(shape).numel()).reshape(shape) / 1e6 for shape in shapes]
     dht = hivemind.DHT(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     averager = DTGradAverager(
-        averaged_tensors=[torch.full(shape, value) for shape in shapes], dht=dht, start=True,
+        averaged_tensors=[scale * ramp for ramp in ramps], dht=dht, start=True,
         prefix=prefix, min_group_size=2, min_matchmaking_time=2.0, request_timeout=1.0,
         allreduce_timeout=20.0, next_chunk_timeout=10.0)
     print("ready", flush=True)
     averager.step(gather=0, timeout=seconds)
     with averager.get_tensors() as tensors:
-        print(json.dumps([[float(t.min()), float(t.max())] for t in tensors]), flush=True)
+        errors = [float((t - 3 * ramp).abs().max()) for t, ramp in zip(tensors, ramps)]
+        print(json.dumps(errors), flush=True)
     averager.shutdown()
     dht.shutdown()
 
@@ -45,12 +48,22 @@ main()
 
 
 @pytest.mark.timeout(90)
-def test_a_stock_averager_of_the_right_name_averages_with_ours(tmp_path: Path) -> None:
-    shapes = [(300, 200), (7,), (3, 4, 5)]
+@pytest.mark.parametrize(("compression", "error"), [("none", 1e-6), ("float16", 2e-3)])
+def test_a_stock_averager_of_the_right_name_averages_with_ours(
+    tmp_path: Path, compression: str, error: float
+) -> None:
+    """Several parts a tensor: with tensors of one part each, peers that cut parts otherwise would
+    still understand each other."""
+    shapes = [(500, 700), (7,), (2, 400, 500)]
+    ramps = [torch.arange(math.prod(shape)).reshape(shape) / 1e6 for shape in shapes]
     script = tmp_path / "stock_peer.py"
     script.write_text(STOCK_PEER)
     settings = SwarmSettings(
-        dht_port=0, dht_listen_ip="127.0.0.1", initial_peers=(), run_id="v1_2_7_r5"
+        dht_port=0,
+        dht_listen_ip="127.0.0.1",
+        initial_peers=(),
+        run_id="v1_2_7_r5",
+        compression=compression,
     )
     ours = HivemindSwarm(
         settings=settings,
@@ -64,8 +77,8 @@ def test_a_stock_averager_of_the_right_name_averages_with_ours(tmp_path: Path) -
     try:
         assert stock.stdout is not None
         assert stock.stdout.readline() == "ready\n"
-        for buffer in ours.buffers:
-            buffer.fill_(1.0)
+        for buffer, ramp in zip(ours.buffers, ramps, strict=True):
+            buffer.copy_(ramp)
         result = ours.average(
             RoundRequest(
                 caller="5V",
@@ -78,10 +91,11 @@ def test_a_stock_averager_of_the_right_name_averages_with_ours(tmp_path: Path) -
         )
         assert len(result.peers) == 2
         assert result.failed_peers == ()
-        for buffer in ours.buffers:
-            assert torch.allclose(buffer, torch.full_like(buffer, 3.0))
+        assert not result.partial
+        for buffer, ramp in zip(ours.buffers, ramps, strict=True):
+            assert (buffer - 3 * ramp).abs().max() < error
         theirs = json.loads(stock.stdout.readline())
-        assert torch.allclose(torch.tensor(theirs), torch.full((len(shapes), 2), 3.0))
+        assert max(theirs) < error
         assert stock.wait(20) == 0
     finally:
         stock.kill()

@@ -22,6 +22,7 @@ def config(*argv: str, **environ: str) -> Config:
 def test_the_defaults_have_no_problem() -> None:
     assert problems(config()) == []
     assert problems(config("--preset", "local")) == []
+    assert problems(config("--preset", "local", "--neuron.part_size_bytes", "1048576")) == []
 
 
 @pytest.mark.parametrize(
@@ -29,6 +30,7 @@ def test_the_defaults_have_no_problem() -> None:
     [
         (("--netuid", "1"), "--netuid 1 is not this subnet"),
         (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
+        (("--neuron.part_size_bytes", "1048576"), "is not how the public network cuts tensors"),
         (("--neuron.upload_steps", "0"), "--neuron.upload_steps 0 is less than 1"),
         (("--neuron.local_batch_size_train_effective", "-4"), "is less than 1"),
         (("--nproc_per_node", "0"), "--nproc_per_node 0 is less than 1"),
