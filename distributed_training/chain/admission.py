@@ -11,13 +11,10 @@ strangers are shut out; a network of strangers shares one budget of new connecti
 from __future__ import annotations
 
 import ipaddress
-import socket
-import struct
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from functools import partial
 
 BURST_SECONDS = 6.0  # a bucket holds what its rate allows in this time
 
@@ -117,7 +114,8 @@ class Admission:
         return self._total
 
     def connect(self, address: str) -> bool:
-        """Whether a new connection may stay; it counts from then on until :meth:`disconnect`."""
+        """Whether a new connection (which carries one request) may stay; it counts from then on
+        until :meth:`disconnect`."""
         with self._lock:
             trusted = address in self._trusted
             reason = None
@@ -125,6 +123,8 @@ class Admission:
                 reason = "connection_blocked"
             elif self._open[address] >= self._max_per_address:
                 reason = "connections_of_address"
+            elif not self._requests.take(address):
+                reason = "rate"
             elif self._total >= (self._max + self._max // 4 if trusted else self._max):
                 reason = "connections"
             elif not trusted and not self._newcomers.take("newcomers"):
@@ -146,11 +146,6 @@ class Admission:
             self._open[address] -= 1
             if self._open[address] <= 0:
                 del self._open[address]
-
-    def request(self, address: str) -> bool:
-        """Whether this address may send one more request now."""
-        with self._lock:
-            return self._requests.take(address)
 
     def strike(self, address: str) -> None:
         """A request of this address was refused unproven."""
@@ -187,33 +182,3 @@ class Admission:
     def blocked(self, address: str) -> bool:
         with self._lock:
             return self._blocked.get(address, 0.0) > self._clock()
-
-
-class CountedSocket(socket.socket):
-    """An accepted socket that says once when its descriptor is closed."""
-
-    on_close: Callable[[], None] | None = None
-
-    def close(self) -> None:
-        on_close, self.on_close = self.on_close, None
-        super().close()
-        if on_close is not None:
-            on_close()
-
-
-def admit(accepted: socket.socket, address: str, admission: Admission) -> CountedSocket | None:
-    """The connection, counted until it is closed; or None, and it was closed at once."""
-    key = normalize(address)
-    if not admission.connect(key):
-        # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
-        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        accepted.close()
-        return None
-    connection = CountedSocket(
-        accepted.family, accepted.type, accepted.proto, fileno=accepted.detach()
-    )
-    connection.on_close = partial(admission.disconnect, key)
-    return connection
-
-
-_RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s

@@ -46,7 +46,9 @@ class Refusal(enum.Enum):
 
     TOO_LARGE = ("too_large", 413, "request too large")
     HEADERS = ("headers_too_large", 431, "headers too large")
+    LENGTH = ("no_length", 411, "send Content-Length, not Transfer-Encoding")
     TIMEOUT = ("timeout", 408, "request not received in time")
+    SILENT = ("silent", 408, "nothing was sent")
     MALFORMED = ("malformed", 400, "malformed request")
     ROUTE = ("unknown_route", 404, "unknown synapse")
     METHOD = ("method", 405, "only POST is answered")
@@ -84,6 +86,12 @@ class Claim:
     nonce: int  # ns
     salt: str  # legacy: the uuid
     header_timeout: float | None  # legacy, seconds, unsigned
+
+
+def claimed_hotkey(headers: Mapping[str, str]) -> str | None:
+    """Whom a request names as its sender, for the log; None if it names nobody."""
+    name = headers.get("x-bittensor-hotkey") or headers.get("bt_header_dendrite_hotkey", "")
+    return name if _HOTKEY.fullmatch(name) else None
 
 
 def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:

@@ -1,31 +1,259 @@
-"""uvicorn on a thread of its own, with a socket and a protocol that mistrust strangers."""
+"""HTTP for strangers: one connection carries one request and one answer, all of it bounded.
+
+A server that runs inside a training process must not let strangers choose how much work it does.
+So bytes are counted before they are parsed: a head is collected up to a limit, parsed once (h11)
+and checked (``SignedServer.check_head``) before any of the body is looked at. The body is as long
+as ``Content-Length`` says, a few kilobytes at most. ``Transfer-Encoding``, under which every single
+byte can be made to cost 100 us, is refused, and so is whatever follows the request (pipelining).
+After the answer the connection is closed, which HTTP/1.1 allows a server at any time.
+
+A request that comes in many small pieces is looked at after pauses that double, so that a drip of
+single bytes wakes the thread some twenty times and not thousands.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
+import struct
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from http import HTTPStatus
+from typing import Any, Generic, Protocol, TypeVar
 
 import h11
-import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.config.flags import ConfigError
+from distributed_training.protocol.synapses import MAX_BODY_BYTES
 
-from .admission import Admission, admit, normalize
+from .admission import Admission, normalize
+from .auth import Refusal, Refused
 from .firewall import MAX_ADDRESSES, Firewall, accept_with_data
 
-MAX_HEADER_BYTES = 16 * 1024
+# A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
+MAX_HEAD_BYTES = 8 * 1024
+MAX_HEAD_LINES = 64
 BACKLOG = 1024
+# What the kernel keeps of one connection before it is read (Linux doubles it).
+RECEIVE_BUFFER = 16 * 1024
+# Between two looks at an unfinished request, in seconds; doubled from the first to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.25
 # Connections accepted in one go, and the pause after one of them was refused: a flood then wakes
 # this thread (and takes a core from the training) a few times a second instead of thousands.
 BATCH = 256
-FLOOD_PAUSE = 0.05
+FLOOD_PAUSE = 0.02
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
 SHIELD_INTERVAL = 0.5  # between two looks at who is kept out, while somebody is
+
+_END_OF_HEAD = b"\r\n\r\n"
+_RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
+# Two values of one of these: whoever reads the other one is deceived.
+_SINGLE = ("x-bittensor-", "bt_header_", "computed_body_hash", "timeout", "content-length")
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True)
+class Head:
+    """The head of a request; ``target`` as sent (it is signed), ``headers`` by lower-case name."""
+
+    method: str
+    target: str
+    headers: dict[str, str]
+    address: str
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+
+class Application(Protocol[C]):
+    """What answers. All of it runs in the server's thread."""
+
+    def check_head(self, head: Head) -> C:
+        """What the head alone decides; what it returns goes to :meth:`answer`. Raises Refused."""
+        ...
+
+    async def answer(self, head: Head, checked: C, body: bytes) -> dict[str, Any]:
+        """The fields of the reply with status 200. Raises Refused."""
+        ...
+
+    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+        """A request was refused; ``head`` is None if it could not be read."""
+        ...
+
+
+def parse_head(raw: bytes, address: str) -> Head:
+    """``raw`` ends with the empty line. Raises Refused for what is not strictly HTTP/1."""
+    if raw.count(b"\n") > MAX_HEAD_LINES:
+        raise Refused(Refusal.HEADERS)
+    connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+    connection.receive_data(raw)
+    try:
+        event = connection.next_event()
+        if not isinstance(event, h11.Request) or connection.trailing_data[0]:
+            raise Refused(Refusal.MALFORMED)
+        headers: dict[str, str] = {}
+        for raw_name, value in event.headers:
+            name = raw_name.decode("ascii")
+            if name in headers and name.startswith(_SINGLE):
+                raise Refused(Refusal.MALFORMED)
+            headers[name] = value.decode("ascii")
+        target = event.target.decode("ascii")
+    except h11.RemoteProtocolError as error:
+        chunked = error.error_status_hint == HTTPStatus.NOT_IMPLEMENTED
+        raise Refused(Refusal.LENGTH if chunked else Refusal.MALFORMED) from None
+    except UnicodeDecodeError:
+        raise Refused(Refusal.MALFORMED) from None
+    return Head(event.method.decode("ascii"), target, headers, address)
+
+
+def body_length(head: Head) -> int:
+    """Raises Refused for a body whose length is not told, or too large."""
+    if "transfer-encoding" in head.headers:
+        raise Refused(Refusal.LENGTH)
+    length = int(head.headers.get("content-length", "0"))  # h11 saw that it is digits
+    if length > MAX_BODY_BYTES:
+        raise Refused(Refusal.TOO_LARGE)
+    return length
+
+
+def parse_fields(body: bytes) -> dict[str, Any]:
+    """The JSON object of a body; none is an empty one. Raises Refused."""
+
+    def refuse(_: str) -> float:
+        raise ValueError("not finite")
+
+    try:
+        fields = json.loads(body or b"{}", parse_constant=refuse)
+    except (ValueError, RecursionError):
+        raise Refused(Refusal.MALFORMED) from None
+    if not isinstance(fields, dict):
+        raise Refused(Refusal.MALFORMED)
+    return fields
+
+
+def reply_bytes(status: int, content: dict[str, Any]) -> bytes:
+    body = json.dumps(content).encode()
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
+        "content-type: application/json\r\n"
+        f"bt_header_axon_status_code: {status}\r\n"  # what a legacy caller takes for success
+        f"content-length: {len(body)}\r\n"
+        "connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+class Exchange(asyncio.Protocol, Generic[C]):
+    """One connection. ``read_timeout`` covers everything the client has to send."""
+
+    def __init__(
+        self,
+        *,
+        application: Application[C],
+        address: str,
+        read_timeout: timedelta,
+        on_close: Callable[[Exchange[C]], None],
+    ) -> None:
+        self.address = address
+        self._application = application
+        self._deadline = read_timeout.total_seconds()
+        self._on_close: Callable[[Exchange[C]], None] | None = on_close
+        self._received = bytearray()  # the head; then what has come of the body
+        self._head: Head | None = None
+        self._checked: C | None = None
+        self._length = 0
+        self._pause = FIRST_PAUSE
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.transport: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+        loop = asyncio.get_running_loop()
+        self._timers["deadline"] = loop.call_later(self._deadline, self._expired)
+
+    def data_received(self, data: bytes) -> None:
+        if self._task is not None or self.transport.is_closing():
+            return  # behind a whole request: the answer closes the connection
+        self._received += data
+        try:
+            complete = self._take()
+        except Refused as refused:
+            self._refuse(refused.refusal)
+            return
+        if complete:
+            self._end_of_request()
+            self._task = asyncio.get_running_loop().create_task(self._answer())
+        else:
+            self._look_later()
+
+    def _take(self) -> bool:
+        """Whether the request is complete. Raises Refused."""
+        if self._head is None:
+            end = self._received.find(_END_OF_HEAD)
+            if max(end, len(self._received) if end < 0 else 0) > MAX_HEAD_BYTES:
+                raise Refused(Refusal.HEADERS)
+            if end < 0:
+                return False
+            end += len(_END_OF_HEAD)
+            self._head = parse_head(bytes(self._received[:end]), self.address)
+            self._length = body_length(self._head)
+            self._checked = self._application.check_head(self._head)
+            del self._received[:end]
+        if len(self._received) > self._length:
+            raise Refused(Refusal.MALFORMED)
+        return len(self._received) == self._length
+
+    def _look_later(self) -> None:
+        self.transport.pause_reading()
+        loop = asyncio.get_running_loop()
+        self._timers["look"] = loop.call_later(self._pause, self.transport.resume_reading)
+        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
+
+    def _expired(self) -> None:
+        silent = self._head is None and not self._received
+        self._end_of_request()
+        self._application.refused(Refusal.SILENT if silent else Refusal.TIMEOUT, None, self.address)
+        self.transport.abort()
+
+    def _end_of_request(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        self.transport.pause_reading()
+
+    async def _answer(self) -> None:
+        assert self._head is not None and self._checked is not None
+        try:
+            fields = await self._application.answer(
+                self._head, self._checked, bytes(self._received)
+            )
+        except Refused as refused:
+            self._refuse(refused.refusal)
+            return
+        self._reply(HTTPStatus.OK, fields)
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._application.refused(refusal, self._head, self.address)
+        self._reply(refusal.status, {"message": refusal.message})
+
+    def _reply(self, status: int, fields: dict[str, Any]) -> None:
+        self._end_of_request()
+        if not self.transport.is_closing():
+            self.transport.write(reply_bytes(status, fields))
+            self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close(self)
 
 
 def bind(*, ip: str, port: int) -> socket.socket:
@@ -52,157 +280,96 @@ def bind(*, ip: str, port: int) -> socket.socket:
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP: asyncio sets TCP_NODELAY only then, and a reply in two writes would otherwise
-    # wait 40 ms for the caller's acknowledgement of the first.
     sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
         sock.bind((host, port))
         sock.listen(BACKLOG)
+        sock.setblocking(False)
     except OSError:
         sock.close()
         raise
     return sock
 
 
-def guarded_protocol(
-    *, admission: Admission, read_timeout: timedelta, on_refused: Callable[[str, str], None]
-) -> type[H11Protocol]:
-    """An HTTP/1.1 protocol with a deadline for each request.
+class HttpThread(Generic[C]):
+    """Serves ``application`` on ``sock`` in a daemon thread with its own event loop.
 
-    ``read_timeout`` covers everything a client has to send for one request, head and body, counted
-    from the connection or from the end of the previous response. ``on_refused(reason, address)`` is
-    told of requests that never reach the application.
-    """
-    deadline = read_timeout.total_seconds()
-
-    class GuardedProtocol(H11Protocol):
-        _timer: asyncio.TimerHandle | None = None
-        _address = ""
-        _silent = True  # not a byte so far
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._address = normalize(self.client[0]) if self.client else ""
-            self._arm()
-
-        def _arm(self) -> None:
-            self._disarm()
-            self._timer = self.loop.call_later(deadline, self._expired)
-
-        def _disarm(self) -> None:
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
-
-        def _expired(self) -> None:
-            self._timer = None
-            # Idle between requests is no offence; a request begun and not finished is, and so is
-            # a connection opened for nothing.
-            if self._silent or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
-                on_refused("silent" if self._silent else "timeout", self._address)
-                admission.strike(self._address)
-            self.transport.abort()
-
-        def data_received(self, data: bytes) -> None:
-            self._silent = False
-            super().data_received(data)
-            if self.conn.their_state in (h11.DONE, h11.MUST_CLOSE, h11.CLOSED):
-                self._disarm()
-
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            if not self.transport.is_closing():
-                self._arm()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._disarm()
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            on_refused("malformed", self._address)
-            admission.strike(self._address)
-            try:
-                super().send_400_response(msg)
-            except h11.LocalProtocolError:
-                # Garbage behind a request whose response has begun.
-                self.transport.abort()
-
-    return GuardedProtocol
-
-
-class HttpThread:
-    """An ASGI application served by uvicorn in a daemon thread with its own event loop.
-
-    Connections are accepted here, not by uvicorn, so that what :class:`Admission` does not let in
-    is closed before anything is made for it.
+    Connections are accepted here, not by asyncio, so that what :class:`Admission` does not let in
+    is closed before a task, a transport or a protocol is made for it.
     """
 
     def __init__(
         self,
         *,
-        app: Any,
+        application: Application[C],
         sock: socket.socket,
         admission: Admission,
-        protocol: type[H11Protocol],
         read_timeout: timedelta,
         name: str,
     ) -> None:
+        self._application = application
         self._sock = sock
         self._admission = admission
-        self._protocol = protocol
+        self._read_timeout = read_timeout
+        self._loop = asyncio.new_event_loop()
+        self._stopped = asyncio.Event()
+        self._open: set[Exchange[C]] = set()
         accept_with_data(sock, read_timeout)
         self._firewall = Firewall(sock)
         self._shielding = False
-        config = uvicorn.Config(
-            app,
-            # A bound method does not look like one to uvicorn, which would then call it as ASGI 2.
-            interface="asgi3",
-            http=protocol,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=30,
-            timeout_graceful_shutdown=1,
-            backlog=BACKLOG,
-        )
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent; returns when the thread has ended. Open connections are cut."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join(10)
+        elif not self._loop.is_closed():
+            self._loop.close()  # never started
+        self._sock.close()
+
+    def dropped(self) -> int:
+        """Packets that the kernel dropped for us."""
+        return self._firewall.dropped() if self._sock.fileno() >= 0 else 0
+
     def _run(self) -> None:
-        asyncio.run(self._serve())
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
 
     async def _serve(self) -> None:
-        self._server.config.load()
-        self._sock.setblocking(False)
         self._listen()
-        try:
-            await self._server.serve(sockets=[])
-        finally:
-            asyncio.get_running_loop().remove_reader(self._sock)
+        await self._stopped.wait()
+        self._loop.remove_reader(self._sock)
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for exchange in list(self._open):
+            exchange.transport.abort()
+        await asyncio.sleep(0)  # connection_lost of each
 
     def _listen(self) -> None:
-        if not self._server.should_exit:
-            asyncio.get_running_loop().add_reader(self._sock, self._accept)
+        if not self._stopped.is_set():
+            self._loop.add_reader(self._sock, self._accept)
 
     def _pause(self, seconds: float) -> None:
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._sock)
-        loop.call_later(seconds, self._listen)
+        self._loop.remove_reader(self._sock)
+        self._loop.call_later(seconds, self._listen)
 
     def _accept(self) -> None:
         refused = False
         for _ in range(BATCH):
             try:
-                accepted, address = self._sock.accept()
+                accepted, peer = self._sock.accept()
             except BlockingIOError:
                 break
             except ConnectionError:
@@ -210,60 +377,45 @@ class HttpThread:
             except OSError:
                 self._pause(EXHAUSTED_PAUSE)
                 return
-            connection = admit(accepted, str(address[0]), self._admission)
-            if connection is None:
+            address = normalize(str(peer[0]))
+            if self._admission.connect(address):
+                accepted.setblocking(False)
+                self._loop.create_task(self._attach(accepted, address))
+            else:
+                # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
+                accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                accepted.close()
                 refused = True
-                continue
-            connection.setblocking(False)
-            task = asyncio.get_running_loop().create_task(self._attach(connection))
-            self._server.server_state.tasks.add(task)
-            task.add_done_callback(self._server.server_state.tasks.discard)
         if refused:
             if not self._shielding:
                 self._shield()
             self._pause(FLOOD_PAUSE)
 
+    async def _attach(self, accepted: socket.socket, address: str) -> None:
+        exchange = Exchange(
+            application=self._application,
+            address=address,
+            read_timeout=self._read_timeout,
+            on_close=self._closed,
+        )
+        self._open.add(exchange)
+        try:
+            await self._loop.connect_accepted_socket(lambda: exchange, accepted)
+        except OSError:
+            accepted.close()
+            exchange.connection_lost(None)
+
+    def _closed(self, exchange: Exchange[C]) -> None:
+        self._open.discard(exchange)
+        self._admission.disconnect(exchange.address)
+
     def _shield(self) -> None:
         """Have the kernel keep out those who would be refused here, until they would not be."""
         self._shielding = False
-        if self._server.should_exit:
+        if self._stopped.is_set():
             return
         blocked, trusted, strangers = self._admission.rules(MAX_ADDRESSES)
         self._firewall.apply(blocked=blocked, trusted=trusted, strangers=strangers)
         if self._firewall.active:
             self._shielding = True
-            asyncio.get_running_loop().call_later(SHIELD_INTERVAL, self._shield)
-
-    def dropped(self) -> int:
-        """Packets that the kernel dropped for us."""
-        return self._firewall.dropped() if self._sock.fileno() >= 0 else 0
-
-    async def _attach(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-
-        def protocol() -> H11Protocol:
-            return self._protocol(
-                config=self._server.config,
-                server_state=self._server.server_state,
-                app_state={},
-                _loop=loop,
-            )
-
-        try:
-            await loop.connect_accepted_socket(protocol, connection)
-        except OSError:
-            connection.close()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Idempotent; returns when the thread has ended, after at most about two seconds."""
-        self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(10)
-        self._sock.close()
-
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+            self._loop.call_later(SHIELD_INTERVAL, self._shield)

@@ -2,9 +2,9 @@
 
 It runs on its own thread and event loop beside the training, answers at once and never waits for
 the chain, the loop or a disk. Checks run cheapest first: size, route, headers, known hotkey, rate,
-freshness, replay; only then the body is read and the signature verified, and only a proven caller's
-permit and stake are looked at. An accepted AllReduce becomes one event; while its round runs,
-further calls are told so and cause nothing.
+freshness, replay; only then the body is taken and the signature verified, and only a proven
+caller's permit and stake are looked at. An accepted AllReduce becomes one event; while its round
+runs, further calls are told so and cause nothing.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from typing import Any
 
 from distributed_training.config.chain import ChainSettings
 from distributed_training.config.flags import ConfigError
-from distributed_training.protocol import synapses
-from distributed_training.protocol.synapses import MAX_BODY_BYTES, RoundBounds, SynapseError
+from distributed_training.protocol import lines, synapses
+from distributed_training.protocol.synapses import RoundBounds, SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .admission import Admission, Buckets, normalize
-from .asgi import parse_fields, read_body, read_headers, respond, target
+from .admission import Admission, Buckets
 from .auth import Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
-from .http import HttpThread, bind, guarded_protocol
+from .http import Head, HttpThread, bind, parse_fields
 from .replay import NonceMemory
 from .wallet import Wallet
 
@@ -113,14 +112,9 @@ class SignedServer:
         sock = bind(ip=settings.axon_ip, port=settings.axon_port)
         self.port: int = sock.getsockname()[1]
         self._http = HttpThread(
-            app=self._app,
+            application=self,
             sock=sock,
             admission=self._admission,
-            protocol=guarded_protocol(
-                admission=self._admission,
-                read_timeout=settings.read_timeout,
-                on_refused=self._count_unread,
-            ),
             read_timeout=settings.read_timeout,
             name="signed-server",
         )
@@ -194,48 +188,26 @@ class SignedServer:
 
     # one request
 
-    async def _app(self, scope: Any, receive: Any, send: Any) -> None:
-        """ASGI. Nothing but a Refused is expected; what else goes wrong is our fault, not a 5xx."""
-        address = normalize(scope["client"][0]) if scope["client"] else ""
-        claimed: str | None = None
-        try:
-            headers = read_headers(scope)
-            if not self._admission.request(address):
-                raise Refused(Refusal.RATE)
-            if scope["path"] not in synapses.ROUTES:
-                raise Refused(Refusal.ROUTE)
-            if scope["method"] != "POST":
-                raise Refused(Refusal.METHOD)
-            length = headers.get("content-length", "0")
-            if not (length.isascii() and length.isdigit()):
-                raise Refused(Refusal.MALFORMED)
-            if int(length) > MAX_BODY_BYTES:
-                raise Refused(Refusal.TOO_LARGE)
-            claim = auth.claim(headers, self._settings.auth_schemes)
-            claimed = claim.hotkey
-            self._check_claim(claim)
-            body = await read_body(receive)
-            if body is None:
-                return  # the client went away
-            auth.proven(
-                claim,
-                headers,
-                body,
-                method="POST",
-                path=target(scope),
-                own=self._own,
-            )
-            if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
-                raise Refused(Refusal.REPLAY)
-            self._hotkeys.take(claim.hotkey)
-            reply = self._answer(scope["path"], claim, body, address)
-        except Refused as refused:
-            await self._refuse(refused.refusal, claimed, address, send)
-            return
-        await respond(send, 200, reply)
+    def check_head(self, head: Head) -> auth.Claim:
+        """What can be decided without the body. Raises Refused."""
+        if head.path not in synapses.ROUTES:
+            raise Refused(Refusal.ROUTE)
+        if head.method != "POST":
+            raise Refused(Refusal.METHOD)
+        claim = auth.claim(head.headers, self._settings.auth_schemes)
+        self._check_claim(claim)
+        return claim
+
+    async def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
+        """The effect of a whole request and the fields of its reply. Raises Refused."""
+        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
+        if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
+            raise Refused(Refusal.REPLAY)
+        self._hotkeys.take(claim.hotkey)
+        return self._act(head, claim, body)
 
     def _check_claim(self, claim: auth.Claim) -> None:
-        """What can be decided without the body. Nothing is proven yet, so nothing is recorded."""
+        """Nothing is proven yet, so nothing is recorded."""
         if claim.hotkey == self._own:
             # Nobody else may hold this key; a second miner does, or a request is reflected.
             raise Refused(Refusal.OWN_HOTKEY)
@@ -264,19 +236,19 @@ class SignedServer:
             self._neurons = neurons
         return self._by_hotkey.get(hotkey)
 
-    def _answer(self, path: str, claim: auth.Claim, body: bytes, address: str) -> dict[str, Any]:
+    def _act(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """The effect of a proven call and its reply. Raises Refused."""
         neuron = self._known(claim.hotkey)
         master = claim.hotkey == self._master
         permit = master or (neuron is not None and neuron.validator_permit)
         stake = neuron.stake if neuron is not None else 0.0
         fields = parse_fields(body)
-        if path == synapses.IS_ALIVE_ROUTE:
+        if head.path == synapses.IS_ALIVE_ROUTE:
             if self._settings.force_validator_permit and not permit:
                 raise Refused(Refusal.NO_PERMIT)
             reply = synapses.answer_is_alive(fields, epoch=self._epoch())
             self._counts["accepted.IsAlive"] += 1
-            log.info("Responded to be Active")
+            log.info("%s", lines.RESPONDED_ACTIVE)
         else:
             if not permit:
                 raise Refused(Refusal.NO_PERMIT)
@@ -287,7 +259,7 @@ class SignedServer:
             if repeated is not None:
                 reply["answer"] = repeated
         if permit:
-            self._admission.trust(address)
+            self._admission.trust(head.address)
         return reply
 
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
@@ -320,16 +292,13 @@ class SignedServer:
 
     # refusals
 
-    def _count_unread(self, reason: str, address: str) -> None:
-        self._counts[f"refused.{reason}"] += 1
-        self._log_refusal(reason, address)
-
-    async def _refuse(self, refusal: Refusal, claimed: str | None, address: str, send: Any) -> None:
+    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+        """Count, remember and (rarely) log a refused request."""
         self._counts[f"refused.{refusal.reason}"] += 1
         if refusal not in _NO_STRIKE:
             self._admission.strike(address)
+        claimed = auth.claimed_hotkey(head.headers) if head is not None else None
         self._log_refusal(refusal.reason, claimed or address)
-        await respond(send, refusal.status, {"message": refusal.message}, close=True)
 
     def _log_refusal(self, reason: str, caller: str) -> None:
         """At most one line a minute for each caller, and few for all of them together."""

@@ -25,7 +25,8 @@ ROUTES = (IS_ALIVE_ROUTE, ALL_REDUCE_ROUTE)
 
 IS_ALIVE_TIMEOUT = timedelta(seconds=2.3)
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
-MAX_BODY_BYTES = 64 * 1024
+# Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length.
+MAX_BODY_BYTES = 4 * 1024
 
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.

@@ -14,6 +14,7 @@ import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from distributed_training.chain import firewall
 from distributed_training.chain import http as http_module
 from distributed_training.chain.admission import Admission, Buckets, normalize
+from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.chain_world import (
     MINER,
     PEER,
@@ -184,9 +186,76 @@ def test_a_chunked_body_beyond_the_limit(server: World) -> None:
     raw = request("/AllReduce", {**head, "transfer-encoding": "chunked"})
     raw = raw.replace(b"content-length: 0\r\n", b"")
     raw += b"".join(b"2000\r\n" + b" " * 0x2000 + b"\r\n" for _ in range(10)) + b"0\r\n\r\n"
-    assert status(send(server, raw)) in (413, 0)
-    assert server.refused("too_large") == 1
+    assert status(send(server, raw)) in (411, 0)
+    assert server.refused("no_length") == 1
     assert server.events == []
+
+
+def server_cpu(made: World) -> float:
+    """CPU seconds of the server's thread so far, what the kernel did for it included."""
+    thread = made.server._http._thread.native_id
+    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="CPU time of one thread")
+@pytest.mark.parametrize("named", [False, True])
+def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, named: bool) -> None:
+    """It cost 0.4 s of CPU, 1.2 s under the name of a registered hotkey."""
+    head = sign("legacy", VALIDATOR, "/AllReduce", b"") if named else {}
+    raw = request("/AllReduce", {**head, "transfer-encoding": "chunked"})
+    raw = raw.replace(b"content-length: 0\r\n", b"") + b"1\r\nx\r\n" * 170_000 + b"0\r\n\r\n"
+    before = server_cpu(server)
+    assert status(send(server, raw)) in (411, 0)
+    until(lambda: server.refused("no_length") == 1)
+    assert server_cpu(server) - before < 0.05
+
+
+def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypatch) -> None:
+    looks: list[int] = []
+    take = http_module.Exchange._take
+    monkeypatch.setattr(http_module.Exchange, "_take", lambda e: (looks.append(1), take(e))[1])
+    with closing(connect(server)) as sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sent = 0
+        with suppress(OSError):
+            while not closed_within(sock, 0.0001):
+                sock.sendall(b"x")
+                sent += 1
+    assert server.refused("timeout") == 1
+    # 2, 4, 8 ... 250 ms apart until the deadline of 400 ms.
+    assert sent > 100 and len(looks) <= 12
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"x" * (http_module.MAX_HEAD_BYTES + 1), "headers_too_large"),
+        (b"POST / HTTP/1.1\r\n" + b"a:\r\n" * 80 + b"\r\n", "headers_too_large"),
+        (b"POST / HTTP/1.1\r\nhost: x\n\nPOST / HTTP/1.1\r\n\r\n", "malformed"),
+    ],
+)
+def test_a_head_is_bounded_before_it_is_parsed(
+    server: World, monkeypatch, raw: bytes, reason: str
+) -> None:
+    received = http_module.h11.Connection.receive_data
+    sizes: list[int] = []
+    monkeypatch.setattr(
+        http_module.h11.Connection,
+        "receive_data",
+        lambda connection, data: (sizes.append(data.count(b"\n")), received(connection, data))[1],
+    )
+    assert status(send(server, raw)) in (400, 431, 0)
+    assert server.refused(reason) == 1
+    assert all(lines <= http_module.MAX_HEAD_LINES for lines in sizes)
+
+
+def test_what_follows_a_request_is_not_looked_at(server: World) -> None:
+    """A pipelined request is not answered: at best the first one is."""
+    first = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
+    second = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
+    assert status(send(server, first + second)) in (400, 0)
+    assert server.server.counters().get("accepted.IsAlive", 0) == 0
+    still_answers(server)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +269,10 @@ def test_a_chunked_body_beyond_the_limit(server: World) -> None:
         b'{"min_group_size": NaN}',
         b'{"allreduce_timeout": 1e999}',
         b'{"min_group_size": true}',
-        b'{"a": ' * 5000,
+        b'{"a": ' * 650,
+        b"[" * 4000,
         b"\xff\xfe",
-        b'{"min_group_size": ' + b"9" * 6000 + b"}",
+        b'{"min_group_size": ' + b"9" * 4000 + b"}",
     ],
 )
 def test_signed_nonsense_is_no_event(server: World, body: bytes) -> None:
@@ -213,6 +283,13 @@ def test_signed_nonsense_is_no_event(server: World, body: bytes) -> None:
     else:
         assert status(answer) == 400
         assert server.events == []
+
+
+def test_a_body_beyond_the_limit_of_a_validator(server: World) -> None:
+    body = b" " * (MAX_BODY_BYTES + 1)
+    headers = sign("btauth", VALIDATOR, "/AllReduce", body)
+    assert status(send(server, request("/AllReduce", headers, body))) in (413, 0)
+    assert server.refused("too_large") == 1 and server.events == []
 
 
 @pytest.mark.parametrize("name", ["X-Bittensor-Hotkey", "X-Bittensor-Nonce", "Content-Length"])
@@ -493,7 +570,6 @@ def test_memory_for_strangers_is_bounded() -> None:
     rng = random.Random(1)
     for _ in range(20_000):
         address = f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}"
-        admission.request(address)
         admission.strike(address)
         if admission.connect(address):
             admission.disconnect(address)
