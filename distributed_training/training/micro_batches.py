@@ -45,7 +45,9 @@ class MicroBatches:
         surgery: bool,
         say: Callable[[str], None],
     ) -> None:
-        self.batches: list[Tensor] = []  # kept to run the step again in smaller pieces
+        # Of the step under way, as they came: on the device, or after a restart on the host. Kept
+        # to run the step again in smaller pieces, and for checkpoints.
+        self.batches: list[Tensor] = []
         self.domains: list[int] = []
         self.notes: list[str] = []
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=device)
@@ -116,6 +118,12 @@ class MicroBatches:
             grad: Any = shard.dtensor.grad
             result.append(torch.zeros_like(shard.local) if grad is None else grad.to_local())
         return result
+
+    def pending(self) -> Tensor | None:
+        """The batches of the step under way as one tensor in host memory; None if there is none."""
+        if not self.batches:
+            return None
+        return torch.stack([batch.to("cpu") for batch in self.batches])
 
     def drop(self) -> None:
         """Forget a step that is not finished, and every gathered weight."""

@@ -606,7 +606,7 @@ class Trainer:
                 "momentum": self._outer.momentum,
                 "residual": self._feedback.residual,
             },
-            "pending": torch.stack(self._step.batches) if self._step.batches else None,
+            "pending": self._step.pending(),
             "domains": list(self._step.domains),
             "steps": self._optimizer.step_count,
             "schedule": self.schedule.state(),
@@ -656,7 +656,7 @@ class Trainer:
         elif pending is not None:
             with torch.enable_grad():
                 for i, batch in enumerate(pending[: self.micro_batches_per_step - 1]):
-                    # not their gradients were stored, but they
+                    # Batches were stored, not gradients: run them again.
                     self.add_micro_batch(batch, domain=state["domains"][i])
 
     def slow_down(self) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from device_stand_in import OnDevice
 from training_world import SEQUENCE, sequences, tiny, train, trainer, whole_weights
 
 from distributed_training.protocol.types import Progress
@@ -401,6 +402,27 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     for kind in (1, 2, 3):
         for a, b in zip(ends[0][kind], ends[1][kind], strict=True):  # type: ignore[arg-type]
             assert torch.equal(a, b)
+
+
+def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="numpy"):
+        OnDevice(sequences(0)).numpy()  # the control: a write of this would fail
+    made = trainer()
+    batches = list(sequences(0).split(2))
+    for batch in (OnDevice(batches[0]), OnDevice(batches[1])):
+        made.add_micro_batch(batch)
+    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    for expected in (2, 3):  # the second time: two from the checkpoint and a new one
+        keeper.save({}, Progress(0, 0, 0, []))
+        keeper.wait()
+        assert keeper.last_error is None
+        made = trainer()
+        keeper = Checkpointer(trainer=made, folder=tmp_path)
+        assert keeper.restore() is not None and made.pending_micro_batches == expected
+        pending = made._step.pending()
+        assert pending is not None and torch.equal(pending, torch.stack(batches[:expected]))
+        made.add_micro_batch(OnDevice(batches[expected]))
+    assert made.inner_step == 1
 
 
 def test_damaged_checkpoints_are_skipped_with_a_line(
