@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from distributed_training.common.environment import without_secrets
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
@@ -158,13 +159,12 @@ class Publisher:
     def _launch(self) -> None:
         """Call with the lock held (or before the thread starts)."""
         ours, theirs = socket.socketpair()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "AWS_"))}
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "distributed_training.store.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=environment
+                env=without_secrets()
                 | {
                     "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                     "OMP_NUM_THREADS": "1",
