@@ -147,7 +147,8 @@ class Pipeline:
         self.pipeline = DataPipeline(
             settings=settings,
             uid=3,
-            local_rank=0,
+            rank=0,
+            world_size=4,
             sequence_length=SEQUENCE,
             micro_batch_size=MICRO,
             tokenizer_path=tokenizer,

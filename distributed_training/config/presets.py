@@ -19,7 +19,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",
         # Small enough that a miner goes through several blocks in each outer step.
-        "data.pages_per_block": "2",
+        "data.pages_per_block": "1",
         "data.rows_per_page": "25",
         "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
@@ -54,6 +54,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "validator.sweep_interval": "1",
         "validator.minimum_peers": "2",
         "validator.score_blocks": "15",
+        "validator.evaluation_pages": "1",
         "validator.evaluation_sequences": "8",
     },
 }

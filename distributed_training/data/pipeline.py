@@ -35,6 +35,7 @@ _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
 _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _LARGEST_BACKOFF = 60.0
+_LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
 _HELD_BACK = "held-back.npy"
 
@@ -64,7 +65,8 @@ class DataPipeline:
         *,
         settings: DataSettings,
         uid: int,
-        local_rank: int,
+        rank: int,
+        world_size: int,
         sequence_length: int,
         micro_batch_size: int,
         tokenizer_path: Path,
@@ -85,7 +87,8 @@ class DataPipeline:
         self._spec = WorkerSpec(
             settings=settings,
             uid=uid,
-            local_rank=local_rank,
+            rank=rank,
+            world_size=world_size,
             sequence_length=sequence_length,
             tokenizer_path=tokenizer_path,
             eos_id=eos_id,
@@ -94,7 +97,7 @@ class DataPipeline:
         )
         self._block_folder = self._spec.blocks
         self._weights = [source.weight for source in settings.sources]
-        self._receipts = Receipts(folder / f"receipts.rank{local_rank}.jsonl")
+        self._receipts = Receipts(folder / f"receipts.rank{rank}.jsonl")
         self._blocks: OrderedDict[int, _Block | None] = OrderedDict()  # None: it has nothing
         self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
         self._pending: set[int] = set()
@@ -379,6 +382,12 @@ class DataPipeline:
         needed = math.ceil(self._prepare_seconds / self._train_seconds) + 1
         return max(least, min(most, needed))
 
+    @property
+    def lead_seconds(self) -> float:
+        """How long before it is needed a block should be requested: three times what preparing
+        one took of late, so that a slow page or a retry does not leave the GPUs waiting."""
+        return _LEAST_LEAD + 3.0 * self._prepare_seconds
+
     def _say_if_slow(self, now: float) -> None:
         per_worker = self._prepare_seconds / len(self._workers)
         slow = self._train_seconds and per_worker > self._train_seconds
@@ -400,7 +409,7 @@ class DataPipeline:
         self._receipts.add(
             block=self._current,
             uid=self._spec.uid,
-            rank=self._spec.local_rank,
+            rank=self._spec.rank,
             first_sequence=self._start,
             sequences=len(served),
             tokens=int(served.size),
@@ -431,7 +440,7 @@ class DataPipeline:
 
     def _prepare_folder(self) -> None:
         self._block_folder.mkdir(parents=True, exist_ok=True)
-        for other in self._block_folder.parent.glob(f"rank{self._spec.local_rank}-*"):
+        for other in self._block_folder.parent.glob(f"rank{self._spec.rank}-*"):
             if other != self._block_folder:  # of other settings
                 shutil.rmtree(other, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from distributed_training.config.data import DataSettings, SourceSpec
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import pages_read_by, select_pages
 
 from . import mixture
 from .shards import SUFFIX, ShardError, open_shard, read_header, token_digest, write_shard
@@ -35,7 +35,8 @@ class WorkerSpec:
 
     settings: DataSettings
     uid: int
-    local_rank: int
+    rank: int
+    world_size: int
     sequence_length: int
     tokenizer_path: Path
     eos_id: int
@@ -49,12 +50,12 @@ class WorkerSpec:
         mixed = [(s.name, s.text, s.weight) for s in settings.sources]
         facts = [
             mixed, settings.dataset, settings.text_column, settings.pages_per_block,
-            settings.rows_per_page, settings.max_length, self.uid, self.local_rank,
+            settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path),
         ]  # fmt: skip
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-        return self.folder / "blocks" / f"rank{self.local_rank}-{name}"
+        return self.folder / "blocks" / f"rank{self.rank}-{name}"
 
     @property
     def cache(self) -> Path:
@@ -115,14 +116,7 @@ class RowsTokens:
     def block(self, block: int, pages: int) -> SourceTokens:
         empty = np.zeros(0, dtype=np.int32)
         try:
-            table = self._source.num_rows()
-            chosen = select_pages(
-                uid=self._spec.uid,
-                local_rank=self._spec.local_rank,
-                block=block,
-                n_pages=pages,
-                num_rows=table,
-            )
+            chosen = self._choose(block, pages)
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
             return SourceTokens(empty, [], [str(error)])
@@ -143,6 +137,21 @@ class RowsTokens:
             pieces.append(tokens)
             used.append((*page, len(tokens)))
         return SourceTokens(np.concatenate(pieces) if pieces else empty, used, missing)
+
+    def _choose(self, block: int, pages: int) -> list[tuple[str, int, str]]:
+        table = self._source.num_rows()
+        dealt = pages_read_by(rank=self._spec.rank, world_size=self._spec.world_size, n_pages=pages)
+        of_rank = {
+            owner: select_pages(
+                uid=self._spec.uid,
+                local_rank=owner,
+                block=block,
+                n_pages=1 + max(number for other, number in dealt if other == owner),
+                num_rows=table,
+            )
+            for owner in {owner for owner, _ in dealt}
+        }
+        return [of_rank[owner][number] for owner, number in dealt]
 
     def _fetch(self, page: tuple[str, int, str]) -> list[str] | PageUnavailable:
         config, row, split = page
@@ -204,9 +213,7 @@ class ShardTokens:
         self._page = spec.settings.rows_per_page
         total = int(self._ends[-1]) if self._shards else 0
         self._page_count = -(-total // self._page)
-        self._order = np.random.default_rng(spec.uid + spec.local_rank).permutation(
-            self._page_count
-        )
+        self._order = np.random.default_rng(spec.uid + spec.rank).permutation(self._page_count)
 
     def block(self, block: int, pages: int) -> SourceTokens:
         if not self._shards:

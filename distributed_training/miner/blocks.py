@@ -11,7 +11,10 @@ failed.
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -29,7 +32,9 @@ class ReadyLike(Protocol):
 
 
 class BlockFeed:
-    """Rank 0 only. ``prefetch``: how many blocks to request ahead of the one in training, now.
+    """Rank 0 only. ``prefetch``: how many blocks to request ahead of the one in training, at most.
+    ``lead``: seconds before the queue runs dry at which the next one is requested. A block that
+    waits in the queue ages, and validators judge an upload by its newest *trained* block.
 
     ``hold_back``: micro-batches to leave out at the end of the first new block that is twice as
     long, for previews. ``patience``: seconds without any ready block after which a block that was
@@ -49,6 +54,7 @@ class BlockFeed:
         hold_back: int = 0,
         patience: float = 60.0,
         recent: int = 200,
+        lead: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain_block = chain_block
@@ -59,7 +65,9 @@ class BlockFeed:
         self._hold_back = hold_back * micro_batch_size
         self._patience = patience
         self._recent = recent - max(2, recent // 10)  # it has to arrive, and to be read
+        self._lead = lead
         self._clock = clock
+        self._pace = _Pace(clock)
         self._last_requested = 0  # the newest block
         self._oldest = 0
         self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
@@ -118,6 +126,8 @@ class BlockFeed:
             return block
         if len(self._requested) + len(self._ready) >= max(1, self._prefetch()):
             return 0
+        if self._queued_seconds() > self._lead():
+            return 0
         block = self._chain_block()
         if block > self._last_requested:
             if not self._last_requested:
@@ -131,6 +141,18 @@ class BlockFeed:
         if block:
             self._requested.append(block)
         return block
+
+    def _queued_seconds(self) -> float:
+        """How long training goes on with what was requested; Inf until its pace is known."""
+        whole = self._current[1] // self._micro_batch_size  # nothing better is known of the others
+        micro_batches = (
+            self._remaining
+            + sum(sequences // self._micro_batch_size for _, sequences in self._ready)
+            + whole * len(self._requested)
+        )
+        if micro_batches <= 1:
+            return 0.0
+        return (micro_batches - 1) * self._pace.seconds()  # asked again a micro-batch later
 
     def _past_block(self) -> int:
         """The chain has not moved, and its newest block was asked for. Any block may be listed
@@ -196,6 +218,7 @@ class BlockFeed:
     # --- what was trained ----------------------------------------------------------------------
 
     def micro_batch_done(self) -> None:
+        self._pace.micro_batch_done()
         self._remaining = max(0, self._remaining - 1)
         self._since_step.add(self._current[0])
 
@@ -302,3 +325,23 @@ class BlockFeed:
             owed = {b: step for b, step in owed.items() if kept.get(b, 0) < step}
         self._trained = owed
         self._since_step = {int(b) for b in state.get("since_step", [])}
+
+
+class _Pace:
+    """Seconds a micro-batch takes: the median of the last ones, so that rounds, checkpoints and
+    waits for data do not count."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: float | None = None
+        self._seconds: deque[float] = deque(maxlen=33)
+
+    def micro_batch_done(self) -> None:
+        now = self._clock()
+        if self._last is not None:
+            self._seconds.append(now - self._last)
+        self._last = now
+
+    def seconds(self) -> float:
+        """Inf before the second micro-batch."""
+        return statistics.median(self._seconds) if self._seconds else math.inf

@@ -172,7 +172,8 @@ def _run(
     data = DataPipeline(
         settings=config.data,
         uid=facts.uid,
-        local_rank=me.local_rank,
+        rank=me.rank,
+        world_size=me.world_size,
         sequence_length=config.training.sequence_length,
         micro_batch_size=trainer.micro_batch_size,
         tokenizer_path=Path(facts.tokenizer_path),
@@ -271,6 +272,7 @@ def _rank_zero(
         channel=channel,
         micro_batch_size=trainer.micro_batch_size,
         prefetch=lambda: data.depth,
+        lead=lambda: data.lead_seconds,
         hold_back=0 if data.holds_back(held) else held,
         recent=config.miner.blocks_per_allreduce // 2,
     )

@@ -13,6 +13,7 @@ import numpy as np
 ROWS_PER_PAGE = 100
 PAGES_PER_BLOCK = 5  # what a miner fetches
 VALIDATOR_PAGES = 2  # the first two of the miner's five
+JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
 MAX_TOKENS_PER_ROW = 1024  # before the end-of-sequence token is appended
 
 
@@ -51,3 +52,21 @@ def select_pages(
             raise ValueError(f"config {config} has {num_rows[config]} rows; a page needs 102")
         pages.append((config, int(rng.integers(0, last)), split))
     return pages
+
+
+def pages_read_by(*, rank: int, world_size: int, n_pages: int) -> list[tuple[int, int]]:
+    """Which pages of a block one rank of a miner reads: ``(rank whose page it is, its number)``.
+
+    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 5). A miner
+    of four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
+    one deals the pages of four ranks out among its own, the judged ones first, so that all of them
+    are trained on. Every rank gets equally many: ``n_pages``, or as many more as the judged pages
+    take. Raises ValueError unless ``0 <= rank < world_size`` and ``n_pages >= 1``.
+    """
+    if not 0 <= rank < world_size or n_pages < 1:
+        raise ValueError(f"rank {rank} of {world_size} cannot read {n_pages} pages")
+    owners = max(JUDGED_RANKS, world_size)
+    judged = JUDGED_RANKS * min(VALIDATOR_PAGES, n_pages)
+    count = max(n_pages, -(-judged // world_size))
+    dealt = range(rank, count * world_size, world_size)
+    return [(place % owners, place // owners) for place in dealt]

@@ -141,7 +141,8 @@ class Miner:
         self.data = DataPipeline(
             settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=1),
             uid=3,
-            local_rank=RANK,
+            rank=RANK,
+            world_size=WORLD,
             sequence_length=SETTINGS.sequence_length,
             micro_batch_size=self.trainer.micro_batch_size,
             tokenizer_path=tokenizer,

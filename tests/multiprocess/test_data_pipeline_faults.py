@@ -41,7 +41,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def pipeline(
     server: RowsServer, tokenizer: tuple[Path, int], folder: Path | None, **changes: Any
 ) -> Iterator[DataPipeline]:
-    own = {"uid": 11, "local_rank": 0, "micro_batch_size": 2}
+    own = {"uid": 11, "rank": 0, "world_size": 4, "micro_batch_size": 2}
     own |= {k: changes.pop(k) for k in tuple(changes) if k in own}
     made = DataPipeline(
         settings=DataSettings(
@@ -139,7 +139,7 @@ def test_a_ranks_tokens_do_not_depend_on_the_world_size(tokenizer: tuple[Path, i
         for world in (1, 3):
             with contextlib.ExitStack() as stack:
                 ranks = [
-                    stack.enter_context(pipeline(server, tokenizer, None, local_rank=rank))
+                    stack.enter_context(pipeline(server, tokenizer, None, rank=rank))
                     for rank in range(world)
                 ]
                 for made in ranks:
@@ -210,7 +210,7 @@ from distributed_training.data import DataPipeline
 url, dataset, tokenizer, eos, folder = sys.argv[1:6]
 made = DataPipeline(
     settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
-    uid=11, local_rank=0, sequence_length=64, micro_batch_size=2,
+    uid=11, rank=0, world_size=4, sequence_length=64, micro_batch_size=2,
     tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
 )
 made.request(40)

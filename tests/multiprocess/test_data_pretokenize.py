@@ -91,7 +91,8 @@ def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> N
     pipeline = DataPipeline(
         settings=DataSettings(source=f"shards:{out}", pages_per_block=1, rows_per_page=8),
         uid=3,
-        local_rank=0,
+        rank=0,
+        world_size=4,
         sequence_length=64,
         micro_batch_size=2,
         tokenizer_path=out / "tokenizer.json",

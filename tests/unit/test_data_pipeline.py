@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 def pipeline(tokenizer: tuple[Path, int], **changes: int) -> DataPipeline:
-    values = {"uid": 3, "local_rank": 0, "sequence_length": 64, "micro_batch_size": 2} | changes
+    values = {"uid": 3, "rank": 0, "world_size": 4, "sequence_length": 64, "micro_batch_size": 2}
+    values |= changes
     return DataPipeline(
         settings=SETTINGS, tokenizer_path=tokenizer[0], eos_id=tokenizer[1], **values
     )
@@ -101,6 +103,32 @@ def test_batches_are_the_assigned_pages_in_order(
     assert len(tokens) - len(served) < 2 * 64
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_small_miner_trains_on_every_page_that_is_judged(
+    tokenizer: tuple[Path, int], world_size: int
+) -> None:
+    """Validators look at four ranks' pages; one or two ranks have them all between them."""
+    source, made = StdlibSource(), TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    served: list[torch.Tensor] = []
+    for rank in range(world_size):
+        with closing(pipeline(tokenizer, rank=rank, world_size=world_size)) as one:
+            one.request(77)
+            one.begin(77, wait_ready(one, 77))
+            while (batch := one.next()) is not None:
+                served += batch.tolist()
+    flat = bytes(token % 256 for sequence in served for token in sequence)
+    for owner in range(4):
+        pages = select_pages(
+            uid=3, local_rank=owner, block=77, n_pages=2, num_rows=source.num_rows()
+        )
+        for config, row, split in pages:
+            rows = source.rows(config, row, split=split, limit=20)
+            tokens = made.encode_rows(rows, max_length=1024)
+            # Where a page begins among the sequences depends on those before it: look for a run.
+            middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
+            assert middle in flat, (owner, config, row)
+
+
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
     running.request(5)
     wait_ready(running, 5)
@@ -119,7 +147,7 @@ def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
 
 
 def test_ranks_read_other_pages(tokenizer: tuple[Path, int]) -> None:
-    made = [pipeline(tokenizer), pipeline(tokenizer, local_rank=1)]
+    made = [pipeline(tokenizer), pipeline(tokenizer, rank=1)]
     try:
         first = []
         for one in made:

@@ -35,10 +35,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 def spec(tokenizer: tuple[Path, int], folder: Path, source: str, **changes: Any) -> WorkerSpec:
-    own = {k: changes.pop(k) for k in ("uid", "local_rank", "vocabulary") if k in changes}
+    own = {k: changes.pop(k) for k in ("uid", "rank", "vocabulary") if k in changes}
     values: dict[str, Any] = {"pages_per_block": 4, "rows_per_page": 20, **changes}
     return WorkerSpec(
-        **{"uid": 3, "local_rank": 0, **own},
+        **{"uid": 3, "rank": 0, "world_size": 4, **own},
         settings=DataSettings(source=source, **values),
         sequence_length=32,
         tokenizer_path=tokenizer[0],
@@ -316,7 +316,7 @@ def test_every_sequence_of_the_shards_is_used_once_before_any_twice(
     used = np.concatenate(blocks)
     assert sorted(map(bytes, used.astype("<i4"))) == sorted(map(bytes, data.astype("<i4")))
     other = BlockMaker(
-        spec(tokenizer, tmp_path, f"shards:{tmp_path / 'shards'}", pages_per_block=3, local_rank=1)
+        spec(tokenizer, tmp_path, f"shards:{tmp_path / 'shards'}", pages_per_block=3, rank=1)
     )
     assert not np.array_equal(tokens(other, 5), blocks[0])
 

@@ -290,3 +290,45 @@ def test_a_block_whose_micro_batches_an_outer_step_dropped_is_not_listed() -> No
     feed.micro_batch_done()
     feed.step_done()
     assert feed.blocks() == [101]
+
+
+@pytest.mark.parametrize(("step", "block_steps"), [(60.0, 4), (10.0, 20), (1.0, 40), (60.0, 1)])
+def test_the_newest_trained_block_is_young_and_training_never_waits(
+    step: float, block_steps: int
+) -> None:
+    """A chain of a block per 12 s, a block of text that lasts ``block_steps`` inner steps of
+    ``step`` seconds and takes 8 s to prepare. Two blocks in a queue, first in first out, would be
+    as old as two blocks take to train."""
+    prepare, lead = 8.0, 44.0
+    world = World()
+    world.default = 2 * 8 * block_steps  # 8 micro-batches of 2 in a step
+    asked: dict[int, float] = {}
+    world.ready = lambda block: (  # type: ignore[method-assign]
+        world.default if world.now - asked.setdefault(block, world.now) >= prepare else None
+    )
+    feed = BlockFeed(
+        chain_block=lambda: 100 + int(world.now / 12),
+        data=world,
+        channel=world,  # type: ignore[arg-type]
+        micro_batch_size=2,
+        prefetch=lambda: 2,
+        lead=lambda: lead,
+        clock=lambda: world.now,
+    )
+    waited, ages = 0.0, []
+    while world.now < 4000:
+        order = feed.on_boundary(may_begin=True)
+        if order.request:
+            asked.setdefault(order.request, world.now)
+        if order.begin and world.now > 1000:
+            ages.append(100 + int(world.now / 12) - order.begin)
+        if feed.available:
+            world.now += step / 8
+            feed.micro_batch_done()
+            feed.step_done()
+        else:
+            world.now += 0.5
+            waited += 0.5 if world.now > 1000 else 0.0
+    allowed = (lead + 2 * step / 8) / 12 + 1
+    assert ages and max(ages) <= allowed, (max(ages), allowed)
+    assert waited <= 0.01 * 3000

@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as some
 
-from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.pages import (
+    JUDGED_RANKS,
+    VALIDATOR_PAGES,
+    pages_read_by,
+    select_pages,
+)
 
 pytestmark = pytest.mark.timeout(60)
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "page_selection.json").read_text())
@@ -55,3 +62,39 @@ def test_too_little_data_is_an_error(num_rows: dict[str, int]) -> None:
 def test_negative_arguments_are_an_error() -> None:
     with pytest.raises(ValueError, match="negative"):
         _select(block=-1)
+
+
+@given(world_size=some.integers(1, 33), n_pages=some.integers(1, 9))
+def test_every_judged_page_is_read_once_whatever_the_world_size(
+    world_size: int, n_pages: int
+) -> None:
+    read = [
+        pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
+        for rank in range(world_size)
+    ]
+    flat = [page for pages in read for page in pages]
+    assert len(set(flat)) == len(flat), "a page is read by two ranks"
+    assert len({len(pages) for pages in read}) == 1, "ranks have unequal shares"
+    judged = {
+        (owner, number)
+        for owner in range(JUDGED_RANKS)
+        for number in range(min(VALIDATOR_PAGES, n_pages))
+    }
+    assert judged <= set(flat)
+    if world_size < JUDGED_RANKS:  # a block that is cut short loses what is not judged
+        for pages in read:
+            of_them = [page in judged for page in pages]
+            assert of_them == sorted(of_them, reverse=True)
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_four_ranks_and_more_read_as_the_public_miner_does(world_size: int) -> None:
+    for rank in range(world_size):
+        read = pages_read_by(rank=rank, world_size=world_size, n_pages=5)
+        assert read == [(rank, number) for number in range(5)]
+
+
+@pytest.mark.parametrize(("rank", "world_size", "n_pages"), [(1, 1, 5), (-1, 2, 5), (0, 1, 0)])
+def test_a_rank_outside_the_world_is_an_error(rank: int, world_size: int, n_pages: int) -> None:
+    with pytest.raises(ValueError, match="cannot read"):
+        pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
