@@ -27,9 +27,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-
-from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
 from distributed_training.diagnostics.doctor import start_checks
@@ -47,7 +44,8 @@ from distributed_training.miner.process import (
     start_time,
     write_durably,
 )
-from distributed_training.telemetry import setup_logging
+from distributed_training.node.signals import StopSignals
+from distributed_training.node.start import make_run_folder, start_log
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +61,6 @@ SETTLE = timedelta(seconds=2)
 # Rank 0 has ended but other ranks run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
 _POLL_SECONDS = 0.1
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
@@ -75,16 +72,16 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     try:
         config = load_config("miner", argv)
         print("\n".join(describe(config)), flush=True)
-        folder = _make_folder(config.run_folder)
-        _set_up_logging(config, folder)
-        with _lock(folder), _Signals() as signals:
+        folder = make_run_folder(config)
+        start_log(config, folder, name="launcher")
+        with _lock(folder), StopSignals() as signals:
             return _launch_locked(config, argv, script=script, folder=folder, signals=signals)
     except ConfigError as error:
         return exit_with(error)
 
 
 def _launch_locked(
-    config: Config, argv: Sequence[str], *, script: Path, folder: Path, signals: _Signals
+    config: Config, argv: Sequence[str], *, script: Path, folder: Path, signals: StopSignals
 ) -> int:
     become_subreaper()
     _end_earlier_instance(folder, patience=config.miner.stop_timeout)
@@ -152,22 +149,6 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} cannot be made ({error.strerror}), so nothing could be "
-            "saved: give --neuron.run_folder a folder of yours"
-        ) from None
-    return folder.absolute()
-
-
-def _set_up_logging(config: Config, folder: Path) -> None:
-    hidden = [value for value in config.values.values() if isinstance(value, SecretStr)]
-    setup_logging(config.telemetry, rank=0, name="launcher", folder=folder, secrets=hidden)
-
-
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
     """One launcher per run folder. The kernel lets go of the lock however this process ends."""
@@ -220,37 +201,6 @@ def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
 # --- while it runs ------------------------------------------------------------------------------
 
 
-class _Signals:
-    """Counts requests to stop; a context manager that puts the old handlers back."""
-
-    def __init__(self) -> None:
-        self.asked_at: float | None = None  # time.monotonic() of the first
-        self.hurry = False
-        self._name = ""
-        self._old: dict[int, object] = {}
-
-    def __enter__(self) -> _Signals:
-        for number in _SIGNALS:
-            self._old[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if self.asked_at is None:
-            self.asked_at = now
-            self._name = signal.Signals(number).name
-        elif number == signal.SIGINT and now - self.asked_at > 1:
-            self.hurry = True  # a second Ctrl-C; what pm2 sends twice comes at once
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-
 @dataclass
 class _Tree:
     """torchrun and whatever descends from it."""
@@ -300,7 +250,7 @@ class _Tree:
         self.reap()
 
 
-def _wait(tree: _Tree, signals: _Signals, *, stop_timeout: timedelta) -> bool:
+def _wait(tree: _Tree, signals: StopSignals, *, stop_timeout: timedelta) -> bool:
     """Until torchrun has ended, by itself or by force. True if a stop was asked for."""
     told = False
     seen_rank_zero = False

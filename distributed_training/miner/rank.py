@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import SecretStr
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.miner import network
@@ -27,7 +27,6 @@ from distributed_training.miner.drift import Rows
 from distributed_training.miner.global_start import StopBeforeStart
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
-from distributed_training.miner.network import BAD_CONFIGURATION, FAULT
 from distributed_training.miner.orders import ControlChannel, open_control_channel
 from distributed_training.miner.process import (
     RankEnvironment,
@@ -37,10 +36,11 @@ from distributed_training.miner.process import (
     write_pid_file,
 )
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
+from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import Progress, Revision
 from distributed_training.store.files import disk_allows
-from distributed_training.telemetry import EventLog, MetricsFile, setup_logging
+from distributed_training.telemetry import EventLog, MetricsFile
 
 log = logging.getLogger(__name__)
 
@@ -76,17 +76,15 @@ def run_rank(argv: list[str]) -> int:
     stop.install()
     die_with_parent()
     config = load_config("miner", argv)
-    folder = config.run_folder.absolute()
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_run_folder(config)
     write_pid_file(folder, me.rank)
-    secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
-    setup_logging(config.telemetry, rank=me.rank, name="miner", folder=folder, secrets=secrets)
-    status, reason = FAULT, ""
+    start_log(config, folder, name="miner", rank=me.rank)
+    status, reason = int(ExitStatus.FAULT), ""
     try:
         with ExitStack() as stack:
             status, reason = _run(config, me, folder, stop, stack)
     except ConfigError as error:
-        status, reason = BAD_CONFIGURATION, str(error)
+        status, reason = ExitStatus.BAD_CONFIGURATION, str(error)
         log.error("error: %s", error)
     except network.NetworkFailure as error:
         reason = str(error)
@@ -154,7 +152,7 @@ def _run(
             raise
     facts = StartFacts.unpack(channel.share("start", facts.pack() if facts else None))
     if facts.problem:
-        return FAULT, facts.problem
+        return ExitStatus.FAULT, facts.problem
 
     from distributed_training.data import DataPipeline
     from distributed_training.training import Checkpointer, Trainer

@@ -11,17 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed_training.node.signals import Stopped
 from distributed_training.protocol.payload import Schema
 from distributed_training.training.loss import CausalLoss, linear_cross_entropy
 from distributed_training.training.model import hf_config, schema_of
-
-
-class Stopped(BaseException):
-    """The validator stops; what was under way is given up.
-
-    Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
-    (logging is one) swallow every Exception.
-    """
 
 
 def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:

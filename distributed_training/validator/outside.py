@@ -3,33 +3,25 @@ client, buckets, text and swarm."""
 
 from __future__ import annotations
 
-import logging
-import time
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pydantic import SecretStr
-
-from distributed_training.chain.base import ChainError, wait_ready
 from distributed_training.chain.client import SignedClient
-from distributed_training.chain.local import LocalChain
-from distributed_training.chain.wallet import Wallet, load_wallet
-from distributed_training.config import Config, ConfigError
+from distributed_training.config import Config
+from distributed_training.config.store import StoreSettings
 from distributed_training.data import (
     PageUnavailable,
     TextTokenizer,
-    build_tokenizer,
     held_out_batches,
     open_source,
 )
+from distributed_training.node.announce import commit
+from distributed_training.node.buckets import check_own, open_own, own_commitment
+from distributed_training.node.chain import join_subnet
+from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import names
-from distributed_training.protocol.commitment import (
-    BucketCredentials,
-    CommitmentError,
-    build_commitment,
-)
+from distributed_training.protocol.commitment import BucketCredentials
 from distributed_training.protocol.payload import Schema
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm
@@ -37,34 +29,18 @@ from distributed_training.validator.buckets import BucketError, ReadBucket
 from distributed_training.validator.program import Outside, Swarm
 from distributed_training.validator.storage import StoreBucket
 
-if TYPE_CHECKING:
-    from distributed_training.chain.base import Chain
-
-log = logging.getLogger(__name__)
-
-COMMIT_ATTEMPTS = 3
-COMMIT_RETRY = timedelta(seconds=5)
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.
 PEER_PATIENCE = timedelta(seconds=10)
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
     """Everything that must be there before a model is built. What must be closed is left to
-    ``stack``. Raises ConfigError, ChainError."""
-    wallet = load_wallet(config.chain)
-    chain = open_chain(config, wallet)
-    stack.callback(chain.close)
-    wait_ready(chain, config.chain.start_timeout)
-    if chain.uid(wallet.ss58) is None:
-        raise ConfigError(
-            f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, so it can "
-            "neither call miners nor set weights: register it with `btcli subnet register`"
-        )
-    buckets = Buckets(config)
-    commit_credentials(chain, wallet.ss58, buckets.own_credentials())
-    tokenizer_path, eos_id = build_tokenizer(
-        config.miner.global_tokenizer_name, folder / "tokenizer"
-    )
+    ``stack``. Raises ConfigError, NetworkFailure."""
+    member = join_subnet(config, stack)
+    bucket = open_own(config.store, config.store.global_model_name)
+    check_own(bucket)
+    commit(member, own_commitment(config.store, bucket.bucket))
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     held_out = held_out_batches(
         tokenizer_path=tokenizer_path,
         eos_id=eos_id,
@@ -76,14 +52,14 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
         return HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder)
 
     return Outside(
-        hotkey=wallet.ss58,
-        chain=chain,
+        hotkey=member.hotkey,
+        chain=member.chain,
         client=SignedClient(
-            wallet=wallet,
+            wallet=member.wallet,
             scheme="legacy" if config.chain.client_scheme == "legacy" else "btauth",
         ),
-        bucket=buckets.own(),
-        open_bucket=buckets.of_miner,
+        bucket=StoreBucket(bucket),
+        open_bucket=PeerBuckets(config.store).of_miner,
         tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
         vocabulary=_vocabulary(tokenizer_path),
         eos_id=eos_id,
@@ -94,66 +70,12 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
     )
 
 
-def open_chain(config: Config, wallet: Wallet) -> Chain:
-    """The local subnet's chain, or a Subtensor."""
-    if config.chain.local_url is not None:
-        return LocalChain(url=config.chain.local_url, wallet=wallet)
-    from distributed_training.chain.subtensor import BittensorChain
+class PeerBuckets:
+    """Opens miners' buckets with the read keys of their commitments."""
 
-    return BittensorChain(settings=config.chain, wallet=wallet)
-
-
-def commit_credentials(chain: Chain, hotkey: str, credentials: BucketCredentials) -> None:
-    """Write the global bucket's read credentials to the chain unless they are there already.
-
-    Miners find the global state through them. Raises ConfigError for keys that do not fit into a
-    commitment, ChainError if the chain refuses it again and again.
-    """
-    try:
-        text = build_commitment(credentials)
-    except CommitmentError as error:
-        raise ConfigError(
-            f"the read keys do not fit into a commitment ({error}), so miners could not read the "
-            "global bucket: correct R2_ACCOUNT_ID, R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY"
-        ) from None
-    for attempt in range(COMMIT_ATTEMPTS):
-        if chain.commitment(hotkey) == text:
-            return
-        try:
-            chain.commit(text)
-            log.info("Metadata Dict Succesfully Logged To Chain.")
-            return
-        except ChainError as error:
-            if attempt + 1 == COMMIT_ATTEMPTS:
-                raise
-            log.warning("The commitment was not written (%s). Trying again.", error)
-            time.sleep(COMMIT_RETRY.total_seconds())
-
-
-class Buckets:
-    """Opens the global bucket with the write keys and a miner's with its committed read keys."""
-
-    def __init__(self, config: Config) -> None:
-        self._settings = config.store
-        self._name = config.miner.global_model_name
+    def __init__(self, settings: StoreSettings) -> None:
+        self._settings = settings
         self._peers: dict[tuple[int, BucketCredentials], ReadBucket] = {}
-
-    def own(self) -> StoreBucket:
-        """Raises ConfigError."""
-        try:
-            return StoreBucket(
-                S3ObjectStore.from_settings(self._settings, bucket=self._name, write=True)
-            )
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
-
-    def own_credentials(self) -> BucketCredentials:
-        settings = self._settings
-        return BucketCredentials(
-            settings.account_id or "",
-            _text(settings.read_access_key_id),
-            _text(settings.read_secret_access_key),
-        )
 
     def of_miner(self, uid: int, credentials: BucketCredentials) -> ReadBucket:
         """Kept for as long as the credentials stay the same: a client is slow to make.
@@ -165,7 +87,7 @@ class Buckets:
             try:
                 store = S3ObjectStore.of_peer(
                     self._settings,
-                    bucket=names.miner_bucket(self._name, uid),
+                    bucket=names.miner_bucket(self._settings.global_model_name, uid),
                     account_id=credentials.account_id,
                     access_key_id=credentials.access_key_id,
                     secret_access_key=credentials.secret_access_key,
@@ -175,10 +97,6 @@ class Buckets:
             self._peers = {key: b for key, b in self._peers.items() if key[0] != uid}
             found = self._peers[uid, credentials] = StoreBucket(store, small=PEER_PATIENCE)
         return found
-
-
-def _text(value: SecretStr | None) -> str:
-    return value.get_secret_value() if value is not None else ""
 
 
 def _vocabulary(tokenizer_path: Path) -> int:

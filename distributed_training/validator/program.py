@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import logging
 import random
-import signal
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from pydantic import SecretStr
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError, describe, exit_with
+from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.signals import Stopped, StopSignals
+from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import names
 from distributed_training.protocol.commitment import CommitmentError, parse_commitment
 from distributed_training.protocol.payload import Schema
-from distributed_training.telemetry import EventLog, setup_logging
+from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer import OUTER_LEARNING_RATE, OUTER_MOMENTUM
 from distributed_training.validator import rounds
@@ -37,15 +38,13 @@ from distributed_training.validator.initial import (
     read_model_config,
     small_llama,
 )
-from distributed_training.validator.model import EvaluationModel, Stopped
+from distributed_training.validator.model import EvaluationModel
 from distributed_training.validator.pages import PageReader, PageSource, Tokenizer
 from distributed_training.validator.publisher import GlobalPublisher, GlobalState, GlobalStateError
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.validator import Chain, Identity, Validator
 
 log = logging.getLogger(__name__)
-
-STOPPED, FAULT = 0, 1
 
 
 class Swarm(rounds.Swarm, Protocol):
@@ -79,50 +78,28 @@ def run_validator(config: Config, *, connect: Callable[..., Outside] | None = No
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. ``connect`` as
     :func:`~.outside.connect`, which is the default.
     """
-    signals = _Signals()
     try:
         print("\n".join(describe(config)), flush=True)
-        folder = _make_folder(config.run_folder)
-        hidden = [value for value in config.values.values() if isinstance(value, SecretStr)]
-        setup_logging(config.telemetry, rank=0, name="validator", folder=folder, secrets=hidden)
+        folder = make_run_folder(config)
+        start_log(config, folder, name="validator")
         if connect is None:
             from distributed_training.validator import outside  # the heavy rooms, when needed
 
             connect = outside.connect
-        with ExitStack() as stack:
-            signals.install(stack)
+        with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
             validator, initial = build(config, parts, folder=folder, stop=signals.stop, stack=stack)
             validator.start(initial)
-            signals.running = True
+            signals.interrupts = False
             validator.run()
     except ConfigError as error:
         return exit_with(error)
     except Stopped:
         log.info("Stopped before the start was complete")
-    except (GlobalStateError, BucketError, ChainError) as error:
+    except (NetworkFailure, GlobalStateError, BucketError, ChainError) as error:
         log.error("%s", error)
-        return FAULT
-    return STOPPED
-
-
-class _Signals:
-    """A signal sets ``stop``; while the validator still starts it also raises Stopped in the main
-    thread, since a start can wait long for others (a DHT, a bucket)."""
-
-    def __init__(self) -> None:
-        self.stop = threading.Event()
-        self.running = False
-
-    def install(self, stack: ExitStack) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            stack.callback(signal.signal, number, signal.signal(number, self._handle))
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        first = not self.stop.is_set()
-        self.stop.set()
-        if first and not self.running:
-            raise Stopped
+        return ExitStatus.FAULT
+    return ExitStatus.STOPPED
 
 
 def build(
@@ -264,17 +241,6 @@ def _device(wanted: str) -> torch.device:
         )
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(auto if wanted == "auto" else wanted)
-
-
-def _make_folder(folder: Path) -> Path:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the run folder {folder} cannot be made ({error.strerror}), so nothing could be "
-            "saved: give --neuron.run_folder a folder of yours"
-        ) from None
-    return folder.absolute()
 
 
 class _NoEvents:

@@ -22,13 +22,14 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.validator import ValidatorSettings
+from distributed_training.node.signals import Stopped
 from distributed_training.protocol import schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.training.outer import nesterov_sgd
 from distributed_training.validator.evaluator import Judgement
 from distributed_training.validator.events import EventSink
 from distributed_training.validator.ledger import Ledger
-from distributed_training.validator.model import EvaluationModel, Stopped
+from distributed_training.validator.model import EvaluationModel
 from distributed_training.validator.publisher import GlobalPublisher, GlobalState, GlobalStateError
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome
 from distributed_training.validator.scorer import Scorer

@@ -1,64 +1,19 @@
-"""What a start does when the bucket or the global state cannot be had."""
+"""What a start does when the global state cannot be had."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distributed_training.config import ConfigError
-from distributed_training.config.store import StoreSettings
-from distributed_training.miner import global_start, network
+from distributed_training.miner import global_start
 from distributed_training.miner.global_watch import GlobalUnavailableError
-from distributed_training.store.errors import (
-    AccessDeniedError,
-    ClockSkewError,
-    StoreError,
-    TransientError,
-)
-from distributed_training.store.memory import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(30)
-
-
-@pytest.mark.parametrize(
-    ("problem", "end"),
-    [
-        (TransientError("503"), network.NetworkFailure),
-        (ClockSkewError("an hour late"), network.NetworkFailure),
-        (AccessDeniedError("403"), ConfigError),
-    ],
-)
-def test_only_what_passes_by_itself_is_tried_again_by_pm2(
-    problem: StoreError, end: type[Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """pm2 starts again after NetworkFailure (status 1), not after ConfigError (2)."""
-    store = MemoryObjectStore("bucket")
-
-    def head(key: str) -> None:
-        raise problem
-
-    store.head = head  # type: ignore[method-assign, assignment]
-    monkeypatch.setattr(store, "close", lambda: None, raising=False)
-    monkeypatch.setattr(network, "_BUCKET_CHECK", timedelta(seconds=1))
-    monkeypatch.setattr(network.S3ObjectStore, "from_settings", lambda *args, **more: store)
-    config: Any = type("Config", (), {"store": StoreSettings(account_id="a")})
-    with pytest.raises(end):
-        network._check_bucket(config, "bucket")
-
-
-def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryObjectStore("bucket")
-    monkeypatch.setattr(store, "close", lambda: None, raising=False)
-    monkeypatch.setattr(network.S3ObjectStore, "from_settings", lambda *args, **more: store)
-    config: Any = type("Config", (), {"store": StoreSettings(account_id="a")})
-    with pytest.raises(ConfigError, match="R2_READ_ACCESS_KEY_ID can write"):
-        network._check_read_key(config, "bucket")
 
 
 def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(

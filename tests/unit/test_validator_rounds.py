@@ -13,11 +13,11 @@ import pytest
 import torch
 from validator_world import MODEL_CONFIG, RUN, World, settings
 
+from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceFault, Revision
 from distributed_training.validator.buckets import BucketError
-from distributed_training.validator.model import Stopped
 from distributed_training.validator.publisher import GlobalStateError
 from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
 

@@ -1,0 +1,82 @@
+"""Who this node is on the subnet: its wallet, its view of the chain and its uid."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+
+from distributed_training.chain.base import Chain, ChainError, find, wait_ready
+from distributed_training.chain.client import SignedClient
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.wallet import Wallet, load_wallet
+from distributed_training.config import Config, ConfigError
+from distributed_training.config.chain import ChainSettings
+from distributed_training.node.failures import NetworkFailure
+from distributed_training.protocol import schedule
+
+_SECOND_NODE_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
+
+_UNREGISTERED = {
+    "miner": "so nobody would score or pay this miner",
+    "validator": "so it can neither call miners nor set weights",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A registered hotkey. ``uid`` is the one it had at the start."""
+
+    wallet: Wallet
+    chain: Chain
+    uid: int
+
+    @property
+    def hotkey(self) -> str:
+        return self.wallet.ss58
+
+
+def open_chain(settings: ChainSettings, wallet: Wallet | None) -> Chain:
+    """The local subnet's chain if there is one, else a Subtensor. Close it. Without a wallet it
+    can be read, not written."""
+    if settings.local_url is not None:
+        return LocalChain(url=settings.local_url, wallet=wallet)
+    from distributed_training.chain.subtensor import BittensorChain
+
+    return BittensorChain(settings=settings, wallet=wallet)
+
+
+def join_subnet(config: Config, stack: ExitStack) -> Member:
+    """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure."""
+    wallet = load_wallet(config.chain)
+    chain = open_chain(config.chain, wallet)
+    stack.callback(chain.close)
+    try:
+        wait_ready(chain, config.chain.start_timeout)
+        uid = chain.uid(wallet.ss58)
+    except ChainError as error:
+        raise NetworkFailure(str(error)) from None
+    if uid is None:
+        raise ConfigError(
+            f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
+            f"{_UNREGISTERED[config.kind]}: register it with `btcli subnet register`, or give "
+            "another --wallet.hotkey"
+        )
+    return Member(wallet, chain, uid)
+
+
+def refuse_second_node(member: Member) -> None:
+    """Raises ConfigError if a running node with this hotkey answers at the chain's endpoint."""
+    me = find(member.chain.neurons(), member.hotkey)
+    if me is None or me.port is None:
+        return
+    if SignedClient(wallet=member.wallet).answers_for_us(me, _SECOND_NODE_TIMEOUT):
+        raise ConfigError(
+            f"another miner with hotkey {member.hotkey} answers at {me.ip}:{me.port}, so both "
+            "would overwrite each other's uploads: stop it first, or give another --wallet.hotkey"
+        )
+
+
+def seconds_per_block(config: Config) -> float:
+    """12 on the public network; the local subnet's chain makes a block a second."""
+    return 1.0 if config.preset == "local" else schedule.SECONDS_PER_BLOCK

@@ -1,0 +1,43 @@
+"""The first steps of every process of a node: its run folder, its log, its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from distributed_training.config import Config, ConfigError
+from distributed_training.telemetry import setup_logging
+
+
+def make_run_folder(config: Config) -> Path:
+    """The folder of everything this node must not lose, absolute. Raises ConfigError."""
+    folder = config.run_folder
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder {folder} cannot be made ({error.strerror}), so nothing could be "
+            "saved: give --neuron.run_folder a folder of yours"
+        ) from None
+    return folder.absolute()
+
+
+def start_log(config: Config, folder: Path, *, name: str, rank: int = 0) -> None:
+    """Log to the terminal and the run folder; every secret of the configuration is masked."""
+    secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
+    setup_logging(config.telemetry, rank=rank, name=name, folder=folder, secrets=secrets)
+
+
+def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
+    """The tokenizer's file below ``folder`` and its end-of-sequence token. Raises ConfigError."""
+    from distributed_training.data import build_tokenizer
+
+    name = config.miner.global_tokenizer_name
+    try:
+        return build_tokenizer(name, folder / "tokenizer")
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"the tokenizer {name} cannot be loaded ({error}), so no text could be read: check the "
+            "network or --neuron.global_tokenizer_name"
+        ) from None

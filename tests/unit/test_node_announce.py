@@ -1,0 +1,98 @@
+"""What a reorganization takes off the chain is put back by the miner itself."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from distributed_training.chain import registration
+from distributed_training.chain.memory import MemoryChain, MemoryLedger
+from distributed_training.common.exits import ExitStatus
+from distributed_training.node import announce
+from distributed_training.node.chain import Member
+from tests.chain_world import MINER, until
+
+pytestmark = pytest.mark.timeout(60)
+
+TEXT = "a" * 32 + "b" * 32 + "c" * 64
+ENDPOINT = ("1.2.3.4", 8091)
+OFTEN = timedelta(milliseconds=5)
+
+
+def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() -> None:
+    ledger = MemoryLedger()
+    uid = ledger.register(MINER.ss58)
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+    before = dict(ledger.entries)
+    member = Member(MINER, chain, uid)
+    announce.commit(member, TEXT)
+    until(lambda: ledger.commitments)
+    stops: list[tuple[str, int]] = []
+    announce.announce(member, *ENDPOINT)
+    watcher = announce.follow_registration(
+        member,
+        endpoint=ENDPOINT,
+        commitment=TEXT,
+        stop=lambda reason, status: stops.append((reason, status)),
+        interval=OFTEN,
+    )
+    with contextlib.closing(watcher):
+        for _ in range(registration.TAKEN_BACK_AT_MOST):
+            until(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
+            written = len(ledger.writes)
+            until(lambda r=chain.reads(): chain.reads() > r + 20)
+            assert len(ledger.writes) == written and stops == []  # nothing is written twice
+            ledger.entries, ledger.commitments = dict(before), {}
+        until(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
+        MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
+        ((reason, status),) = until(lambda: stops)
+        assert status == ExitStatus.DEREGISTERED and "--wallet.hotkey" in reason
+
+
+def test_another_uid_ends_the_miner_for_a_new_start() -> None:
+    ledger = MemoryLedger()
+    uid = ledger.register(MINER.ss58)
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+    stops: list[tuple[str, int]] = []
+    watcher = announce.follow_registration(
+        Member(MINER, chain, uid),
+        endpoint=ENDPOINT,
+        commitment="",
+        stop=lambda reason, status: stops.append((reason, status)),
+        interval=OFTEN,
+    )
+    with contextlib.closing(watcher):
+        ledger.register(MINER.ss58, uid=41)
+        ((reason, status),) = until(lambda: stops)
+        assert status == ExitStatus.FAULT and "41" in reason
+
+
+def test_what_the_chain_does_not_take_is_written_later_and_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = MemoryLedger()
+    uid = ledger.register(MINER.ss58)
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+    chain.block()
+    waits: dict[str, list[float]] = {"commitment": [], "endpoint": []}
+    real = time.sleep
+
+    def sleep(seconds: float) -> None:
+        waits.get(threading.current_thread().name, []).append(seconds)
+        if all(len(w) >= 9 for w in waits.values()):
+            ledger.up = True
+        real(0.005)
+
+    monkeypatch.setattr(announce.time, "sleep", sleep)
+    ledger.up = False
+    member = Member(MINER, chain, uid)
+    announce.commit(member, TEXT)
+    announce.announce(member, *ENDPOINT)
+    until(lambda: chain.commitment(MINER.ss58) == TEXT and chain.neurons()[0].port == 8091)
+    assert waits["commitment"][:9] == [5, 10, 20, 40, 80, 160, 320, 600, 600]
+    assert waits["endpoint"][:9] == [2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert sorted(ledger.writes) == [("commit", MINER.ss58), ("serve", MINER.ss58)]
