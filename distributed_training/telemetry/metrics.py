@@ -1,4 +1,9 @@
-"""Counters and gauges of this process, and the file that monitoring reads them from."""
+"""Counters and gauges of this process, for monitoring.
+
+A *counter* only grows: rates are made of it. A *gauge* is the latest measurement; one that could
+not be measured is absent rather than 0: a graph shows a gap, an alert on ``absent()`` works.
+The text format is the Prometheus client's.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,21 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import StepReport
 
 log = logging.getLogger(__name__)
 
-_LABEL = re.compile(r"[^A-Za-z0-9_]")
-_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")  # also a valid Prometheus name
+_PREFIX = "dt_"
+_NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
+_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
 
 
 class Counter:
@@ -44,44 +55,41 @@ class Gauge:
     def __init__(self, name: str, help: str) -> None:
         self.name = name
         self.help = help
-        self._value: float | None = None
+        self.value: float | None = None
 
     def set(self, value: float | None) -> None:
-        self._value = value if value is not None and math.isfinite(value) else None
-
-    @property
-    def value(self) -> float | None:
-        return self._value
+        """NaN and Inf count as not measured."""
+        self.value = value if value is not None and math.isfinite(value) else None
 
 
-class Registry:
+class Registry(Collector):
     """Owns every metric by name; asking again for a name gives the same object."""
 
     def __init__(self) -> None:
-        self._metrics: dict[str, Counter | Gauge] = {}
-        self._totals: dict[tuple[str, str], float] = {}
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._totals: dict[str, dict[str, float]] = {}  # name: kind (or "") -> count
         self._lock = threading.Lock()
+        self._client = CollectorRegistry(auto_describe=False)
+        self._client.register(self)
 
     def counter(self, name: str, help: str) -> Counter:
         """Raises ValueError for a bad name, TypeError if ``name`` is a gauge."""
-        metric = self._get(name, help, Counter)
-        assert isinstance(metric, Counter)
-        return metric
+        self._check(name, self._gauges)
+        with self._lock:
+            return self._counters.setdefault(name, Counter(name, help))
 
     def gauge(self, name: str, help: str) -> Gauge:
         """Raises ValueError for a bad name, TypeError if ``name`` is a counter."""
-        metric = self._get(name, help, Gauge)
-        assert isinstance(metric, Gauge)
-        return metric
+        self._check(name, self._counters)
+        with self._lock:
+            return self._gauges.setdefault(name, Gauge(name, help))
 
-    def _get(self, name: str, help: str, kind: type[Counter] | type[Gauge]) -> Counter | Gauge:
+    def _check(self, name: str, others: Mapping[str, object]) -> None:
         if not _NAME.match(name):
             raise ValueError(f"{name!r} is not a metric name")
-        with self._lock:
-            metric = self._metrics.setdefault(name, kind(name, help))
-        if not isinstance(metric, kind):
-            raise TypeError(f"metric {name} is a {type(metric).__name__.lower()}")
-        return metric
+        if name in others:
+            raise TypeError(f"metric {name} is of the other kind")
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
         """Counts that another room keeps: ``refused.rate`` becomes
@@ -89,28 +97,30 @@ class Registry:
         with self._lock:
             for name, value in counts.items():
                 what, _, kind = name.partition(".")
-                label = f'{{kind="{_LABEL.sub("_", kind)}"}}' if kind else ""
-                self._totals[f"{prefix}_{_LABEL.sub('_', what)}_total", label] = float(value)
+                full = f"{prefix}_{_NOT_IN_A_NAME.sub('_', what)}"
+                self._totals.setdefault(full, {})[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
+
+    def collect(self) -> Iterator[Metric]:
+        """What has a value, for the Prometheus client."""
+        with self._lock:
+            counters, gauges = list(self._counters.values()), list(self._gauges.values())
+            totals = {name: dict(kinds) for name, kinds in sorted(self._totals.items())}
+        for gauge in gauges:
+            if gauge.value is not None:
+                yield GaugeMetricFamily(_PREFIX + gauge.name, gauge.help, value=gauge.value)
+        for counter in counters:
+            yield CounterMetricFamily(_PREFIX + counter.name, counter.help, value=counter.value)
+        for name, kinds in totals.items():
+            family = CounterMetricFamily(
+                _PREFIX + name, name.replace("_", " "), labels=["kind"] if any(kinds) else []
+            )
+            for kind, value in sorted(kinds.items()):
+                family.add_metric([kind] if any(kinds) else [], value)
+            yield family
 
     def text(self) -> str:
         """Every metric that has a value, in Prometheus' text format; ``dt_`` before each name."""
-        with self._lock:
-            metrics = list(self._metrics.values())
-            totals = sorted(self._totals.items())
-        lines = []
-        for metric in metrics:
-            if metric.value is not None:
-                kind = type(metric).__name__.lower()
-                lines.append(f"# HELP dt_{metric.name} {metric.help}")
-                lines.append(f"# TYPE dt_{metric.name} {kind}")
-                lines.append(f"dt_{metric.name} {metric.value:.17g}")
-        said = ""
-        for (name, label), value in totals:
-            if name != said:
-                lines.append(f"# TYPE dt_{name} counter")
-                said = name
-            lines.append(f"dt_{name}{label} {value:.17g}")
-        return "\n".join(lines) + "\n"
+        return generate_latest(self._client).decode()
 
 
 class MetricsFile:
@@ -130,10 +140,8 @@ class MetricsFile:
             return
         self._written = now
         update()
-        temporary = self._path.with_name(f".{self._path.name}.tmp")
         try:
-            temporary.write_text(self.registry.text(), encoding="utf-8")
-            temporary.replace(self._path)
+            write_bytes(self._path, self.registry.text().encode(), durable=False)
             self._failing = False
         except OSError as error:
             if not self._failing:

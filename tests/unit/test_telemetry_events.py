@@ -5,6 +5,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from distributed_training.config.telemetry import TelemetrySettings
@@ -85,7 +86,7 @@ def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry = Registry()
     gauge = registry.gauge("train_mfu", "of the peak")
     registry.counter("uploads_total", "publications").add(2)
-    assert "dt_uploads_total 2\n" in registry.text() and "train_mfu" not in registry.text()
+    assert "dt_uploads_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
     gauge.set(0.5)
     assert registry.gauge("train_mfu", "of the peak") is gauge
     gauge.set(float("nan"))
@@ -113,15 +114,18 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
     for now in (100.0, 110.0, 115.0):
         file.write(now, update)
     assert len(updates) == 2
-    assert path.read_text().splitlines() == [
-        "# HELP dt_repo_age_seconds of the newest gradient",
-        "# TYPE dt_repo_age_seconds gauge",
-        "dt_repo_age_seconds 12.5",
-        "# TYPE dt_server_calls_total counter",
-        "dt_server_calls_total 7",
-        "# TYPE dt_server_refused_total counter",
-        'dt_server_refused_total{kind="bad_signature"} 2',
-    ]
+    families = {f.name: f for f in text_string_to_metric_families(path.read_text())}
+    told = {
+        (family.type, sample.name, *sample.labels.values()): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert told == {
+        ("gauge", "dt_repo_age_seconds"): 12.5,
+        ("counter", "dt_server_calls_total"): 7,
+        ("counter", "dt_server_refused_total", "bad_signature"): 2,
+    }
+    assert families["dt_repo_age_seconds"].documentation == "of the newest gradient"
     path.unlink()
     path.mkdir()
     for now in (200.0, 300.0):
