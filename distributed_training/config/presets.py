@@ -18,9 +18,10 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.device": "cpu",
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",
-        # Small enough that a miner goes through several blocks in each outer step.
+        # A block lasts seconds, as it lasts minutes on the public network: validators refuse an
+        # upload whose newest block is older than half the blocks between two rounds.
         "data.pages_per_block": "1",
-        "data.rows_per_page": "25",
+        "data.rows_per_page": "2",
         "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
         "neuron.local_batch_size_train_effective": "16",
@@ -28,8 +29,8 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.learning_rate": "0.001",
         "neuron.warmup_steps": "20",
         "neuron.total_steps": "2000",
-        "neuron.upload_steps": "20",
-        "neuron.upload_slack": "5",
+        "neuron.upload_steps": "10",
+        "neuron.upload_slack": "2",
         "neuron.minimum_valid_inner_step": "5",
         "neuron.min_group_size": "2",
         "neuron.blocks_per_allreduce": "60",
@@ -53,7 +54,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "validator.blocks_per_allreduce_later": "0",
         "validator.sweep_interval": "1",
         "validator.minimum_peers": "2",
-        "validator.score_blocks": "15",
+        "validator.score_blocks": "10",
         "validator.evaluation_pages": "1",
         "validator.evaluation_sequences": "8",
     },

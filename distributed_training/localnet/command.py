@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.localnet.view import RED, LiveView
+from distributed_training.localnet.view import LiveView
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
@@ -31,8 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="localnet",
         description="Run a whole subnet on this machine: object store, chain, validator, miners.",
-        epilog="Exit status: 0 all rounds worked; 1 something did not; 2 bad arguments; "
-        "130 interrupted.",
+        epilog="Exit status: 0 all rounds worked and uploads were scored; 1 something did not; "
+        "2 bad arguments; 130 interrupted.",
     )
     add = parser.add_argument
     add("--miners", type=int, help="how many miners (default 2)")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except SubnetFailure as failure:
-        view.say(str(failure), color=RED)
+        view.say(str(failure), style="red")
         problems.append(str(failure).splitlines()[0])
     except Interrupted:
         view.say("interrupted; stopping")
@@ -98,12 +98,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary.write(subnet.folder)
     print(summary.text(), end="")
     report = _draw(subnet)
-    if summary.ok and not status:
-        print("all rounds worked")
-        if not arguments.keep:
-            _drop_bulk(subnet)
+    if summary.ok and not status and not arguments.keep:
+        _drop_bulk(subnet)
     if arguments.open and report is not None:
         webbrowser.open(report.as_uri())
+    print("interrupted" if status else summary.verdict)
     return status or (0 if summary.ok else 1)
 
 

@@ -34,21 +34,18 @@ class EventFollower:
         """The events that were completed since the last call; none if the file is not there yet."""
         events = self._read()
         if self._rotated():
+            self.close()
             events += self._read()
         return events
 
     def _rotated(self) -> bool:
-        """Whether ``path`` is now another file than the one we read; if so, turn to it."""
+        """Whether ``path`` is now another file than the one we read."""
+        if self._file is None:
+            return False
         try:
-            if (
-                self._file is None
-                or self.path.stat().st_ino == os.fstat(self._file.fileno()).st_ino
-            ):
-                return False
+            return self.path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
         except FileNotFoundError:
             return False  # between the rename and the new file
-        self.close()
-        return True
 
     def _read(self) -> list[dict[str, Any]]:
         if self._file is None:
@@ -89,10 +86,9 @@ class RoundSeen:
     """A round as one neuron saw it; ``outer_step`` is the one the round was meant to end."""
 
     outer_step: int
-    time: float
     ok: bool
     fault: str
-    peers: tuple[str, ...]
+    peers: int
     seconds: float
 
 
@@ -106,42 +102,63 @@ class Evaluation:
 
 
 @dataclass
+class Judged:
+    """What the validator's scoring passes made of one miner's uploads."""
+
+    scored: int = 0
+    resets: int = 0  # refused, which counts as a score of zero
+    last_reset: str = ""  # why
+
+    @property
+    def passes(self) -> int:
+        return self.scored + self.resets
+
+
+@dataclass
 class NeuronState:
     """Everything known of one neuron, from its events. Only :meth:`apply` changes it."""
 
     name: str
     kind: str  # "miner" | "validator"
     uid: int
+    # of both
     phase: str = "starting"
-    peer_id: str = ""
-    maddrs: tuple[str, ...] = ()  # addresses others join the swarm at
     outer_step: int = 0
+    first_outer_step: int | None = None  # where it stood when it first started
+    outer_steps: list[tuple[int, float]] = field(default_factory=list)  # (reached, time)
+    rounds: list[RoundSeen] = field(default_factory=list)
+    starts: int = 0
+    last_event: float = 0.0  # seconds since the epoch
+    maddrs: tuple[str, ...] = ()  # addresses others join the swarm at
+    # of a miner
     inner_step: int = 0
     loss: float | None = None
     tokens_per_second: float | None = None
     losses: list[LossPoint] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)  # tags of revisions, oldest first
     failed_uploads: list[str] = field(default_factory=list)  # "tag: reason"
-    rounds: list[RoundSeen] = field(default_factory=list)
-    outer_steps: list[tuple[int, float]] = field(default_factory=list)  # (reached, time)
+    # of the validator
     evaluations: list[Evaluation] = field(default_factory=list)
     scores: dict[int, dict[str, float]] = field(default_factory=dict)  # uid -> figures
-    scored_at: int | None = None  # outer step of the last scores
-    first_outer_step: int | None = None  # where this neuron stood when it first started
-    starts: int = 0
-    last_event: float = 0.0
+    judged: dict[int, Judged] = field(default_factory=dict)  # uid -> its uploads
+    not_alive: tuple[int, ...] = ()  # uids that did not answer the last sweep
 
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Take one event in. Unknown kinds and fields are left alone: neurons may say more."""
+    @property
+    def rounds_ok(self) -> list[RoundSeen]:
+        return [r for r in self.rounds if r.ok]
+
+    def apply(self, event: Mapping[str, Any]) -> str:
+        """Take one event in. Returns a line if it is worth one on the screen, else "".
+
+        Unknown kinds and fields are left alone: neurons may say more.
+        """
         self.last_event = _number(event.get("time")) or self.last_event
         handler = getattr(self, f"_on_{event.get('kind')}", None)
-        if handler is not None:
-            handler(event)
+        return (handler(event) or "") if handler is not None else ""
 
     def _on_start(self, event: Mapping[str, Any]) -> None:
         self.starts += 1
         self.phase = "starting" if self.kind == "miner" else "waiting"
-        self.peer_id = str(event.get("peer_id") or self.peer_id)
         self.maddrs = tuple(map(str, event.get("maddrs") or ()))
         if event.get("outer_step") is not None:
             self.outer_step = int(event["outer_step"])
@@ -160,53 +177,80 @@ class NeuronState:
             point = LossPoint(self.last_event, self.outer_step, self.inner_step, self.loss)
             self.losses.append(point)
 
-    def _on_publication(self, event: Mapping[str, Any]) -> None:
-        tag = _tag(event.get("revision"))
+    def _on_publication(self, event: Mapping[str, Any]) -> str:
+        tag = str(event.get("revision"))
         if event.get("ok"):
             self.uploads.append(tag)
-        else:
-            self.failed_uploads.append(f"{tag}: {event.get('reason', '')}")
+            return f"published {tag} ({(_number(event.get('bytes_sent')) or 0.0) / 1e6:.1f} MB)"
+        reason = str(event.get("reason", ""))
+        self.failed_uploads.append(f"{tag}: {reason}")
+        return "" if reason == "superseded" else f"publication of {tag} failed: {reason}"
 
-    def _on_round(self, event: Mapping[str, Any]) -> None:
+    def _on_round(self, event: Mapping[str, Any]) -> str:
         self.phase = "training" if self.kind == "miner" else "waiting"
-        peers = event.get("peers") or ()
-        self.rounds.append(
-            RoundSeen(
-                outer_step=int(event.get("outer_step", self.outer_step)),
-                time=self.last_event,
-                ok=bool(event.get("ok")),
-                fault=str(event.get("fault") or ""),
-                peers=tuple(map(str, peers)) if isinstance(peers, (list, tuple)) else (),
-                seconds=_number(event.get("seconds")) or 0.0,
-            )
+        seen = RoundSeen(
+            outer_step=int(event.get("outer_step", self.outer_step)),
+            ok=bool(event.get("ok")),
+            fault=str(event.get("fault") or ""),
+            peers=len(event.get("peers") or ()),
+            seconds=_number(event.get("seconds")) or 0.0,
         )
+        self.rounds.append(seen)
+        if not seen.ok:
+            return f"ROUND FAILED: {seen.fault} {event.get('detail') or ''}".rstrip()
+        if self.kind == "validator":
+            return f"round worked, {seen.peers} peers, {seen.seconds:.1f} s"
+        return ""
 
-    def _on_outer_step(self, event: Mapping[str, Any]) -> None:
+    def _on_outer_step(self, event: Mapping[str, Any]) -> str:
         self.outer_step = int(event["outer_step"])
         self.inner_step = 0
         self.outer_steps.append((self.outer_step, self.last_event))
+        if self.kind == "validator":
+            return f"global state of outer step {self.outer_step} published"
+        return f"outer step {self.outer_step} taken"
 
-    def _on_held_out(self, event: Mapping[str, Any]) -> None:
+    def _on_held_out(self, event: Mapping[str, Any]) -> str:
         before, after = _number(event.get("before")), _number(event.get("after"))
         self.evaluations.append(Evaluation(int(event["outer_step"]), before, after))
+        if before is None or after is None:
+            return ""
+        if before == after:
+            return f"held-out loss {after:.3f}"
+        return f"held-out loss {before:.3f} -> {after:.3f}"
 
-    def _on_sweep(self, event: Mapping[str, Any]) -> None:
+    def _on_sweep(self, event: Mapping[str, Any]) -> str:
         self.phase = "sweeping"  # who is alive; a round or a scoring pass follows
+        before = self.not_alive
+        self.not_alive = tuple(map(int, event.get("not_alive") or ()))
+        if self.not_alive == before:  # a miner that restarts misses a sweep every second
+            return ""
+        if not self.not_alive:
+            return "every miner is alive again"
+        return f"not alive: uids {', '.join(map(str, self.not_alive))}"
 
-    def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
+    def _on_upload_scored(self, event: Mapping[str, Any]) -> str:
         self.phase = "scoring"
+        uid = int(event["uid"])
+        judged = self.judged.setdefault(uid, Judged())
+        if event.get("ok"):
+            judged.scored += 1
+            return ""
+        judged.resets += 1
+        judged.last_reset = str(event.get("reason") or "no reason given")
+        return f"uid {uid}: {event.get('revision')} not scored: {judged.last_reset}"
 
     def _on_scores(self, event: Mapping[str, Any]) -> None:
         self.phase = "waiting"
-        self.scored_at = event.get("outer_step")
         for uid, figures in event["scores"].items():
             numbers = {name: _number(value) for name, value in figures.items()}
             self.scores[int(uid)] = {n: v for n, v in numbers.items() if v is not None}
 
-    def _on_load(self, event: Mapping[str, Any]) -> None:
+    def _on_load(self, event: Mapping[str, Any]) -> str:
         self.phase = "loading"
         if event.get("outer_step") is not None:
             self.outer_step = int(event["outer_step"])
+        return f"loaded the global state of outer step {self.outer_step}"
 
     def _on_state(self, event: Mapping[str, Any]) -> None:
         self.phase = str(event.get("after") or self.phase).replace("_", " ")
@@ -214,53 +258,6 @@ class NeuronState:
     def _on_stop(self, event: Mapping[str, Any]) -> None:
         self.phase = "stopped"
 
-    def notable(self, event: Mapping[str, Any]) -> str:
-        """A line for what should stay on the screen; empty for what only moves the live view.
-
-        Call after :meth:`apply`.
-        """
-        match event.get("kind"):
-            case "publication" if event.get("ok"):
-                size = (_number(event.get("bytes_sent")) or 0.0) / 1e6
-                return f"published {self.uploads[-1]} ({size:.1f} MB)"
-            case "publication" if not self.failed_uploads[-1].endswith("superseded"):
-                return f"publication did not happen, {self.failed_uploads[-1]}"
-            case "round":
-                seen = self.rounds[-1]
-                if not seen.ok:
-                    return f"ROUND FAILED: {seen.fault} {event.get('detail') or ''}".rstrip()
-                if self.kind == "validator":
-                    return f"round worked, {len(seen.peers)} peers, {seen.seconds:.1f} s"
-            case "outer_step" if self.kind == "validator":
-                return f"global state of outer step {self.outer_step} published"
-            case "outer_step":
-                return f"outer step {self.outer_step} taken"
-            case "held_out":
-                told = self.evaluations[-1]
-                if told.before is None or told.after is None:
-                    return ""
-                if told.before == told.after:
-                    return f"held-out loss {told.after:.3f}"
-                return f"held-out loss {told.before:.3f} -> {told.after:.3f}"
-            case "sweep" if event.get("not_alive"):
-                return f"not alive: uids {', '.join(map(str, event['not_alive']))}"
-            case "load":
-                return f"loaded the global state of outer step {self.outer_step}"
-        return ""
-
-    @property
-    def rounds_ok(self) -> list[RoundSeen]:
-        return [r for r in self.rounds if r.ok]
-
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and value == value else None
-
-
-def _tag(revision: Any) -> str:
-    """A revision as its tag, whether it was written as text or as its three fields."""
-    if isinstance(revision, Mapping):
-        return f"{revision['run']}.{revision['outer_step']}.{revision['inner_step']}"
-    if isinstance(revision, (list, tuple)):
-        return ".".join(map(str, revision))
-    return str(revision)

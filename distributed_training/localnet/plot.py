@@ -78,7 +78,7 @@ def draw(
     axes.set_title("A local subnet: loss of every miner, outer steps marked", fontsize=11)
     axes.grid(alpha=0.25)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=8, loc="lower left")
+        figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     png = folder / "loss.png"
     figure.savefig(png, dpi=110)
     report = folder / "report.html"
@@ -99,7 +99,7 @@ def _svg(figure: Any) -> str:
 
 
 def _page(svg: str, summary: Summary) -> str:
-    verdict = "All rounds worked." if summary.ok else "Not all of it worked: see below."
+    verdict = summary.verdict.capitalize() + "."
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Local subnet</title>
 <style>

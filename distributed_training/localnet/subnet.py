@@ -252,16 +252,16 @@ class LocalSubnet:
         )
 
     def wait_for_figures(self, deadline: timedelta) -> None:
-        """Until every miner has a score, or ``deadline`` is over.
+        """Until an upload of every miner was judged and scores followed, or ``deadline`` is over.
 
-        Scores come on the validator's schedule; a summary without them is incomplete, not wrong.
+        Scores come on the validator's schedule; a summary without them says so.
         """
         end = time.monotonic() + deadline.total_seconds()
         state = self.validator.state
         while time.monotonic() < end:
             self.poll()
             self._refresh(self)
-            if all(m.plan.uid in state.scores for m in self.miners):
+            if all(m.plan.uid in state.scores and m.plan.uid in state.judged for m in self.miners):
                 return
             time.sleep(0.1)
 
@@ -292,9 +292,8 @@ class LocalSubnet:
 
     def _read_events(self, neuron: Neuron) -> None:
         for event in neuron.follower.poll():
-            neuron.state.apply(event)
-            line = neuron.state.notable(event)
-            if line:
+            line = neuron.state.apply(event)
+            if line and not (self._stopped and event["kind"] == "sweep"):
                 self._tell(f"{neuron.plan.name}: {line}")
 
     def _start_neuron(self, neuron: Neuron) -> None:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed_training.localnet.events import Evaluation, NeuronState, RoundSeen
-from distributed_training.localnet.view import clock
+from rich.table import Table
+
+from distributed_training.common.files import write_bytes, write_json
+from distributed_training.localnet.events import Evaluation, Judged, NeuronState, RoundSeen
+from distributed_training.localnet.view import clock, plain_text
+
+_LEGEND = (
+    "scored: uploads the validator judged and took, of those it judged; a reset counts as zero.\n"
+    "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
+    "own pages improved more. total: the share of the reward these and the rounds come to."
+)
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,8 @@ class OuterStepResult:
 
 @dataclass(frozen=True)
 class MinerResult:
+    """``uploads_scored`` of ``uploads_judged`` got a score, the others were reset."""
+
     name: str
     uid: int
     world_size: int
@@ -37,6 +47,9 @@ class MinerResult:
     failed_uploads: tuple[str, ...]
     rounds_ok: int
     rounds: int
+    uploads_scored: int
+    uploads_judged: int
+    last_reset: str
     scores: dict[str, float]
 
 
@@ -52,47 +65,72 @@ class Summary:
     def ok(self) -> bool:
         return not self.problems
 
+    @property
+    def verdict(self) -> str:
+        """The last line of a run."""
+        if not self.ok:
+            return "not all of it worked: see the problems above"
+        scored = sum(m.uploads_scored for m in self.miners)
+        judged = sum(m.uploads_judged for m in self.miners)
+        return f"all rounds worked, {scored} of {judged} judged uploads were scored"
+
     def text(self) -> str:
         """For a terminal and for ``summary.txt``."""
-        lines = [
-            "",
-            f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
-            f" in {self.seconds:.0f} s",
-            "",
-            "outer step   at     round   held-out loss        took part",
-        ]
-        for step in self.outer_steps:
-            missed = f"   MISSED BY {', '.join(step.missed_by)}" if step.missed_by else ""
-            lines.append(
-                f"{step.outer_step:>10}   {clock(step.seconds_from_start)}"
-                f"  {step.round_seconds:5.1f} s"
-                f"  {_loss(step.loss_before)} -> {_loss(step.loss_after)}"
-                f"     {', '.join(step.participants)}{missed}"
-            )
-        lines += [
-            "",
-            "miner      ranks  inner steps  loss first -> last  uploads  rounds"
-            "   random  assigned    total",
-        ]
+        took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
+        notes = []
         for miner in self.miners:
-            lines.append(
-                f"{miner.name:<10} {miner.world_size:>5}  {miner.inner_steps:>11}"
-                f"    {_loss(miner.first_loss)} -> {_loss(miner.last_loss)}"
-                f"  {miner.uploads:>7}  {miner.rounds_ok:>3}/{miner.rounds:<2}"
-                + "".join(
-                    f"  {miner.scores[name]:7.3f}" if name in miner.scores else "        -"
-                    for name in ("random", "assigned", "total")
-                )
-            )
-            lines += [f"           upload failed: {reason}" for reason in miner.failed_uploads]
-        lines += ["", *(f"PROBLEM: {problem}" for problem in self.problems)]
-        return "\n".join(lines).rstrip() + "\n"
+            if miner.last_reset:
+                notes.append(f"{miner.name}: last reset: {miner.last_reset}")
+            notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
+        parts = [
+            f"{took} in {self.seconds:.0f} s",
+            plain_text(self._outer_step_table()),
+            plain_text(self._miner_table()),
+            "\n".join(notes),
+            _LEGEND,
+            "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
+        ]
+        return "\n" + "\n\n".join(part for part in parts if part) + "\n"
 
     def write(self, folder: Path) -> None:
-        (folder / "summary.txt").write_text(self.text(), encoding="utf-8")
-        (folder / "summary.json").write_text(
-            json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8"
-        )
+        write_bytes(folder / "summary.txt", self.text().encode())
+        write_json(folder / "summary.json", dataclasses.asdict(self))
+
+    def _outer_step_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        for name in ("outer step", "at", "round", "held-out loss"):
+            table.add_column(name, justify="right")
+        table.add_column("took part")
+        for step in self.outer_steps:
+            missed = f"   MISSED BY {', '.join(step.missed_by)}" if step.missed_by else ""
+            table.add_row(
+                str(step.outer_step),
+                clock(step.seconds_from_start),
+                f"{step.round_seconds:.1f} s",
+                f"{_number(step.loss_before)} -> {_number(step.loss_after)}",
+                ", ".join(step.participants) + missed,
+            )
+        return table
+
+    def _miner_table(self) -> Table:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("miner")
+        names = ("ranks", "inner steps", "loss first -> last", "uploads", "rounds", "scored")
+        for name in (*names, "random", "assigned", "total"):
+            table.add_column(name, justify="right")
+        for miner in self.miners:
+            scores = (miner.scores.get(name) for name in ("random", "assigned", "total"))
+            table.add_row(
+                miner.name,
+                str(miner.world_size),
+                str(miner.inner_steps),
+                f"{_number(miner.first_loss)} -> {_number(miner.last_loss)}",
+                str(miner.uploads),
+                f"{miner.rounds_ok} of {miner.rounds}",
+                f"{miner.uploads_scored} of {miner.uploads_judged}",
+                *map(_number, scores),
+            )
+        return table
 
 
 def summarize(
@@ -112,60 +150,87 @@ def summarize(
     since the epoch; ``problems``: what the orchestrator itself saw (a neuron that died, processes
     left behind, a deadline passed).
     """
+    steps = [
+        _outer_step(reached, max(0.0, at - started_at), validator, miners)
+        for reached, at in validator.outer_steps
+        if reached > first_outer_step
+    ]
+    results = [
+        _miner(miner, world_size, validator)
+        for miner, world_size in zip(miners, world_sizes, strict=True)
+    ]
     found = list(problems)
-    steps = []
-    for reached, at in validator.outer_steps:
-        if reached <= first_outer_step:
-            continue
-        took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
-        missed = [m.name for m in miners if m.name not in took_part]
-        own_round = _round_to(validator, reached)
-        told = [e for e in validator.evaluations if e.outer_step == reached]
-        losses = told[-1] if told else Evaluation(reached, None, None)  # refused ones come before
-        steps.append(
-            OuterStepResult(
-                outer_step=reached,
-                seconds_from_start=max(0.0, at - started_at),
-                round_seconds=own_round.seconds if own_round else 0.0,
-                participants=(validator.name, *took_part),
-                missed_by=tuple(missed),
-                loss_before=losses.before,
-                loss_after=losses.after,
-            )
-        )
-        if missed:
-            found.append(f"outer step {reached}: {', '.join(missed)} took no part in it")
+    for step in steps:
+        if step.missed_by:
+            names = ", ".join(step.missed_by)
+            found.append(f"outer step {step.outer_step}: {names} took no part in it")
     if len(steps) < wanted_outer_steps:
         found.append(f"{len(steps)} outer steps succeeded; {wanted_outer_steps} were wanted")
     for neuron in (validator, *miners):
         for seen in neuron.rounds:
             if not seen.ok:
                 found.append(f"{neuron.name}: a round failed ({seen.fault or 'no reason given'})")
-    for miner in miners:
-        if not miner.uploads:
-            found.append(f"{miner.name} published nothing")
+    for miner in results:
+        found += _upload_problems(miner)
     return Summary(
         wanted_outer_steps=wanted_outer_steps,
         seconds=seconds,
         outer_steps=tuple(steps),
-        miners=tuple(
-            MinerResult(
-                name=m.name,
-                uid=m.uid,
-                world_size=world_size,
-                inner_steps=len(m.losses),
-                first_loss=m.losses[0].loss if m.losses else None,
-                last_loss=m.losses[-1].loss if m.losses else None,
-                uploads=len(m.uploads),
-                failed_uploads=tuple(m.failed_uploads),
-                rounds_ok=len(m.rounds_ok),
-                rounds=len(m.rounds),
-                scores=validator.scores.get(m.uid, {}),
-            )
-            for m, world_size in zip(miners, world_sizes, strict=True)
-        ),
+        miners=tuple(results),
         problems=tuple(found),
     )
+
+
+def _outer_step(
+    reached: int, seconds: float, validator: NeuronState, miners: Sequence[NeuronState]
+) -> OuterStepResult:
+    took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
+    # For one outer step the last evaluation counts: those of refused averages come before it.
+    told = [e for e in validator.evaluations if e.outer_step == reached]
+    losses = told[-1] if told else Evaluation(reached, None, None)
+    own_round = _round_to(validator, reached)
+    return OuterStepResult(
+        outer_step=reached,
+        seconds_from_start=seconds,
+        round_seconds=own_round.seconds if own_round else 0.0,
+        participants=(validator.name, *took_part),
+        missed_by=tuple(m.name for m in miners if m.name not in took_part),
+        loss_before=losses.before,
+        loss_after=losses.after,
+    )
+
+
+def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> MinerResult:
+    judged = validator.judged.get(miner.uid, Judged())
+    return MinerResult(
+        name=miner.name,
+        uid=miner.uid,
+        world_size=world_size,
+        inner_steps=len(miner.losses),
+        first_loss=miner.losses[0].loss if miner.losses else None,
+        last_loss=miner.losses[-1].loss if miner.losses else None,
+        uploads=len(miner.uploads),
+        failed_uploads=tuple(miner.failed_uploads),
+        rounds_ok=len(miner.rounds_ok),
+        rounds=len(miner.rounds),
+        uploads_scored=judged.scored,
+        uploads_judged=judged.passes,
+        last_reset=judged.last_reset,
+        scores=validator.scores.get(miner.uid, {}),
+    )
+
+
+def _upload_problems(miner: MinerResult) -> list[str]:
+    if not miner.uploads:
+        return [f"{miner.name} published nothing"]
+    if not miner.uploads_judged:
+        return [f"{miner.name}: the validator judged none of its uploads"]
+    if not miner.uploads_scored:
+        return [
+            f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the last "
+            f"was reset: {miner.last_reset}"
+        ]
+    return []
 
 
 def _round_to(neuron: NeuronState, reached: int) -> RoundSeen | None:
@@ -174,5 +239,5 @@ def _round_to(neuron: NeuronState, reached: int) -> RoundSeen | None:
     return next((r for r in good if r.outer_step == reached - 1), good[-1] if good else None)
 
 
-def _loss(value: float | None) -> str:
-    return f"{value:6.3f}" if value is not None else "     -"
+def _number(value: float | None) -> str:
+    return f"{value:.3f}" if value is not None else "-"

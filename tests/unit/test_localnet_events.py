@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from distributed_training.localnet.events import EventFollower, NeuronState
 from distributed_training.localnet.summary import summarize
@@ -35,10 +36,9 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
     feed(miner, {"time": T0, "kind": "start"})
     for i in range(4):
         feed(miner, step(T0 + i, 0, i + 1, 5.0 - i / 10))
-    revision = {"run": 5, "outer_step": 0, "inner_step": 4}
     feed(
         miner,
-        {"time": T0 + 5, "kind": "publication", "revision": revision, "ok": True, "bytes_sent": 9},
+        {"time": T0 + 5, "kind": "publication", "revision": "5.0.4", "ok": True, "bytes_sent": 9},
     )
     for reached in steps:
         at = T0 + 10 * reached
@@ -50,8 +50,14 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
     return miner
 
 
-def a_validator(*steps: int) -> NeuronState:
+def scored(uid: int, reason: str = "") -> dict[str, Any]:
+    return {"kind": "upload_scored", "uid": uid, "ok": not reason, "reason": reason}
+
+
+def a_validator(*steps: int, judged: tuple[dict[str, Any], ...] = ()) -> NeuronState:
+    """A validator that called the rounds of ``steps`` and scored an upload of uids 0 and 11."""
     validator = NeuronState(name="validator", kind="validator", uid=200)
+    feed(validator, *(judged or (scored(0), scored(11))))
     for reached in steps:
         at = T0 + 10 * reached
         feed(
@@ -128,15 +134,22 @@ class TestState:
         state = feed(NeuronState(name="m", kind="miner", uid=0), {"kind": "weather"}, {})
         assert state.phase == "starting"
 
+    def test_attendance_is_told_when_it_changes(self) -> None:
+        state = NeuronState(name="validator", kind="validator", uid=200)
+        sweeps: list[list[int]] = [[], [0], [0], [0, 11], [0, 11], [], []]
+        lines = [state.apply({"kind": "sweep", "not_alive": missing}) for missing in sweeps]
+        assert [line for line in lines if line] == [
+            "not alive: uids 0",
+            "not alive: uids 0, 11",
+            "every miner is alive again",
+        ]
+        assert lines[1] and not lines[2]
+
 
 class TestView:
-    def test_lines_fit_the_terminal(self) -> None:
-        for width in (20, 40, 79, 100, 200):
-            assert len(neuron_line(a_miner(), width)) <= width
-
     def test_what_matters_is_first(self) -> None:
-        line = neuron_line(a_miner(), 79)
-        assert line.startswith("miner-000") and "loss  4.700" in line
+        line = neuron_line(a_miner())
+        assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
     def test_sparkline_falls_with_the_loss(self) -> None:
         assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
@@ -144,37 +157,35 @@ class TestView:
 
     def test_elsewhere_plain_lines_without_escapes_and_not_too_many(self) -> None:
         stream = io.StringIO()
-        view = LiveView(stream=stream, plain_interval=timedelta(hours=1))
+        view = LiveView(Console(file=stream), plain_interval=timedelta(hours=1))
         for _ in range(50):
             view.update("head", [a_miner()])
-        view.say("hello")
+        view.say("hello " * 40)
         view.close()
         assert "\x1b" not in stream.getvalue()
-        assert stream.getvalue().count("miner-000") == 1 and "hello" in stream.getvalue()
+        first, second = stream.getvalue().splitlines()
+        assert "miner-000" in first and second.count("hello") == 40
 
-    def test_in_place_the_block_is_erased_before_a_line_that_stays(self) -> None:
-        class Terminal(io.StringIO):
-            def isatty(self) -> bool:
-                return True
-
-        stream = Terminal()
-        view = LiveView(
-            stream=stream, redraw_interval=timedelta(0), environ={"TERM": "xterm", "NO_COLOR": "1"}
-        )
-        view.update("head", [a_miner()])
+    @pytest.mark.parametrize("width", [20, 40, 79, 200])
+    def test_on_a_terminal_lines_that_stay_are_above_and_the_rest_goes(self, width: int) -> None:
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=True, width=width, height=24)
+        view = LiveView(console)
+        view.update("head", [a_miner(), a_miner(11)])
         view.say("hello")
         screen = play(stream.getvalue())
         assert [line[7:12] for line in screen[:2]] == ["hello", "head"]
-        assert screen[2].startswith("miner-000") and len(screen) == 3
+        assert [line[:9] for line in screen[2:]] == ["miner-000", "miner-011"]
+        assert all(len(line) <= width for line in screen)
         view.close()
         assert [line[7:] for line in play(stream.getvalue())] == ["hello"]
-        assert stream.getvalue().endswith("\x1b[?25h")
+        assert "\x1b[?25h" in stream.getvalue()  # the cursor is back
 
     def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
-        view = LiveView(stream=stream)
-        view.update("head", [a_miner()])
+        LiveView(Console(file=stream)).update("head", [a_miner()])
+        stream.flush()
         assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
 
 
@@ -183,13 +194,10 @@ def play(text: str) -> list[str]:
     import re
 
     lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?0-9]*[A-Za-z]|[^\x1b]", text):
+    for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[^\x1b]", text):
         if part.startswith("\x1b"):
             if part.endswith("A"):
                 row -= int(part[2:-1])
-            elif part.endswith("J"):
-                del lines[row + 1 :]
-                lines[row] = ""
             elif part.endswith("K"):
                 lines[row] = ""
         elif part == "\n":
@@ -201,7 +209,7 @@ def play(text: str) -> list[str]:
         else:
             lines[row] = lines[row][:column] + part + lines[row][column + 1 :]
             column += 1
-    return [line for line in lines if line]
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 class TestSummary:
@@ -228,6 +236,25 @@ class TestSummary:
     def test_a_failed_round(self) -> None:
         summary = summary_of(a_validator(1, 2), a_miner(0, fault="TIMEOUT"))
         assert any("TIMEOUT" in p for p in summary.problems)
+
+    def test_resets_are_shown_with_the_last_reason(self) -> None:
+        judged = (scored(0), scored(0, "first"), scored(0, "too old"), scored(11))
+        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+        assert summary.ok and summary.verdict.endswith("2 of 4 judged uploads were scored")
+        assert "1 of 3" in summary.text()
+        assert "miner-000: last reset: too old" in summary.text()
+
+    def test_a_run_whose_uploads_were_all_reset_is_not_good(self) -> None:
+        judged = (scored(0, "too old"), scored(0, "too old"), scored(11))
+        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+        assert summary.problems == (
+            "miner-000: none of its 2 judged uploads was scored; the last was reset: too old",
+        )
+        assert "all rounds worked" not in summary.verdict
+
+    def test_a_miner_that_was_never_judged_is_named(self) -> None:
+        summary = summary_of(a_validator(1, 2, judged=(scored(0),)), a_miner(0), a_miner(11))
+        assert summary.problems == ("miner-011: the validator judged none of its uploads",)
 
     def test_files(self, tmp_path: Path) -> None:
         from distributed_training.localnet.plot import draw
