@@ -42,7 +42,7 @@ from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
 from distributed_training.chain.memory import MemoryChain, MemoryLedger
-from distributed_training.chain.server import SignedServer
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.miner.process import die_with_parent
@@ -87,8 +87,7 @@ def start_server(settings: ChainSettings) -> SignedServer:
         wallet=miner,
         chain=MemoryChain(hotkey=miner.ss58, ledger=ledger),
         master_hotkey=wallet("//validator0").ss58,
-        epoch=lambda: 1,
-        on_all_reduce=lambda request: None,
+        miner=MinerCallbacks(lambda: 1, lambda request: None),
     )
     server.start()
     return server

@@ -15,7 +15,7 @@ from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
 from distributed_training.chain.memory import MemoryChain, MemoryLedger
-from distributed_training.chain.server import SignedServer
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.protocol.types import RoundRequest
@@ -60,9 +60,10 @@ def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
 
 
 class World:
-    """A server, its chain and the events it posted. ``now`` is the server's wall clock, in ns."""
+    """A server, its chain and the events it posted. ``offset`` moves its wall clock (ns), ``later``
+    its monotonic one (s); ``due``: whether a round is."""
 
-    def __init__(self, settings: ChainSettings = SETTINGS, nonce_file: Path | None = None) -> None:
+    def __init__(self, settings: ChainSettings = SETTINGS, folder: Path | None = None) -> None:
         self.ledger = MemoryLedger()
         self.ledger.register(MINER.ss58, uid=7)
         self.ledger.register(VALIDATOR.ss58, stake=1e6, validator_permit=True)
@@ -71,16 +72,22 @@ class World:
         self.ledger.register(PEER.ss58)
         self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
         self.events: list[RoundRequest] = []
-        self.offset = 0  # ns
+        self.offset = 0
+        self.later = 0.0
+        self.due: bool | None = True
         self.server = SignedServer(
             settings=settings,
             wallet=MINER,
             chain=self.chain,
             master_hotkey=VALIDATOR.ss58,
-            epoch=lambda: EPOCH,
-            on_all_reduce=self.events.append,
-            nonce_file=nonce_file,
+            miner=MinerCallbacks(
+                epoch=lambda: EPOCH,
+                on_all_reduce=self.events.append,
+                round_due=lambda: self.due,
+            ),
+            folder=folder,
             clock=lambda: time.time_ns() + self.offset,
+            monotonic=lambda: time.monotonic() + self.later,
         )
 
     @property
@@ -92,8 +99,8 @@ class World:
 
 
 @contextmanager
-def world(settings: ChainSettings = SETTINGS, nonce_file: Path | None = None):
-    made = World(settings, nonce_file)
+def world(settings: ChainSettings = SETTINGS, folder: Path | None = None):
+    made = World(settings, folder)
     with made.server:
         yield made
 

@@ -62,6 +62,7 @@ class Refusal(enum.Enum):
     SIGNATURE = ("signature", 401, "signature does not verify")
     NO_PERMIT = ("no_permit", 403, "validator permit is missing")
     LOW_STAKE = ("low_stake", 403, "stake is below the minimum")
+    NOT_DUE = ("not_due", 403, "no round is due, and the legacy signature covers no call")
     OWN_HOTKEY = ("own_hotkey", 403, "signed by this server's own hotkey")
 
     def __init__(self, reason: str, status: int, message: str) -> None:

@@ -29,9 +29,10 @@ import h11
 from distributed_training.config.flags import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 
-from .admission import Admission, normalize
+from .admission import Admission
 from .auth import Refusal, Refused
 from .firewall import MAX_ADDRESSES, Firewall, accept_with_data
+from .trust import normalize
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024

@@ -1,144 +1,142 @@
-"""Which nonces of which hotkey have been used, also before the last restart.
+"""Which calls were accepted before, also by the process before this one: nobody calls twice.
 
-A nonce is the caller's clock in nanoseconds. A call is fresh when its nonce lies within a window
-before now; it is a replay when the same nonce was accepted before. For each hotkey the memory keeps
-the highest accepted nonce and every accepted one less than a window older; anything older still is
-refused without asking a clock, so a wall clock that is set back opens no gap.
+A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most some
+seconds old by our clock (:func:`.auth.max_age`), and a replay when the same call was accepted
+before. Both clocks are wall clocks, by protocol, and may be set at any time. So what was accepted
+is remembered for much longer than it could stay fresh (``KEPT``), by a clock that nobody can set.
+When a call is forgotten at last, everything as old or older is refused from then on (the floor). A
+wall clock that goes an hour back and forth therefore neither lets a replay in nor keeps a new call
+out.
 
-After a restart the accepted nonces are gone, so each hotkey's highest one of before (the floor,
-from a small file) is refused together with everything below it.
+What was accepted is lost with the process. The file tells the next one two things: the highest
+nonce accepted, and whether the end was clean. After a clean end that nonce is the floor. After a
+kill or a power loss the last nonces may be missing in the file, so that for the first seconds
+everything is refused that could have been signed before the start. The mark of an unclean end is on
+the disk before the first call is answered; no call ever waits for a disk.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
 import threading
 import time
-from collections import deque
+from collections import OrderedDict
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.common.files import read_json_object, write_json
+
 log = logging.getLogger(__name__)
 
+KEPT = timedelta(hours=2)
+# All hotkeys of a subnet (256) at the rate each may call (5/s) fill this in 25 s: longer than a
+# call stays fresh.
+MOST = 32_768
+_LARGEST_FILE = 4096  # bytes
 
-class _History:
-    __slots__ = ("floor", "highest", "order", "seen")
-
-    def __init__(self, floor: int) -> None:
-        self.floor = floor
-        self.highest = floor
-        self.seen: set[tuple[int, str]] = set()
-        self.order: deque[tuple[int, str]] = deque()
+Call = tuple[str, int, str]  # hotkey, nonce, salt
 
 
 class NonceMemory:
-    """Replay memory for calls accepted up to ``window`` after their nonce. Thread-safe.
+    """Replay memory. Thread-safe, except that one thread at a time saves.
 
-    ``window`` must be at least the longest age at which any call is accepted plus the clock skew
-    allowed. ``file`` keeps the floors; None: they are lost with the process.
+    ``window``: the longest age at which any call is accepted plus ``skew``, how far a caller's
+    clock may be ahead of ours. ``file`` survives the process; None: nothing does. ``clock`` is the
+    wall clock in ns, ``monotonic`` seconds.
     """
 
-    def __init__(self, *, window: timedelta, file: Path | None = None) -> None:
-        self._window = int(window.total_seconds() * 1e9)
+    def __init__(
+        self,
+        *,
+        window: timedelta,
+        skew: timedelta,
+        file: Path | None = None,
+        clock: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._file = file
+        self._monotonic = monotonic
         self._lock = threading.Lock()  # taken by the event loop: never held over the disk
-        self._save_lock = threading.Lock()
-        self._hotkeys: dict[str, _History] = {}
-        self._dirty = False
-        if file is not None:
-            now = time.time_ns()
-            for hotkey, floor in _load(file).items():
-                # A floor from the future (a clock that ran ahead) would lock the caller out.
-                if floor <= now + self._window:
-                    self._hotkeys[hotkey] = _History(floor)
+        self._accepted: OrderedDict[Call, float] = OrderedDict()  # when, monotonic
+        self._floor = -1
+        self._highest = -1
+        # After an unclean end: nonces up to this are refused until then (monotonic).
+        self._first_floor, self._first_until = -1, float("-inf")
+        self._saved: tuple[int, bool] | None = None
+        if file is not None and file.exists():
+            highest, clean = self._load(file)
+            now = clock()
+            if highest > now + _nanoseconds(window):
+                # Written while this machine's clock was ahead: as a floor it would shut all out.
+                highest, clean = -1, False
+            self._floor = self._highest = highest
+            if not clean:
+                self._first_floor = now + _nanoseconds(skew)
+                self._first_until = monotonic() + window.total_seconds()
+
+    @staticmethod
+    def _load(file: Path) -> tuple[int, bool]:
+        content = read_json_object(file, at_most=_LARGEST_FILE) or {}
+        highest, clean = content.get("highest"), content.get("clean")
+        if type(highest) is int and -1 <= highest < 1 << 63 and type(clean) is bool:
+            return highest, clean
+        log.warning(
+            "%s is damaged, so calls signed before this start are refused for its first seconds; "
+            "nothing needs to be done, the file is written anew",
+            file,
+        )
+        return -1, False
 
     def used(self, hotkey: str, nonce: int, salt: str = "") -> bool:
-        """True when this nonce was accepted before, or is too old to tell. Changes nothing."""
+        """True when this call was accepted before, or may have been. Changes nothing."""
         with self._lock:
-            return self._used(self._hotkeys.get(hotkey), nonce, salt)
+            return self._used((hotkey, nonce, salt))
 
-    def _used(self, history: _History | None, nonce: int, salt: str) -> bool:
-        if history is None:
-            return False
+    def _used(self, call: Call) -> bool:
         return (
-            nonce <= history.floor
-            or nonce < history.highest - self._window
-            or (nonce, salt) in history.seen
+            call in self._accepted
+            or call[1] <= self._floor
+            or (call[1] <= self._first_floor and self._monotonic() < self._first_until)
         )
 
     def use(self, hotkey: str, nonce: int, salt: str = "") -> bool:
-        """Record a verified nonce; False (and nothing recorded) when it was used before."""
+        """Record a verified call; False (and nothing recorded) when it was used before."""
+        call = (hotkey, nonce, salt)
         with self._lock:
-            history = self._hotkeys.get(hotkey)
-            if self._used(history, nonce, salt):
+            if self._used(call):
                 return False
-            if history is None:
-                history = self._hotkeys[hotkey] = _History(-1)
-            history.seen.add((nonce, salt))
-            history.order.append((nonce, salt))
-            history.highest = max(history.highest, nonce)
-            oldest = history.highest - self._window
-            while history.order and history.order[0][0] < oldest:
-                history.seen.discard(history.order.popleft())
-            self._dirty = True
+            now = self._monotonic()
+            self._accepted[call] = now
+            self._highest = max(self._highest, nonce)
+            forgotten = now - KEPT.total_seconds()
+            while len(self._accepted) > MOST or next(iter(self._accepted.values())) < forgotten:
+                (_, old, _), _ = self._accepted.popitem(last=False)
+                self._floor = max(self._floor, old)
             return True
 
     def __len__(self) -> int:
-        with self._lock:
-            return sum(len(history.seen) for history in self._hotkeys.values())
+        return len(self._accepted)
 
-    def save(self) -> None:
-        """Make the floors durable if they changed. A full disk is logged, not raised: the memory
-        of this process still holds."""
-        if self._file is None:
+    def save(self, *, clean: bool = False) -> None:
+        """Write the file if it would change. ``clean``: no further call will be answered.
+
+        A failure is logged, not raised: the memory of this process still holds.
+        """
+        state = (self._highest, clean)
+        if self._file is None or state == self._saved:
             return
-        with self._save_lock:
-            with self._lock:
-                if not self._dirty:
-                    return
-                floors = {hotkey: history.highest for hotkey, history in self._hotkeys.items()}
-                self._dirty = False
-            try:
-                _store(self._file, floors)
-            except OSError as error:
-                with self._lock:
-                    self._dirty = True
-                log.warning(
-                    "Cannot write %s (%s): calls of the last seconds could be replayed after a "
-                    "restart; free disk space or correct its permissions",
-                    self._file,
-                    error.strerror,
-                )
+        try:
+            write_json(self._file, {"highest": state[0], "clean": clean})
+            self._saved = state
+        except OSError as error:
+            log.warning(
+                "Cannot write %s (%s): calls of the last seconds could be replayed after a "
+                "restart; free disk space or correct its permissions",
+                self._file,
+                error.strerror,
+            )
 
 
-def _load(file: Path) -> dict[str, int]:
-    try:
-        content = json.loads(file.read_text())
-        return {str(hotkey): int(floor) for hotkey, floor in content.items()}
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        log.warning(
-            "%s cannot be read (%s): calls of the last seconds before this start could be replayed",
-            file,
-            type(error).__name__,
-        )
-        return {}
-
-
-def _store(file: Path, floors: dict[str, int]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with open(temporary, "w") as stream:
-            json.dump(floors, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
+def _nanoseconds(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1e9)

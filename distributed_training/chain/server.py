@@ -31,35 +31,41 @@ from .auth import Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
 from .http import Head, HttpThread, bind, parse_fields
 from .replay import NonceMemory
+from .trust import TrustedAddresses
 from .wallet import Wallet
 
 log = logging.getLogger(__name__)
 
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
-_SAVE_INTERVAL = 2.0
+_KEEP_INTERVAL = 2.0
 _LOG_INTERVAL = 60.0
 _LOG_LINES = 20  # per interval, all callers together
 # The refusals of somebody who has proven who they are, or who is merely early: no strikes.
-_NO_STRIKE = frozenset({Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE})
+_NO_STRIKE = frozenset({Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE})
 
 
 @dataclass(frozen=True)
-class RoundState:
-    """The running round, as told to whoever calls AllReduce meanwhile."""
+class MinerCallbacks:
+    """What the server asks and tells its miner, in the server's thread: nothing here may block.
 
-    phase: str
-    caller: str
-    started_at: float  # time.time()
+    ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
+    queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
+    validator may call a round now; None if that is not known.
+    """
+
+    epoch: Callable[[], int]
+    on_all_reduce: Callable[[RoundRequest], None]
+    round_phase: Callable[[], str | None] = lambda: None
+    round_due: Callable[[], bool | None] = lambda: None
 
 
 class SignedServer:
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
-    ``epoch``: local outer step, asked for each IsAlive from the server's thread; must not block.
-    ``on_all_reduce``: gets each accepted call, in the server's thread; must not block (put it into
-    a queue). ``round_phase``: a word for the running round, or None. ``nonce_file``: where the
-    replay memory keeps its floor over restarts. ``clock``: wall clock in ns.
+    ``folder`` keeps over a restart which calls were accepted (``nonces.json``) and where validators
+    called from (``validator_addresses.json``); None: nothing is kept. ``clock``: wall clock in ns,
+    for the freshness of calls; ``monotonic`` in seconds, for everything else.
     """
 
     def __init__(
@@ -69,11 +75,10 @@ class SignedServer:
         wallet: Wallet,
         chain: Chain,
         master_hotkey: str,
-        epoch: Callable[[], int],
-        on_all_reduce: Callable[[RoundRequest], None],
-        round_phase: Callable[[], str | None] = lambda: None,
-        nonce_file: Path | None = None,
+        miner: MinerCallbacks,
+        folder: Path | None = None,
         clock: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         unknown = set(settings.auth_schemes) - {auth.BTAUTH, auth.LEGACY}
         if unknown or not settings.auth_schemes:
@@ -85,26 +90,30 @@ class SignedServer:
         self._own = wallet.ss58
         self._chain = chain
         self._master = master_hotkey
-        self._epoch = epoch
-        self._on_all_reduce = on_all_reduce
-        self._round_phase = round_phase
+        self._miner = miner
         self._clock = clock
-        self._skew = settings.clock_skew.total_seconds()
-        self._timeout_cap = settings.legacy_timeout_cap.total_seconds()
+        self._monotonic = monotonic
         self._neurons: Sequence[Neuron] = ()
         self._by_hotkey: dict[str, Neuron] = {}
-        self._round: RoundRequest | None = None
+        self._round: tuple[RoundRequest, float] | None = None  # accepted at (monotonic)
         self._round_lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._logged: OrderedDict[str, float] = OrderedDict()
         self._log_window = (0.0, 0)
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
         self._bounds = round_bounds(settings)
-        longest = max(
-            synapses.LEGACY_ALLOWANCE.total_seconds() + self._timeout_cap, auth.BTAUTH_MAX_AGE
+        self._nonces = NonceMemory(
+            window=_oldest_call(settings) + settings.clock_skew,
+            skew=settings.clock_skew,
+            file=folder / "nonces.json" if folder is not None else None,
+            clock=clock,
+            monotonic=monotonic,
         )
-        self._nonces = NonceMemory(window=timedelta(seconds=longest + self._skew), file=nonce_file)
+        self._trusted = TrustedAddresses(
+            folder / "validator_addresses.json" if folder is not None else None
+        )
         self._admission = Admission(
+            trusted=self._trusted,
             max_connections=settings.max_connections,
             max_connections_per_address=settings.max_connections_per_address,
             requests_per_address=settings.requests_per_address,
@@ -119,23 +128,27 @@ class SignedServer:
             name="signed-server",
         )
         self._stopping = False
-        self._save_now = threading.Event()
-        self._saver = threading.Thread(target=self._save, name="nonce-floor", daemon=True)
+        self._keep_now = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="server-files", daemon=True)
 
     # life
 
     def start(self) -> None:
+        self._nonces.save()  # on the disk before the first call: see the module replay
+        self._trust_endpoints()
         self._http.start()
-        self._saver.start()
+        self._keeper.start()
 
     def close(self) -> None:
-        """Idempotent; ends the thread and writes the replay floor."""
+        """Idempotent; ends the threads and writes the files for the next start."""
         self._http.stop()
         self._stopping = True
-        self._save_now.set()
-        if self._saver.is_alive():
-            self._saver.join(5)
-        self._nonces.save()
+        self._keep_now.set()
+        if self._keeper.ident is not None:
+            self._keeper.join(5)
+            if not self._keeper.is_alive():  # else a disk hangs
+                self._nonces.save(clean=True)
+                self._trusted.save()
 
     def __enter__(self) -> SignedServer:
         self.start()
@@ -144,12 +157,23 @@ class SignedServer:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _save(self) -> None:
+    def _keep(self) -> None:
         # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
         while not self._stopping:
-            self._save_now.wait(_SAVE_INTERVAL)
-            self._save_now.clear()
+            self._keep_now.wait(_KEEP_INTERVAL)
+            self._keep_now.clear()
+            self._trust_endpoints()
             self._nonces.save()
+            self._trusted.save()
+
+    def _trust_endpoints(self) -> None:
+        try:
+            neurons = self._chain.neurons()
+        except ChainUnavailable:
+            return
+        self._trusted.set_endpoints(
+            n.ip for n in neurons if n.port is not None and self._may_call_rounds(n.hotkey, n)
+        )
 
     # what the loop asks and tells
 
@@ -157,13 +181,6 @@ class SignedServer:
         """The loop is done with the round (committed or not): the next call is a new event."""
         with self._round_lock:
             self._round = None
-
-    def round_state(self) -> RoundState | None:
-        with self._round_lock:
-            running = self._running(self._clock() / 1e9)
-        if running is None:
-            return None
-        return RoundState(self._round_phase() or "accepted", running.caller, running.received_at)
 
     def counters(self) -> Mapping[str, int]:
         """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce`` and
@@ -176,15 +193,17 @@ class SignedServer:
         counts["connections"] = self._admission.connections
         return counts
 
-    def _running(self, now: float) -> RoundRequest | None:
-        running = self._round
-        if running is not None:
-            timeout = (
-                running.timeout or synapses.ALL_REDUCE_TIMEOUT
-            ).total_seconds() + ROUND_MARGIN
-            if now - running.received_at > timeout:
-                self._round = running = None
-        return running
+    def _running(self) -> tuple[RoundRequest, float] | None:
+        """The running round and for how many seconds; with the lock held."""
+        if self._round is None:
+            return None
+        request, accepted_at = self._round
+        lasted = self._monotonic() - accepted_at
+        timeout = (request.timeout or synapses.ALL_REDUCE_TIMEOUT).total_seconds()
+        if lasted > timeout + ROUND_MARGIN:
+            self._round = None
+            return None
+        return request, lasted
 
     # one request
 
@@ -219,9 +238,10 @@ class SignedServer:
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         age = (self._clock() - claim.nonce) / 1e9
-        if age > auth.max_age(claim, legacy_timeout_cap=self._timeout_cap):
+        cap = self._settings.legacy_timeout_cap.total_seconds()
+        if age > auth.max_age(claim, legacy_timeout_cap=cap):
             raise Refused(Refusal.STALE)
-        if -age > self._skew:
+        if -age > self._settings.clock_skew.total_seconds():
             raise Refused(Refusal.FUTURE)
         if self._nonces.used(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
@@ -236,59 +256,71 @@ class SignedServer:
             self._neurons = neurons
         return self._by_hotkey.get(hotkey)
 
+    def _may_call_rounds(self, hotkey: str, neuron: Neuron | None) -> bool:
+        if hotkey == self._master:
+            return True
+        return (
+            neuron is not None
+            and neuron.validator_permit
+            and neuron.stake >= self._settings.min_stake
+        )
+
     def _act(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
-        """The effect of a proven call and its reply. Raises Refused."""
+        """The effect of a proven call and the fields of its reply. Raises Refused."""
         neuron = self._known(claim.hotkey)
-        master = claim.hotkey == self._master
-        permit = master or (neuron is not None and neuron.validator_permit)
-        stake = neuron.stake if neuron is not None else 0.0
+        permit = claim.hotkey == self._master or (neuron is not None and neuron.validator_permit)
         fields = parse_fields(body)
         if head.path == synapses.IS_ALIVE_ROUTE:
             if self._settings.force_validator_permit and not permit:
                 raise Refused(Refusal.NO_PERMIT)
-            reply = synapses.answer_is_alive(fields, epoch=self._epoch())
+            reply = synapses.answer_is_alive(fields, epoch=self._miner.epoch())
             self._counts["accepted.IsAlive"] += 1
             log.info("%s", lines.RESPONDED_ACTIVE)
         else:
-            if not permit:
-                raise Refused(Refusal.NO_PERMIT)
-            if not master and stake < self._settings.min_stake:
-                raise Refused(Refusal.LOW_STAKE)
+            if not self._may_call_rounds(claim.hotkey, neuron):
+                raise Refused(Refusal.LOW_STAKE if permit else Refusal.NO_PERMIT)
             reply = synapses.answer_all_reduce(fields)
-            repeated = self._all_reduce(claim, fields)
-            if repeated is not None:
-                reply["answer"] = repeated
+            reply["answer"] = self._all_reduce(claim, fields) or reply["answer"]
         if permit:
-            self._admission.trust(head.address)
+            self._trusted.add(head.address)
         return reply
 
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
-        now = self._clock() / 1e9
+        """Start a round, or what the caller is told of the running one. Raises Refused."""
         try:
             request = synapses.parse_all_reduce(
                 fields,
                 caller=claim.hotkey,
-                received_at=now,
+                received_at=self._clock() / 1e9,
                 timeout=claim.header_timeout,
                 bounds=self._bounds,
             )
         except SynapseError:
             raise Refused(Refusal.MALFORMED) from None
         with self._round_lock:
-            running = self._running(now)
+            running = self._running()
             if running is None:
-                self._round = request
+                self._refuse_unless_due(claim)
+                self._round = (request, self._monotonic())
         if running is not None:
             self._counts["repeated.AllReduce"] += 1
-            phase = self._round_phase() or "accepted"
-            return (
-                f"round running for {max(0.0, now - running.received_at):.0f} s, "
-                f"called by {running.caller}: {phase}"
-            )
+            phase = self._miner.round_phase() or "accepted"
+            first, lasted = running
+            return f"round running for {lasted:.0f} s, called by {first.caller}: {phase}"
         self._counts["accepted.AllReduce"] += 1
-        self._save_now.set()
-        self._on_all_reduce(request)
+        self._keep_now.set()
+        self._miner.on_all_reduce(request)
         return None
+
+    def _refuse_unless_due(self, claim: auth.Claim) -> None:
+        """A legacy signature covers neither route nor body: whoever can read and hold back traffic
+        can turn a validator's IsAlive into an AllReduce. So such a call starts a round only when
+        one may be called; only the master is believed when that is not known."""
+        if claim.scheme != auth.LEGACY:
+            return
+        due = self._miner.round_due()
+        if due is False or (due is None and claim.hotkey != self._master):
+            raise Refused(Refusal.NOT_DUE)
 
     # refusals
 
@@ -316,6 +348,14 @@ class SignedServer:
         if len(self._logged) > 1024:
             self._logged.popitem(last=False)
         log.warning("Refused a call of %s: %s", caller, reason)
+
+
+def _oldest_call(settings: ChainSettings) -> timedelta:
+    """The age at which no call of any scheme is accepted any more."""
+    return max(
+        synapses.LEGACY_ALLOWANCE + settings.legacy_timeout_cap,
+        timedelta(seconds=auth.BTAUTH_MAX_AGE),
+    )
 
 
 def round_bounds(settings: ChainSettings) -> RoundBounds:

@@ -18,7 +18,7 @@ from typing import Any
 from distributed_training.chain.address import AddressUnknown, external_ip
 from distributed_training.chain.base import Chain
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
-from distributed_training.chain.server import SignedServer
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config import Config
 from distributed_training.miner.drift import Rows
 from distributed_training.miner.global_start import (
@@ -91,13 +91,14 @@ class Outside:
 
     def round_clock(self) -> RoundClock:
         """The public validator's period is longer from the first successful round on."""
-        period = self.config.miner.blocks_per_allreduce
+        shortest = period = self.config.miner.blocks_per_allreduce
         if self.config.preset == "public" and self.global_outer_step > 0:
             period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
         last = self.model_config.get("last_allreduce_block")
         return RoundClock(
             chain_block=self.chain.block,
             blocks_per_allreduce=period,
+            shortest_period=shortest,  # which a validator falls back to when it starts again
             last_allreduce_block=last if isinstance(last, int) else None,
             seconds_per_block=seconds_per_block(self.config),
         )
@@ -134,6 +135,7 @@ class Outside:
         epoch: Callable[[], int],
         on_all_reduce: Callable[[RoundRequest], None],
         round_phase: Callable[[], str | None],
+        round_due: Callable[[], bool | None],
     ) -> SignedServer:
         """Bound, not yet answering. Raises ConfigError when the port is taken."""
 
@@ -146,10 +148,8 @@ class Outside:
             wallet=self.member.wallet,
             chain=self.chain,
             master_hotkey=self.config.miner.master_ss58_address,
-            epoch=epoch,
-            on_all_reduce=called,
-            round_phase=round_phase,
-            nonce_file=self.folder / "nonces.json",
+            miner=MinerCallbacks(epoch, called, round_phase, round_due),
+            folder=self.folder,
         )
 
     def announce(self, port: int) -> None:

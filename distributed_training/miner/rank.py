@@ -300,10 +300,12 @@ def _rank_zero(
         chain_block=outside.chain.block,
         record=record,
     )
+    round_clock = outside.round_clock()
     server = outside.open_server(
         epoch=lambda: leader.state.outer_step,
         on_all_reduce=lambda request: leader.post(st.AllReduceCalled(request, time.monotonic())),
         round_phase=lambda: "averaging" if leader.in_round() else None,
+        round_due=round_clock.due,
     )
     stack.callback(server.close)
 
@@ -323,7 +325,7 @@ def _rank_zero(
         blocks=blocks,
         swarm=swarm,
         schedule=outside.upload_schedule(),
-        round_clock=outside.round_clock(),
+        round_clock=round_clock,
         disk_problem=lambda: disk_allows(folder, snapshot_bytes),
         submit=submit,
         run=names.RUN,

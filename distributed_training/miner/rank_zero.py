@@ -269,7 +269,7 @@ class RankZeroSide:
         registry.counter("rounds_total", "all-reduce rounds, well or badly").add()
         registry.counter("rounds_failed_total", "of them, without an outer step").add(not ok)
         self._round_started = 0.0
-        self._round_clock.round_ended()
+        self._round_clock.round_ended(averaged=ok)
         self._round_over()
 
     # --- state in and out ----------------------------------------------------------------------

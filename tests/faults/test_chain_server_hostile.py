@@ -20,13 +20,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from distributed_training.chain import admission as admission_module
 from distributed_training.chain import firewall
 from distributed_training.chain import http as http_module
-from distributed_training.chain.admission import Admission, Buckets, normalize
+from distributed_training.chain import server as server_module
+from distributed_training.chain.admission import Admission, Buckets
+from distributed_training.chain.memory import MemoryChain
+from distributed_training.chain.trust import TrustedAddresses, normalize
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.chain_world import (
     MINER,
     PEER,
+    POOR,
+    SECOND,
     SETTINGS,
     STRANGER,
     VALIDATOR,
@@ -340,7 +346,7 @@ FIELDS = ("answer", "completion", "min_group_size", "request_timeout", "allreduc
 def fuzzed():
     """One server for many examples; nobody is blocked, so that each request is looked at."""
     with world(replace(SETTINGS, max_connections_per_address=64)) as made:
-        made.server._admission.trust("127.0.0.1")
+        made.server._trusted.add("127.0.0.1")
         yield made
 
 
@@ -464,6 +470,38 @@ def test_a_flood_from_everywhere_leaves_validators_in(monkeypatch) -> None:
         assert status(answer) == 200
 
 
+def flood(made: World) -> None:
+    """Strangers use up what they share."""
+    until(lambda: (send(made, JUNK, "127.1.1.1", 0.02), made.refused("connection_rate"))[1])
+
+
+def is_alive_from(made: World, source: str) -> int:
+    headers = sign("btauth", VALIDATOR, "/IsAlive", b"{}")
+    return status(send(made, request("/IsAlive", headers, b"{}"), source, 0.3))
+
+
+def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.5)
+    with world(SETTINGS, tmp_path) as made:
+        assert is_alive_from(made, "127.0.0.77") == 200
+    with world(SETTINGS, tmp_path) as made:
+        flood(made)
+        assert is_alive_from(made, "127.0.0.77") == 200
+        assert is_alive_from(made, "127.0.0.78") == 0
+
+
+def test_a_validator_that_serves_an_endpoint_is_served_in_a_flood(monkeypatch) -> None:
+    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.5)
+    monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.02)
+    with world(SETTINGS) as made:
+        flood(made)
+        assert is_alive_from(made, "127.0.0.79") == 0
+        MemoryChain(hotkey=POOR.ss58, ledger=made.ledger).serve("127.0.0.78", 8091)
+        MemoryChain(hotkey=SECOND.ss58, ledger=made.ledger).serve("127.0.0.79", 8091)
+        until(lambda: is_alive_from(made, "127.0.0.79") == 200)
+        assert is_alive_from(made, "127.0.0.78") == 0
+
+
 def test_without_a_packet_filter_they_are_refused_one_by_one(monkeypatch) -> None:
     monkeypatch.setattr(firewall, "_SO_ATTACH_FILTER", 9999)  # as a kernel that knows none
     with world(SETTINGS) as made:
@@ -534,7 +572,7 @@ def test_connections_are_capped_for_each_address_and_for_all() -> None:
         until(lambda: made.refused("connections") >= 1)
         assert made.server.counters()["connections"] == 10
         # A validator's address has room of its own.
-        made.server._admission.trust("127.0.0.1")
+        made.server._trusted.add("127.0.0.1")
         until(lambda: status(is_alive(made)) == 200)
         for sock in held:
             sock.close()
@@ -562,6 +600,7 @@ def test_memory_for_strangers_is_bounded() -> None:
     now[0] = 1.0
     assert buckets.take("a") and not buckets.take("a")
     admission = Admission(
+        trusted=TrustedAddresses(),
         max_connections=10,
         max_connections_per_address=2,
         requests_per_address=1,
@@ -575,4 +614,5 @@ def test_memory_for_strangers_is_bounded() -> None:
             admission.disconnect(address)
         now[0] += 0.01
     assert len(admission._requests) <= 4096 and len(admission._strikes) <= 4096
+    assert len(admission._blocked) <= 4096
     assert not admission._open and admission.connections == 0

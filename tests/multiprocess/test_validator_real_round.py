@@ -22,7 +22,7 @@ from validator_world import PEER, RUN, TwinMiner, World, settings
 
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.memory import MemoryChain
-from distributed_training.chain.server import SignedServer
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.config.swarm import SwarmSettings
@@ -61,8 +61,7 @@ class WiredMiner:
             wallet=wallet,
             chain=chain,
             master_hotkey=master,
-            epoch=lambda: twin.outer_step,
-            on_all_reduce=self._called,
+            miner=MinerCallbacks(lambda: twin.outer_step, self._called),
         )
         self.server.start()
         chain.serve("127.0.0.1", self.server.port)

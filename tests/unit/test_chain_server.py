@@ -9,7 +9,7 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from distributed_training.chain.server import SignedServer
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config.flags import ConfigError
 from tests.chain_world import (
     EPOCH,
@@ -72,8 +72,6 @@ def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str
         assert reply.status_code == 200
     assert VALIDATOR.ss58 in reply.json()["answer"]
     assert len(server.events) == 1
-    state = server.server.round_state()
-    assert state is not None and state.caller == VALIDATOR.ss58
     server.server.round_ended()
     post(server, "/AllReduce", REDUCE, sign(scheme, SECOND, "/AllReduce", REDUCE))
     assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
@@ -82,7 +80,7 @@ def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str
 def test_a_round_nobody_ends_is_over_after_its_timeout(server: World) -> None:
     call = lambda: post(server, "/AllReduce", b"{}", sign("btauth", VALIDATOR, "/AllReduce", b"{}"))
     call()
-    server.offset = 900 * SECOND_NS
+    server.offset, server.later = 900 * SECOND_NS, 900.0
     # The caller's clock is the real one, so a fresh nonce is signed on the server's.
     nonce = time.time_ns() + server.offset
     headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}", nonce=nonce)
@@ -144,13 +142,12 @@ def test_freshness(server: World, scheme: str, seconds: int, reason: str) -> Non
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_replay_is_refused_also_after_a_restart(tmp_path, scheme: str) -> None:
-    file = tmp_path / "nonces.json"
     headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, timeout=840.0)
-    with world(nonce_file=file) as first:
+    with world(folder=tmp_path) as first:
         assert post(first, "/AllReduce", REDUCE, headers).status_code == 200
         assert post(first, "/AllReduce", REDUCE, headers).status_code == 401
         assert first.refused("replay") == 1
-    with world(nonce_file=file) as second:
+    with world(folder=tmp_path) as second:
         _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
         fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
         assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
@@ -234,8 +231,9 @@ def test_is_alive_by_flags() -> None:
 
 
 def test_the_master_is_heard_before_the_chain_answers() -> None:
-    with world() as made:
-        made.ledger.up = False
+    made = World()
+    made.ledger.up = False
+    with made.server:
         peer = sign("btauth", PEER, "/IsAlive", ALIVE)
         _refused(made, post(made, "/IsAlive", ALIVE, peer), 403, "unknown_hotkey")
         headers = sign("btauth", VALIDATOR, "/AllReduce", REDUCE)
@@ -254,6 +252,61 @@ def test_one_hotkey_may_not_flood() -> None:
         assert call(VALIDATOR).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("scheme", "caller", "due", "status"),
+    [
+        ("legacy", VALIDATOR, False, 403),
+        ("legacy", VALIDATOR, None, 200),
+        ("legacy", VALIDATOR, True, 200),
+        ("legacy", SECOND, False, 403),
+        ("legacy", SECOND, None, 403),
+        ("legacy", SECOND, True, 200),
+        ("btauth", SECOND, False, 200),
+    ],
+)
+def test_a_legacy_call_starts_a_round_only_when_one_may_be_called(
+    server: World, scheme: str, caller, due: bool | None, status: int
+) -> None:
+    server.due = due
+    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
+    if status == 403:
+        _refused(server, reply, 403, "not_due")
+    else:
+        assert reply.status_code == 200 and len(server.events) == 1
+
+
+def test_an_is_alive_turned_into_an_all_reduce_starts_nothing(server: World) -> None:
+    """What somebody between validator and miner can do: send the signed headers elsewhere."""
+    server.due = False
+    headers = sign("legacy", VALIDATOR, "/IsAlive", ALIVE)
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 403, "not_due")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("hour", [3600, -3600])
+def test_a_clock_set_by_an_hour_changes_no_round(server: World, scheme: str, hour: int) -> None:
+    """While the clock is wrong calls are stale or in the future; nothing else depends on it."""
+    call = lambda w: post(server, "/AllReduce", REDUCE, sign(scheme, w, "/AllReduce", REDUCE))
+    assert call(VALIDATOR).status_code == 200
+    server.offset = hour * SECOND_NS
+    assert call(SECOND).status_code == 401
+    assert server.refused("stale" if hour > 0 else "future") == 1
+    server.offset = 0
+    reply = call(SECOND)
+    assert reply.status_code == 200 and "round running for 0 s" in reply.json()["answer"]
+    assert len(server.events) == 1
+
+
+def test_a_round_is_over_in_time_also_if_the_clock_is_set_back(server: World) -> None:
+    call = lambda nonce: post(
+        server, "/AllReduce", b"{}", sign("btauth", VALIDATOR, "/AllReduce", b"{}", nonce=nonce)
+    )
+    call(time.time_ns())
+    server.offset, server.later = -3600 * SECOND_NS, 900.0
+    assert call(time.time_ns() + server.offset).json()["answer"] is None
+    assert len(server.events) == 2
+
+
 def test_a_port_in_use_is_one_line(server: World) -> None:
     with pytest.raises(ConfigError, match=r"--axon\.port") as caught:
         SignedServer(
@@ -261,8 +314,7 @@ def test_a_port_in_use_is_one_line(server: World) -> None:
             wallet=MINER,
             chain=server.chain,
             master_hotkey=VALIDATOR.ss58,
-            epoch=lambda: 0,
-            on_all_reduce=server.events.append,
+            miner=MinerCallbacks(lambda: 0, server.events.append),
         )
     assert "\n" not in str(caught.value)
 

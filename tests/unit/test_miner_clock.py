@@ -82,3 +82,35 @@ def test_a_chain_that_begins_anew_is_measured_anew() -> None:
     clock.next_at()
     chain.pass_blocks(10, 1.0)
     assert clock.next_at() == pytest.approx(chain.now + 390)
+
+
+def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    chain.pass_blocks(359, 12.0)
+    assert clock.due() is False
+    chain.pass_blocks(1, 12.0)
+    assert clock.due() is True
+    assert chain.clock(None).due() is None
+
+
+def test_only_a_successful_round_begins_a_time_without_calls() -> None:
+    chain = Chain()
+    clock = chain.clock(600)
+    clock.round_ended(averaged=False)
+    assert clock.due() is True and clock.next_at() is not None
+    clock.round_ended(averaged=True)
+    assert clock.due() is False
+
+
+def test_a_validator_that_starts_again_may_call_after_the_shorter_period() -> None:
+    chain = Chain()
+    clock = RoundClock(
+        chain_block=lambda: chain.block,
+        blocks_per_allreduce=750,
+        last_allreduce_block=1000,
+        shortest_period=400,
+        clock=lambda: chain.now,
+    )
+    chain.pass_blocks(400, 12.0)
+    assert clock.due() is True and clock.next_at() == chain.now + 350 * 12

@@ -1,0 +1,66 @@
+"""A server killed right after it answered: what it accepted is refused by the next one."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.chain_world import SETTINGS, VALIDATOR, World, sign
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def serve(folder: Path, port: int, out: Connection) -> None:
+    made = World(replace(SETTINGS, axon_port=port), folder)
+    made.server.start()
+    out.send(made.server.port)
+    signal.pause()
+
+
+@contextmanager
+def server(folder: Path, port: int = 0) -> Iterator[tuple[int, int]]:
+    """Its port and process id; killed at the end."""
+    ours, theirs = mp.Pipe()
+    process = mp.get_context("spawn").Process(target=serve, args=(folder, port, theirs))
+    process.start()
+    try:
+        assert ours.poll(60)
+        assert process.pid is not None
+        yield ours.recv(), process.pid
+    finally:
+        process.kill()
+        process.join(10)
+
+
+@pytest.mark.parametrize("route", ["/AllReduce", "/IsAlive"])
+@pytest.mark.parametrize("scheme", ["btauth", "legacy"])
+def test_a_replay_after_sigkill_is_refused(tmp_path: Path, scheme: str, route: str) -> None:
+    def call(port: int, headers: dict[str, str]) -> int:
+        url = f"http://127.0.0.1:{port}{route}"
+        reply = httpx.post(url, content=b"{}", headers=headers, trust_env=False, verify=False)
+        return reply.status_code
+
+    # As far ahead as a caller's clock may be: fresh for as long as possible.
+    nonce = time.time_ns() + 3 * 10**9
+    with server(tmp_path) as (port, pid):
+        headers = sign(scheme, VALIDATOR, route, b"{}", nonce=nonce)
+        assert call(port, headers) == 200
+        os.kill(pid, signal.SIGKILL)
+    with server(tmp_path, port) as (port, _):
+        assert call(port, headers) == 401
+        # Who signs after the start is heard as soon as the allowed difference of clocks has passed.
+        deadline = time.monotonic() + 10
+        while call(port, sign(scheme, VALIDATOR, route, b"{}")) != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert call(port, headers) == 401
