@@ -50,7 +50,7 @@ def _store(spec: dict[str, str]) -> Any:
 
 def _ours(spec: dict[str, str], large: Path, small: list[Path]) -> tuple[float, float]:
     from distributed_training.store.journal import Journal
-    from distributed_training.store.multipart import Sender
+    from distributed_training.store.upload import Sender
 
     sender = Sender(store=_store(spec), journal=Journal(Path(spec["work"]) / "journal.json"))
     deadline = time.monotonic() + 600
@@ -179,7 +179,7 @@ def _run(name: str, spec: dict[str, str]) -> dict[str, float]:
 
 def _resume(spec: dict[str, str], store: Any) -> str:
     """SIGKILL when half of the parts are there; what the next process sends."""
-    from distributed_training.store.multipart import Sender, part_size_for
+    from distributed_training.store.upload import Sender, part_size_for
 
     spec = spec | {"prefix": "killed"}
     large = Path(spec["large"])

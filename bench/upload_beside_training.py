@@ -68,7 +68,7 @@ def main() -> None:
 
     from distributed_training.localnet.object_store import ObjectStoreServer
     from distributed_training.protocol.types import Revision
-    from distributed_training.store.publisher import Publisher
+    from distributed_training.store.uploader import Uploader
     from tests.support_store import PEER_ID, new_bucket, settings_for, write_snapshot
 
     step = work()
@@ -89,7 +89,7 @@ def main() -> None:
             rows = arguments.megabytes * 1_000_000 // 8192
             revision = Revision(5, 1, 50)
             write_snapshot(folder / "1.50", revision, world_size=1, rows=rows)
-            publisher = Publisher(settings=settings, bucket=store.bucket, folder=folder / "up")
+            publisher = Uploader(settings=settings, bucket=store.bucket, folder=folder / "up")
             if arguments.apart:
                 cores = psutil.Process().cpu_affinity()
                 for child in psutil.Process().children(recursive=True):

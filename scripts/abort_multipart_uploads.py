@@ -57,9 +57,9 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error)
 
+    from distributed_training.store.claim import LAPSES_AFTER, OWNER_KEY
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
     from distributed_training.store.errors import StoreError
-    from distributed_training.store.owner import LAPSES_AFTER, OWNER_KEY
     from distributed_training.store.s3 import S3ObjectStore
 
     try:

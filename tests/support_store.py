@@ -23,7 +23,7 @@ from distributed_training.protocol.gradients import encode
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.payload import GradientMetadata, build_payload, save_payload
 from distributed_training.protocol.types import Revision
-from distributed_training.store.base import ObjectStore
+from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"

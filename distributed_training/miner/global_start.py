@@ -17,7 +17,7 @@ from distributed_training.protocol.commitment import (
     CommitmentError,
     parse_commitment,
 )
-from distributed_training.store.remote import RemoteState
+from distributed_training.store.remote_state import RemoteState
 from distributed_training.store.s3 import S3ObjectStore
 
 log = logging.getLogger(__name__)

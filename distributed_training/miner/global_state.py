@@ -13,7 +13,7 @@ from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, dri
 from distributed_training.miner.global_watch import GlobalUnavailableError
 from distributed_training.protocol import keys
 from distributed_training.store.errors import AccessDeniedError, StoreError
-from distributed_training.store.remote import RemoteState
+from distributed_training.store.remote_state import RemoteState
 
 log = logging.getLogger(__name__)
 

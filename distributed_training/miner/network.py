@@ -41,9 +41,9 @@ from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.store.errors import StoreError
-from distributed_training.store.freshness import UploadSchedule
-from distributed_training.store.publisher import Publisher
-from distributed_training.store.remote import RemoteState
+from distributed_training.store.remote_state import RemoteState
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.store.uploader import Uploader
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
 
 log = logging.getLogger(__name__)
@@ -110,8 +110,8 @@ class Outside:
         except SwarmUnavailable as error:
             raise NetworkFailure(str(error)) from None
 
-    def open_publisher(self, snapshots: Path) -> Publisher:
-        return Publisher(
+    def open_publisher(self, snapshots: Path) -> Uploader:
+        return Uploader(
             settings=self.config.store,
             bucket=self.bucket,
             folder=self.folder,

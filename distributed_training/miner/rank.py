@@ -39,7 +39,7 @@ from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import Progress, Revision
-from distributed_training.store.files import disk_allows
+from distributed_training.store.gate import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile
 
 log = logging.getLogger(__name__)

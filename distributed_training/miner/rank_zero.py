@@ -33,8 +33,8 @@ from distributed_training.protocol.types import (
     Revision,
     StepReport,
 )
-from distributed_training.store.freshness import UploadSchedule
 from distributed_training.store.gate import upload_gate
+from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, record_step
 
 log = logging.getLogger(__name__)

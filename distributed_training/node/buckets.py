@@ -22,13 +22,13 @@ from distributed_training.protocol.commitment import (
     CommitmentError,
     build_commitment,
 )
-from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import (
     BucketMissingError,
     ClockSkewError,
     DeadlineError,
     StoreError,
 )
+from distributed_training.store.interface import ObjectStore
 from distributed_training.store.read_key import check_read_key
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from distributed_training.protocol import keys
 
-from .base import ObjectStore
+from .claim import ForeignBucketError, check_claim
 from .errors import StoreError, UploadMissingError
-from .owner import ForeignBucketError, check_claim
+from .interface import ObjectStore
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What must not be published, as pure functions.
+"""What must not be published, or cannot be.
 
 A validator resets the score of a miner whose upload it cannot use, and that ranks below a harmful
 gradient, so nothing is better than a bad upload.
@@ -7,7 +7,13 @@ gradient, so nothing is better than a bad upload.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
+
+from distributed_training.protocol import lines
+
+DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever is written
 
 
 def upload_due(inner_step: int, *, upload_steps: int, minimum: int) -> bool:
@@ -31,10 +37,7 @@ def upload_gate(
     to a few held batches, in nats; None if not measured.
     """
     if inner_step < minimum:
-        return (
-            f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
-            "Validators will reject this! Waiting for more training steps..."
-        )
+        return lines.upload_blocked(inner_step, minimum)
     if not_finite:
         return (
             f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
@@ -63,3 +66,25 @@ def preview_warning(preview_delta: float | None) -> str | None:
         f"⚠️  UPLOAD DOUBTFUL: this gradient, decoded as a validator would, {change} on held "
         "batches instead of lowering it; with --neuron.block_on_preview it is not published"
     )
+
+
+def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> str | None:
+    """None if ``needed`` bytes fit beside ``reserve``, else the line that says why not.
+
+    ``folder`` need not exist yet.
+    """
+    place = folder
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free >= needed + reserve:
+        return None
+    return (
+        f"UPLOAD BLOCKED: a snapshot needs {_gb(needed)} in {folder}, only {_gb(free)} are free "
+        f"({_gb(reserve)} stay in reserve). Training goes on unpublished: free the disk or "
+        "move --neuron.run_folder"
+    )
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import write_json
+from distributed_training.common.files import write_json
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,16 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .base import Line, ObjectStore
+from .claim import check_claim
 from .cleanup import prune_epochs
-from .errors import IntegrityError, StoppedError, StoreError
-from .files import disk_problem
+from .errors import IntegrityError, StoppedError, StoreError, disk_problem
 from .gate import preview_warning, upload_gate
+from .interface import ObjectStore
 from .journal import Journal, PendingRecord
-from .multipart import Sender, Staged
-from .owner import check_claim
 from .retry import deadline_in, retrying
-from .snapshot import check_files, wait_complete
+from .snapshot_folder import check_files, wait_complete
+from .uplink import Uplink
+from .upload import Sender, Staged
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ class Publication:
     store: ObjectStore
     journal: Journal
     settings: StoreSettings
-    line: Line = field(default_factory=Line)
+    uplink: Uplink = field(default_factory=Uplink)
     say: Callable[[str, str], None] = lambda level, text: None
     newer: Callable[[], bool] = lambda: False
 
@@ -93,7 +93,7 @@ class Publication:
         sender = Sender(
             store=self.store,
             journal=self.journal,
-            line=self.line,
+            uplink=self.uplink,
             concurrency=settings.concurrency,
             part_size=settings.part_size,
         )
@@ -127,7 +127,7 @@ class Publication:
             submission.folder,
             submission.world_size,
             timeout=settings.snapshot_timeout,
-            line=self.line,
+            uplink=self.uplink,
             give_up=self.newer,
         )
         extras, not_finite = check_files(submission.folder, files, revision)
@@ -238,4 +238,4 @@ class Publication:
 
     def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
         limit = min(self.settings.file_deadline, timedelta(minutes=5))
-        return retrying(what, attempt, deadline=deadline_in(limit), line=self.line)
+        return retrying(what, attempt, deadline=deadline_in(limit), uplink=self.uplink)

@@ -12,8 +12,8 @@ from datetime import timedelta
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES
 
-from .base import ObjectStore
 from .errors import AccessDeniedError, ClockSkewError, StoreError
+from .interface import ObjectStore
 from .retry import deadline_in, retrying
 
 PROBE_KEY = ".miner/read-key-probe"

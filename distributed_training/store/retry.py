@@ -12,8 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from .base import Line
 from .errors import DeadlineError, StoreError
+from .uplink import Uplink
 
 Result = TypeVar("Result")
 
@@ -22,28 +22,28 @@ LONGEST_WAIT = 15.0
 
 
 def retrying(
-    what: str, attempt: Callable[[], Result], *, deadline: float, line: Line | None = None
+    what: str, attempt: Callable[[], Result], *, deadline: float, uplink: Uplink | None = None
 ) -> Result:
     """``attempt()`` until it succeeds, fails for good, or ``deadline`` (time.monotonic()) is over.
 
     Only errors marked retryable are tried again. Raises DeadlineError naming ``what`` and the last
     error. Time spent paused does not count as an attempt but does count against the deadline.
     """
-    line = line or Line()
+    uplink = uplink or Uplink()
     wait = FIRST_WAIT
     while True:
-        line.wait_open()
+        uplink.wait_open()
         try:
             return attempt()
         except StoreError as error:
             if not error.retryable:
                 raise
-            if line.paused or line.stopped:
+            if uplink.paused or uplink.stopped:
                 continue
             pause = random.uniform(wait / 2, wait)
             if time.monotonic() + pause > deadline:
                 raise DeadlineError(f"{what}: no success in the time allowed ({error})") from None
-        line.sleep(pause)
+        uplink.sleep(pause)
         wait = min(wait * 2, LONGEST_WAIT)
 
 

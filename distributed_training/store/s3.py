@@ -21,9 +21,9 @@ from pydantic import SecretStr
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.names import r2_endpoint
 
-from .base import MultipartInfo, ObjectInfo, PartInfo, Section
-from .errors import IntegrityError, ObjectMissingError, TransientError
-from .refusal import Refusal
+from .errors import IntegrityError, ObjectMissingError, Refusal, TransientError
+from .interface import MultipartInfo, ObjectInfo, PartInfo
+from .uplink import Section
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
 _READ_CHUNK = 1024 * 1024

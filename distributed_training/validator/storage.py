@@ -12,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from distributed_training.store.base import ObjectStore, PartInfo, Section
 from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
+from distributed_training.store.interface import ObjectStore, PartInfo
 from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.uplink import Section
 from distributed_training.validator.buckets import BucketError, ObjectInfo
 
 PART = 32 * 1024 * 1024

@@ -12,7 +12,6 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.store.base import Line, ObjectStore, Section
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -23,10 +22,12 @@ from distributed_training.store.errors import (
     TransientError,
     UploadMissingError,
 )
-from distributed_training.store.memory import MemoryObjectStore
-from distributed_training.store.multipart import multipart_etag
+from distributed_training.store.interface import ObjectStore
 from distributed_training.store.read_key import WritableReadKeyError, check_read_key
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.uplink import Section, Uplink
+from distributed_training.store.upload import multipart_etag
+from tests.memory_store import MemoryObjectStore
 from tests.support_store import new_bucket, server, settings_for
 
 __all__ = ["server"]
@@ -202,10 +203,10 @@ def test_writes_of_one_key_keep_their_distance(server: ObjectStoreServer) -> Non
 def test_a_closed_line_interrupts_a_body(tmp_path: Path) -> None:
     path = tmp_path / "f"
     path.write_bytes(b"x" * 100)
-    line = Line()
+    uplink = Uplink()
     with path.open("rb") as handle:
-        body = Section(handle.fileno(), 10, 20, line)
+        body = Section(handle.fileno(), 10, 20, uplink)
         assert len(body.read()) == 20
-        line.pause()
-        with pytest.raises(OSError, match="line is closed"):
+        uplink.pause()
+        with pytest.raises(OSError, match="uplink is closed"):
             body.read()

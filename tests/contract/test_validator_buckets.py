@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from validator_world import MemoryBucket
 
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.store.memory import MemoryObjectStore
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.validator.buckets import Bucket, BucketError
 from distributed_training.validator.storage import StoreBucket
+from tests.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(120)
 

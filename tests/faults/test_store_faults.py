@@ -19,13 +19,13 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store.claim import OWNER_KEY, claim_bucket
 from distributed_training.store.cleanup import stuck_uploads, sweep_uploads
 from distributed_training.store.journal import Journal, UploadRecord
-from distributed_training.store.multipart import MIB, Sender
-from distributed_training.store.owner import OWNER_KEY, claim_bucket
 from distributed_training.store.publication import Publication, Submission
-from distributed_training.store.publisher import Publisher
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.upload import MIB, Sender
+from distributed_training.store.uploader import Uploader
 from tests.store_shim import DROP, Call, Shim, make_certificate
 from tests.support_store import (
     PEER_ID,
@@ -143,7 +143,7 @@ def test_killed_at_a_point_the_next_process_goes_on(
     reader = Reader(direct, digests)
     with Shim(server.endpoint, fault) as shim:
         settings, _ = through(shim, base, direct.bucket)
-        publisher = Publisher(settings=settings, bucket=direct.bucket, folder=tmp_path / "store")
+        publisher = Uploader(settings=settings, bucket=direct.bucket, folder=tmp_path / "store")
         try:
             assert publisher.pid
             pids.append(publisher.pid)
@@ -216,13 +216,13 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
         thread = threading.Thread(target=lambda: reports.append(publication.run(submission)))
         thread.start()
         assert begun.wait(10)
-        publication.line.pause()
+        publication.uplink.pause()
         paused = time.monotonic()
         until(lambda: time.monotonic() - max(answered, default=paused) > 1.0)
         quiet_from = max(answered)
         assert quiet_from - paused < 1.0
         parts = shim.count("part")
-        publication.line.resume()
+        publication.uplink.resume()
         thread.join(20)
     assert shim.count("part") > parts or parts >= 4
     assert reports[0].ok, reports[0].reason
@@ -430,7 +430,7 @@ def test_over_tls_no_trailers_are_sent(server: ObjectStoreServer, tmp_path: Path
 
 
 def _section(body: Any) -> Any:
-    from distributed_training.store.base import Section
+    from distributed_training.store.uplink import Section
 
     return Section(body.fileno(), 0, 1024)
 
@@ -441,7 +441,7 @@ def test_a_full_disk_blocks_the_download_and_keeps_what_is_there(
     import shutil
 
     from distributed_training.store.errors import IntegrityError
-    from distributed_training.store.remote import download
+    from distributed_training.store.remote_state import download
     from distributed_training.store.retry import deadline_in
 
     store = new_bucket(server, settings_for(server))
@@ -489,7 +489,7 @@ def test_no_secret_in_arguments_logs_or_files(
     counter = itertools.count()
     with Shim(server.endpoint, lambda c: (500, 403, None)[next(counter) % 3]) as shim:
         settings, _ = through(shim, base, store.bucket)
-        publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+        publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
         try:
             publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
 

@@ -26,10 +26,10 @@ from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import IntegrityError
 from distributed_training.store.journal import Journal
 from distributed_training.store.publication import Publication, Submission
-from distributed_training.store.publisher import Publisher
-from distributed_training.store.remote import download
+from distributed_training.store.remote_state import download
 from distributed_training.store.retry import deadline_in
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.uploader import Uploader
 from tests.store_shim import Call, Shim
 from tests.support_store import (
     PEER_ID,
@@ -247,7 +247,7 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
     store = new_bucket(server, settings)
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
     with small_disk(tmp_path / "disk", 4) as disk:
-        publisher = Publisher(settings=settings, bucket=store.bucket, folder=disk)
+        publisher = Uploader(settings=settings, bucket=store.bucket, folder=disk)
         try:
             until((disk / "uploads.json").exists, what="the journal")
             pid, filler = publisher.pid, fill(disk, leave=0)

@@ -39,7 +39,7 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.store.freshness import UploadSchedule
+from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile
 from distributed_training.training import Checkpointer, Trainer
 

@@ -14,7 +14,7 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store.publisher import Publisher
+from distributed_training.store.uploader import Uploader
 from tests.support_store import (
     PEER_ID,
     assert_published,
@@ -30,7 +30,7 @@ __all__ = ["server"]
 pytestmark = pytest.mark.timeout(90)
 
 
-def wait_report(publisher: Publisher) -> PublicationReport:
+def wait_report(publisher: Uploader) -> PublicationReport:
     return until(publisher.reports, what="a report")[0]
 
 
@@ -39,7 +39,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
 ) -> None:
     settings = settings_for(server)
     store = new_bucket(server, settings)
-    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
     try:
         revision = Revision(5, 3, 10)
         files = write_snapshot(
@@ -80,7 +80,7 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
     store = new_bucket(server, settings)
     revision = Revision(5, 4, 10)
     files = write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=4000)
-    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
     try:
         publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
         until(store.list_multiparts, what="the start of the upload")
@@ -102,7 +102,7 @@ def test_an_outage_does_not_fill_the_disk_with_snapshots(
     store = new_bucket(server, settings)
     store._client.delete_bucket(Bucket=store.bucket)
     snapshots = tmp_path / "snapshots"
-    publisher = Publisher(
+    publisher = Uploader(
         settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
     )
     try:
@@ -131,7 +131,7 @@ def test_pause_frees_the_line_and_resume_finishes(
     store = new_bucket(server, settings)
     revision = Revision(5, 4, 10)
     write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=2000)
-    publisher = Publisher(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
+    publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
     try:
         publisher.pause()
         publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
@@ -164,7 +164,7 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
     revision = Revision(5, 4, 10)
     snapshots = tmp_path / "snapshots"
     write_snapshot(snapshots / "4.5.6", Revision(5, 4, 5), world_size=1)
-    publisher = Publisher(
+    publisher = Uploader(
         settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
     )
     try:

@@ -27,8 +27,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import AccessDeniedError
-from distributed_training.store.memory import MemoryObjectStore
-from distributed_training.store.remote import RemoteState
+from distributed_training.store.remote_state import RemoteState
+from tests.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(30)
 

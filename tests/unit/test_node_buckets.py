@@ -16,7 +16,7 @@ from distributed_training.store.errors import (
     StoreError,
     TransientError,
 )
-from distributed_training.store.memory import MemoryObjectStore
+from tests.memory_store import MemoryObjectStore
 
 
 @pytest.mark.parametrize(

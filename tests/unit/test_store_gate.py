@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
-from distributed_training.store.files import disk_allows
-from distributed_training.store.freshness import UploadSchedule
-from distributed_training.store.gate import preview_warning, upload_due, upload_gate
-from distributed_training.store.multipart import MIB, part_size_for
+from distributed_training.store.gate import disk_allows, preview_warning, upload_due, upload_gate
+from distributed_training.store.upload import MIB, part_size_for
+from distributed_training.store.upload_schedule import UploadSchedule
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -19,15 +19,15 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import worker
+from distributed_training.store import uploader_process
 from distributed_training.store.cleanup import prune_epochs, prune_snapshots
 from distributed_training.store.errors import StoreError, TransientError
 from distributed_training.store.journal import Journal, PendingRecord, UploadRecord
-from distributed_training.store.memory import MemoryObjectStore
-from distributed_training.store.messages import Close, Start
 from distributed_training.store.publication import Publication, Submission
-from distributed_training.store.remote import RemoteState, StateUnavailable
+from distributed_training.store.remote_state import RemoteState, StateUnavailable
 from distributed_training.store.s3 import endpoint_of
+from distributed_training.store.uploader_messages import Close, Start
+from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, assert_published, finish_rank, until, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
@@ -243,13 +243,13 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
 def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "SWEEP_EVERY", timedelta(seconds=0.1))
+    monkeypatch.setattr(uploader_process, "SWEEP_EVERY", timedelta(seconds=0.1))
     store = MemoryObjectStore(clock=lambda: time.time() - 2 * 3600)
     mine, stuck = store.create_multipart("epoch-3/a"), store.create_multipart("epoch-3/b")
     path = tmp_path / "uploads.json"
     Journal(path).put(UploadRecord("bucket", "epoch-3/a", mine, 9, "sha256", 5))
     start = Start(SETTINGS, "bucket", path, None)
-    daemon = worker.Worker(start, store, lambda message: None)  # type: ignore[arg-type]
+    daemon = uploader_process.Worker(start, store, lambda message: None)  # type: ignore[arg-type]
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-from .base import ObjectStore
 from .errors import StoreError
+from .interface import ObjectStore
 
 OWNER_KEY = ".miner/owner.json"
 RENEW_EVERY = timedelta(minutes=4)

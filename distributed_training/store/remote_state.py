@@ -7,27 +7,25 @@ last good state stays until then.
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import threading
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.common.files import sync_folder, write_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import Revision
 
-from .base import Line, ObjectInfo, ObjectStore
 from .contents import PtFile, safetensors_not_finite
-from .errors import IntegrityError, ObjectMissingError, PreconditionError, StoreError
-from .files import disk_allows, is_full, sync_folder, write_durably, write_json
+from .download import download
+from .errors import IntegrityError, ObjectMissingError, StoreError
+from .interface import ObjectStore
 from .retry import deadline_in, retrying
-from .snapshot import read_config
+from .snapshot_folder import read_config
+from .uplink import Uplink
 
-RANGE = 16 * 1024 * 1024
 MOST_BYTES = 256 * 1024**3  # of one file, where the caller knows no better bound
 
 
@@ -47,17 +45,17 @@ class RemoteState:
         store: ObjectStore,
         deadline: timedelta = timedelta(minutes=40),
         concurrency: int = 6,
-        line: Line | None = None,
+        uplink: Uplink | None = None,
     ) -> None:
         self._store = store
         self._deadline = deadline
         self._concurrency = concurrency
-        self._line = line or Line()
+        self._uplink = uplink or Uplink()
         self._fetching = threading.Lock()
 
     def stop(self) -> None:
         """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
-        self._line.stop()
+        self._uplink.stop()
 
     def metadata(self) -> Metadata | None:
         """The root metadata, None if there is none. Raises StoreError, StateUnavailable."""
@@ -84,7 +82,7 @@ class RemoteState:
             f"read {key}",
             lambda: self._store.get(key, limit=MAX_METADATA_BYTES),
             deadline=deadline,
-            line=self._line,
+            uplink=self._uplink,
         )
         if data is None:
             return None
@@ -98,7 +96,7 @@ class RemoteState:
         raise StoreError; StateUnavailable when it is not there or was replaced."""
         deadline = deadline_in(min(self._deadline, timedelta(minutes=5)))
         info = retrying(
-            f"look at {key}", lambda: self._store.head(key), deadline=deadline, line=self._line
+            f"look at {key}", lambda: self._store.head(key), deadline=deadline, uplink=self._uplink
         )
         if info is None:
             raise StateUnavailable(f"{self._store.bucket}/{key} is missing")
@@ -108,7 +106,7 @@ class RemoteState:
                 f"read {key}",
                 lambda: self._store.get_range(key, first, count, etag=info.etag),
                 deadline=deadline,
-                line=self._line,
+                uplink=self._uplink,
             )
             if len(data) != count:
                 raise StateUnavailable(
@@ -168,7 +166,7 @@ class RemoteState:
                     limit=limits.get(name, MOST_BYTES),
                     deadline=deadline,
                     concurrency=self._concurrency,
-                    line=self._line,
+                    uplink=self._uplink,
                 )
                 check_file(aside / name)
             except ObjectMissingError:
@@ -192,7 +190,7 @@ class RemoteState:
                     f"epoch-{outer_step} of bucket {self._store.bucket} is a mixture: metadata "
                     f"says {before.revision.tag}, config.json inner step {extras.inner_step}"
                 )
-        write_durably(aside / keys.METADATA, before.to_json())
+        write_bytes(aside / keys.METADATA, before.to_json())
         sync_folder(aside)
         if final.exists():
             old = destination / f".old.{final.name}"
@@ -225,112 +223,3 @@ def check_file(path: Path) -> None:
         read_config(path)
     if bad is not None:
         raise IntegrityError(f"NaN or Inf in {bad}")
-
-
-# --- one object -----------------------------------------------------------------------------------
-
-
-def download(
-    store: ObjectStore,
-    key: str,
-    path: Path,
-    *,
-    limit: int,
-    deadline: float,
-    concurrency: int = 6,
-    line: Line | None = None,
-) -> ObjectInfo:
-    """One object into ``path``, in parallel ranges, complete or not at all.
-
-    An interrupted download of the same object goes on where it was, also in another process.
-    Raises ObjectMissingError, IntegrityError (larger than ``limit``, the disk is too full, replaced
-    twice meanwhile), DeadlineError, StoppedError.
-    """
-    line = line or Line()
-    for _ in range(2):
-        info = retrying(f"look at {key}", lambda: store.head(key), deadline=deadline, line=line)
-        if info is None:
-            raise ObjectMissingError(f"{store.bucket}/{key}: no such object")
-        if info.size > limit:
-            raise IntegrityError(f"it has {info.size} bytes, more than the {limit} allowed")
-        try:
-            _download(store, info, path, deadline=deadline, concurrency=concurrency, line=line)
-            return info
-        except PreconditionError:
-            continue  # replaced between two ranges: once more, from its beginning
-    raise IntegrityError("it was replaced again and again while it was read")
-
-
-def _download(
-    store: ObjectStore,
-    info: ObjectInfo,
-    path: Path,
-    *,
-    deadline: float,
-    concurrency: int,
-    line: Line,
-) -> None:
-    part = path.with_name(f".{path.name}.part")
-    notes = path.with_name(f".{path.name}.part.json")
-    done = _ranges_done(notes, part, info)
-    no_room = f"no room to download it: {info.size} bytes into {path.parent}; free the disk"
-    if disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0):
-        raise IntegrityError(no_room)
-    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
-    lock = threading.Lock()
-    try:
-        os.ftruncate(handle, info.size)
-
-        def fetch(start: int) -> None:
-            length = min(RANGE, info.size - start)
-            data = retrying(
-                f"read {info.key}",
-                lambda: store.get_range(info.key, start, length, etag=info.etag),
-                deadline=deadline,
-                line=line,
-            )
-            if len(data) != length:
-                raise IntegrityError(f"the store sent {len(data)} bytes instead of {length}")
-            view = memoryview(data)
-            at = start
-            while view:
-                written = os.pwrite(handle, view, at)
-                view, at = view[written:], at + written
-            with lock:
-                done.add(start)
-                # Bytes of a range are on disk before it is called done.
-                os.fdatasync(handle)
-                write_json(notes, {"etag": info.etag, "size": info.size, "done": sorted(done)})
-
-        missing = [start for start in range(0, info.size, RANGE) if start not in done]
-        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
-            futures = [pool.submit(fetch, start) for start in missing]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                for future in futures:
-                    future.cancel()
-        os.fsync(handle)
-    except OSError as error:
-        if not is_full(error):
-            raise
-        part.unlink(missing_ok=True)  # rather than keep the disk full until the next attempt
-        notes.unlink(missing_ok=True)
-        raise IntegrityError(no_room) from error
-    finally:
-        os.close(handle)
-    part.replace(path)
-    notes.unlink(missing_ok=True)
-    sync_folder(path.parent)
-
-
-def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
-    try:
-        raw = json.loads(notes.read_text())
-        if (raw["etag"], raw["size"]) == (info.etag, info.size) and part.exists():
-            return {int(start) for start in raw["done"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    part.unlink(missing_ok=True)
-    return set()

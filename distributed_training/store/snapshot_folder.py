@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.common.files import sha256_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -18,7 +19,6 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.types import Revision
 
-from .base import Line
 from .contents import (
     PtFile,
     check_gradients,
@@ -26,7 +26,7 @@ from .contents import (
     safetensors_not_finite,
 )
 from .errors import IntegrityError
-from .files import sha256_of
+from .uplink import Uplink
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def wait_complete(
     world_size: int,
     *,
     timeout: timedelta,
-    line: Line,
+    uplink: Uplink,
     give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, FileRecord]:
     """All ranks' records once the last is there; the protocol's files, each exactly once.
@@ -63,7 +63,7 @@ def wait_complete(
                 )
             if give_up():
                 raise IntegrityError(f"superseded by a newer snapshot before rank {rank} finished")
-            line.sleep(0.1)
+            uplink.sleep(0.1)
         for record in _read_done(path, rank, world_size):
             if record.name in files:
                 raise IntegrityError(f"two ranks claim {record.name} of the snapshot")

@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from .base import Line, ObjectStore, PartInfo, Section
 from .errors import IntegrityError, StoppedError, StoreError, UploadMissingError
+from .interface import ObjectStore, PartInfo
 from .journal import Journal, UploadRecord
 from .retry import retrying
+from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -72,13 +73,13 @@ class Sender:
         *,
         store: ObjectStore,
         journal: Journal,
-        line: Line | None = None,
+        uplink: Uplink | None = None,
         concurrency: int = 6,
         part_size: int = 0,
     ) -> None:
         self._store = store
         self._journal = journal
-        self._line = line or Line()
+        self._uplink = uplink or Uplink()
         self._part_size = part_size
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
         self._count_lock = threading.Lock()
@@ -133,7 +134,7 @@ class Sender:
     ) -> Staged:
         def section(number: int) -> Section:
             start = (number - 1) * part_size
-            return Section(handle, start, min(part_size, size - start), self._line)
+            return Section(handle, start, min(part_size, size - start), self._uplink)
 
         numbers = range(1, -(-size // part_size) + 1)
         before = self._journal.upload(key)
@@ -275,7 +276,7 @@ class Sender:
     def _put_small(self, staged: Staged, deadline: float) -> str:
         handle = os.open(staged.path, os.O_RDONLY)
         try:
-            body = Section(handle, 0, staged.size, self._line)
+            body = Section(handle, 0, staged.size, self._uplink)
 
             def attempt() -> str:
                 body.seek(0)
@@ -301,7 +302,7 @@ class Sender:
         self._journal.drop(record.key)
 
     def _try(self, what: str, attempt: Callable[[], Result], deadline: float) -> Result:
-        return retrying(what, attempt, deadline=deadline, line=self._line)
+        return retrying(what, attempt, deadline=deadline, uplink=self._uplink)
 
     def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
         """All tasks in the pool; the first error ends the rest. From a thread outside the pool."""

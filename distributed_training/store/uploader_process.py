@@ -1,8 +1,10 @@
 """The uploader: a process of its own, at low CPU and I/O priority.
 
-Started by :class:`~.publisher.Publisher` as ``python -m distributed_training.store.worker FD`` with
-one end of a socket; settings with their secrets come through it. When the other end closes, however
-rank 0 ended, the uploader stops: multipart uploads stay at the store, the journal knows them.
+:class:`~.uploader.Uploader` starts it with one end of a socket; settings with their secrets come
+through it. When the other end closes, however rank 0 ended, the uploader stops: multipart uploads
+stay at the store, the journal knows them.
+
+    python -m distributed_training.store.uploader_process FD
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from typing import Any
 
 from distributed_training.protocol.types import PublicationReport
 
-from .base import Line
+from .claim import RENEW_EVERY, claim_bucket, release_bucket
 from .cleanup import STUCK_AGE, prune_snapshots, sweep_uploads
 from .errors import StoppedError, StoreError
 from .journal import Journal
-from .messages import Busy, Close, Pause, PeerId, Resume, Said, Start
-from .owner import RENEW_EVERY, claim_bucket, release_bucket
 from .publication import Publication, Submission
 from .s3 import S3ObjectStore
+from .uplink import Uplink
+from .uploader_messages import Busy, Close, Pause, PeerId, Resume, Said, Start
 
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
@@ -47,9 +49,9 @@ class Worker:
         self._send = send
         self._store = store
         self._journal = Journal(start.journal)
-        self._line = Line()
+        self._uplink = Uplink()
         self._publication = Publication(
-            store, self._journal, start.settings, self._line, self._say, self._newer_waits
+            store, self._journal, start.settings, self._uplink, self._say, self._newer_waits
         )
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
@@ -71,9 +73,9 @@ class Worker:
     def receive(self, message: Any) -> None:
         match message:
             case Pause():
-                self._line.pause()
+                self._uplink.pause()
             case Resume():
-                self._line.resume()
+                self._uplink.resume()
             case _:
                 with self._wake:
                     if isinstance(message, Submission):
@@ -83,7 +85,7 @@ class Worker:
                         self._peer_id_after = 0.0
                     elif isinstance(message, Close):
                         self._closing = message
-                        self._line.stop()
+                        self._uplink.stop()
                     self._wake.notify_all()
 
     def _take(self, new: Submission) -> None:

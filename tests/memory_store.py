@@ -1,4 +1,7 @@
-"""An object store in memory: the twin of :class:`~.s3.S3ObjectStore` for tests of what is above."""
+"""An object store in memory, for tests of what is above the store: the twin of the S3 client.
+
+Both pass the same contract test.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from .base import MultipartInfo, ObjectInfo, PartInfo, Section
-from .errors import (
+from distributed_training.store.errors import (
     BucketMissingError,
     IntegrityError,
     ObjectMissingError,
@@ -16,6 +18,8 @@ from .errors import (
     StoreError,
     UploadMissingError,
 )
+from distributed_training.store.interface import MultipartInfo, ObjectInfo, PartInfo
+from distributed_training.store.uplink import Section
 
 
 class MemoryObjectStore:

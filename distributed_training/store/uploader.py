@@ -22,15 +22,16 @@ from distributed_training.common.environment import without_secrets
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .messages import Busy, Close, Pause, PeerId, Resume, Said, Start
 from .publication import Submission
+from .uploader_messages import Busy, Close, Pause, PeerId, Resume, Said, Start
 
 log = logging.getLogger(__name__)
 
+_PROGRAM = "distributed_training.store.uploader_process"
 _RESTART_WAIT = (1.0, 60.0)  # seconds: first, longest
 
 
-class Publisher:
+class Uploader:
     """``folder``: for the journal, kept across restarts. ``snapshots``: where local snapshots lie
     that may be deleted once a newer one is published; None: they are the caller's to delete.
     ``notify``: called from a thread of this object when a report has come.
@@ -161,7 +162,12 @@ class Publisher:
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "distributed_training.store.worker", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "distributed_training.store.uploader_process",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=without_secrets()

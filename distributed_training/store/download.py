@@ -1,0 +1,123 @@
+"""One object into a file: parallel ranges, complete or not at all, resumed by the next process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from distributed_training.common.files import is_full, read_json_object, sync_folder, write_json
+
+from .errors import IntegrityError, ObjectMissingError, PreconditionError
+from .gate import disk_allows
+from .interface import ObjectInfo, ObjectStore
+from .retry import retrying
+from .uplink import Uplink
+
+RANGE = 16 * 1024 * 1024
+
+
+def download(
+    store: ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    limit: int,
+    deadline: float,
+    concurrency: int = 6,
+    uplink: Uplink | None = None,
+) -> ObjectInfo:
+    """One object into ``path``, in parallel ranges, complete or not at all.
+
+    An interrupted download of the same object goes on where it was, also in another process.
+    Raises ObjectMissingError, IntegrityError (larger than ``limit``, the disk is too full, replaced
+    twice meanwhile), DeadlineError, StoppedError.
+    """
+    uplink = uplink or Uplink()
+    for _ in range(2):
+        info = retrying(f"look at {key}", lambda: store.head(key), deadline=deadline, uplink=uplink)
+        if info is None:
+            raise ObjectMissingError(f"{store.bucket}/{key}: no such object")
+        if info.size > limit:
+            raise IntegrityError(f"it has {info.size} bytes, more than the {limit} allowed")
+        try:
+            _download(store, info, path, deadline=deadline, concurrency=concurrency, uplink=uplink)
+            return info
+        except PreconditionError:
+            continue  # replaced between two ranges: once more, from its beginning
+    raise IntegrityError("it was replaced again and again while it was read")
+
+
+def _download(
+    store: ObjectStore,
+    info: ObjectInfo,
+    path: Path,
+    *,
+    deadline: float,
+    concurrency: int,
+    uplink: Uplink,
+) -> None:
+    part = path.with_name(f".{path.name}.part")
+    notes = path.with_name(f".{path.name}.part.json")
+    done = _ranges_done(notes, part, info)
+    no_room = f"no room to download it: {info.size} bytes into {path.parent}; free the disk"
+    if disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0):
+        raise IntegrityError(no_room)
+    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = threading.Lock()
+    try:
+        os.ftruncate(handle, info.size)
+
+        def fetch(start: int) -> None:
+            length = min(RANGE, info.size - start)
+            data = retrying(
+                f"read {info.key}",
+                lambda: store.get_range(info.key, start, length, etag=info.etag),
+                deadline=deadline,
+                uplink=uplink,
+            )
+            if len(data) != length:
+                raise IntegrityError(f"the store sent {len(data)} bytes instead of {length}")
+            view = memoryview(data)
+            at = start
+            while view:
+                written = os.pwrite(handle, view, at)
+                view, at = view[written:], at + written
+            with lock:
+                done.add(start)
+                # Bytes of a range are on disk before it is called done.
+                os.fdatasync(handle)
+                write_json(notes, {"etag": info.etag, "size": info.size, "done": sorted(done)})
+
+        missing = [start for start in range(0, info.size, RANGE) if start not in done]
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
+            futures = [pool.submit(fetch, start) for start in missing]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+        os.fsync(handle)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        part.unlink(missing_ok=True)  # rather than keep the disk full until the next attempt
+        notes.unlink(missing_ok=True)
+        raise IntegrityError(no_room) from error
+    finally:
+        os.close(handle)
+    part.replace(path)
+    notes.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
+    raw = read_json_object(notes) or {}
+    done = raw.get("done")
+    same = (raw.get("etag"), raw.get("size")) == (info.etag, info.size) and part.exists()
+    if same and isinstance(done, list) and all(type(start) is int for start in done):
+        return set(done)
+    part.unlink(missing_ok=True)
+    return set()
