@@ -42,7 +42,7 @@ from support_data import DATASET, RowsServer
 
 from distributed_training.config.data import DataSettings
 from distributed_training.config.training import TrainingSettings
-from distributed_training.data import DataPipeline, StdlibSource, TextTokenizer
+from distributed_training.data import DataPipeline, StdlibSource, TextTokenizer, WorkerSpec
 from distributed_training.protocol.pages import select_pages
 from distributed_training.training.sizes import local_llama_config
 from distributed_training.training.trainer import Trainer
@@ -145,15 +145,17 @@ class FetchTokenizeTrain:
 class Pipeline:
     def __init__(self, settings: DataSettings, tokenizer: Path, folder: Path) -> None:
         self.pipeline = DataPipeline(
-            settings=settings,
-            uid=3,
-            rank=0,
-            world_size=4,
-            sequence_length=SEQUENCE,
+            WorkerSpec(
+                settings=settings,
+                uid=3,
+                rank=0,
+                world_size=4,
+                sequence_length=SEQUENCE,
+                tokenizer_path=tokenizer,
+                eos_id=0,
+                folder=folder,
+            ),
             micro_batch_size=MICRO,
-            tokenizer_path=tokenizer,
-            eos_id=0,
-            folder=folder,
         )
         self._next = 0
 

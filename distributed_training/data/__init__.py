@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .receipts import read_receipts
     from .rows_api import RowsApiSource
     from .source import PageSource, PageUnavailable, open_source
+    from .spec import WorkerSpec
     from .tokenizer import TextTokenizer, build_tokenizer, byte_tokenizer
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RowsApiSource",
     "StdlibSource",
     "TextTokenizer",
+    "WorkerSpec",
     "build_tokenizer",
     "byte_tokenizer",
     "held_out_batches",
@@ -39,6 +41,7 @@ _HOMES = {
     "RowsApiSource": "rows_api",
     "StdlibSource": "corpus",
     "read_receipts": "receipts",
+    "WorkerSpec": "spec",
     "TextTokenizer": "tokenizer",
     "build_tokenizer": "tokenizer",
     "byte_tokenizer": "tokenizer",

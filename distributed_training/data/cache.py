@@ -12,6 +12,8 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from distributed_training.common.files import write_bytes
+
 log = logging.getLogger(__name__)
 
 _SWEEP_EVERY = 32  # writes between two looks at the folder's size
@@ -55,11 +57,8 @@ class PageCache:
             return
         path = self._path(key)
         body = zlib.compress(json.dumps({"key": key, "value": value}).encode(), 1)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(zlib.crc32(body).to_bytes(4, "big") + body)
-            temporary.replace(path)
+            write_bytes(path, zlib.crc32(body).to_bytes(4, "big") + body, durable=False)
         except OSError as error:
             self._usable = False
             log.warning(
@@ -68,8 +67,6 @@ class PageCache:
                 self._folder,
                 error.strerror,
             )
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
             return
         with self._lock:
             self._writes += 1

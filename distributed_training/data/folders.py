@@ -11,7 +11,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from distributed_training.common.files import atomic_file
 
 from .source import Counts, PageUnavailable, large_enough, usable_texts
 
@@ -243,11 +244,8 @@ class JsonLinesSource(_LinesSource):
         except (OSError, ValueError):
             log.warning("%s is damaged and is made again", kept)
         starts = _scan_lines(path)
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        temporary = kept.with_name(f"{kept.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
+        with atomic_file(kept, durable=False) as file:
             np.save(file, starts)
-        temporary.replace(kept)
         return starts
 
 

@@ -1,13 +1,16 @@
-"""One rank's data: blocks fetched and tokenized ahead in worker processes, batches handed out."""
+"""One rank's data: blocks fetched and tokenized ahead in worker processes, batches handed out.
+
+A *block* is what one chain block assigns to a rank: a few pages of text, tokenized and cut into
+sequences. It is requested ahead of need, prepared by a worker process, and lies on disk until it
+was trained on, so a restart goes on at the next sequence. Rank 0 decides which block begins, once
+every rank has it.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import os
 import shutil
-import tempfile
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -17,27 +20,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from distributed_training.config.data import DataSettings
-
 from . import mixture
 from .corpus import StdlibSource
 from .device import DeviceBuffer
+from .held_back import HeldBack
 from .receipts import Receipts
 from .shards import SUFFIX, ShardError, open_shard, token_digest
 from .source import check_folder
+from .spec import WorkerSpec
 from .tokenizer import TextTokenizer
-from .work import Failure, Prepared, WorkerSpec
-from .worker import DataWorker
+from .work import Failure, Prepared
+from .workers import WorkerPool
 
 log = logging.getLogger(__name__)
 
 _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
 _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
-_LARGEST_BACKOFF = 60.0
 _LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
-_HELD_BACK = "held-back.npy"
 
 
 @dataclass
@@ -51,73 +52,48 @@ class _Block:
 class DataPipeline:
     """Blocks in, batches out. Not thread-safe: the loop's thread calls.
 
-    ``tokenizer_path`` and ``eos_id`` come from :func:`~.tokenizer.build_tokenizer`. Nothing here
-    waits for a source: :meth:`ready` says None until a block is there. ``folder`` keeps prepared
-    blocks, fetched pages and receipts across restarts; None: a temporary one. ``device``: a CUDA
-    device makes :meth:`next` return batches that are there already, copied beside the computation.
-    ``vocabulary``: the model's; rows with token ids beyond it are left out.
+    Nothing here waits for a source: :meth:`ready` says None until a block is there. ``spec`` says
+    what this rank reads and where prepared blocks, fetched pages and receipts are kept across
+    restarts. ``device``: a CUDA device makes :meth:`next` return batches that are there already,
+    copied beside the computation.
 
-    Raises ConfigError when ``--data.source`` names a folder that is none.
+    Raises ConfigError when ``--data.source`` names something that is not a folder.
     """
 
     def __init__(
-        self,
-        *,
-        settings: DataSettings,
-        uid: int,
-        rank: int,
-        world_size: int,
-        sequence_length: int,
-        micro_batch_size: int,
-        tokenizer_path: Path,
-        eos_id: int,
-        folder: Path | None = None,
-        device: torch.device | None = None,
-        vocabulary: int | None = None,
-        pin_memory: bool = False,
+        self, spec: WorkerSpec, *, micro_batch_size: int, device: torch.device | None = None
     ) -> None:
+        settings = spec.settings
         for source in settings.sources:
             check_folder(source)
+        self._spec = spec
         self._settings = settings
         self._micro_batch_size = micro_batch_size
-        self._pin_memory = pin_memory
-        self._temporary = Path(tempfile.mkdtemp(prefix="dt-data-")) if folder is None else None
-        folder = folder or self._temporary
-        assert folder is not None
-        self._spec = WorkerSpec(
-            settings=settings,
-            uid=uid,
-            rank=rank,
-            world_size=world_size,
-            sequence_length=sequence_length,
-            tokenizer_path=tokenizer_path,
-            eos_id=eos_id,
-            folder=folder,
-            vocabulary=vocabulary,
-        )
-        self._block_folder = self._spec.blocks
         self._weights = [source.weight for source in settings.sources]
-        self._receipts = Receipts(folder / f"receipts.rank{rank}.jsonl")
+        # Blocks that are here
         self._blocks: OrderedDict[int, _Block | None] = OrderedDict()  # None: it has nothing
         self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
         self._pending: set[int] = set()
+        # The position in the block in training
         self._current = 0
-        self._sequences = 0  # ordered of the current block
+        self._sequences = 0  # ordered of it
         self._start = 0
         self._offset = 0
         self._expected: tuple[int, str] | None = None  # block and digest of a restored position
-        self._counts: Counter[str] = Counter()
-        self._prepare_seconds = 0.0  # of one block, moving mean
+        # How fast blocks are prepared and trained on, seconds: moving means
+        self._prepare_seconds = 0.0
         self._train_seconds = 0.0
         self._begun_at: float | None = None
         self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
         self._slow_line_at = -math.inf
-        self._failures = 0  # of workers in a row, starts included
-        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
-        self._retry_at = 0.0
-        self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
+        # What works for it
+        self._counts: Counter[str] = Counter()
+        self._block_folder = spec.blocks
         self._prepare_folder()
-        self._workers = [DataWorker(self._spec) for _ in range(settings.workers)]
+        self._receipts = Receipts(spec.folder / f"receipts.rank{spec.rank}.jsonl")
+        self._held_back = HeldBack(self._block_folder / "held-back.npy")
+        self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
+        self._workers = WorkerPool(spec, count=settings.workers)
 
     # --- blocks ahead --------------------------------------------------------------------------
 
@@ -127,63 +103,22 @@ class DataPipeline:
             return
         self._blocks.pop(block, None)
         self._pending.add(block)
-        self._submit(block)
-
-    def _submit(self, block: int) -> None:
-        worker = min(self._workers, key=lambda w: len(w.blocks))
-        with contextlib.suppress(OSError):  # it is gone; seen and mended in _listen
-            worker.submit(block)
+        self._workers.submit(block)
 
     def ready(self, block: int) -> int | None:
         """Sequences of ``block`` on this rank; None while under way, 0 if it cannot be had."""
         if block in self._pending:
-            self._listen()
+            for answer in self._workers.answers():
+                self._take(answer)
         if block not in self._blocks:
             return None
         held = self._blocks[block]
         return len(held.order) if held is not None else 0
 
-    def _listen(self) -> None:
-        for i, worker in enumerate(self._workers):
-            try:
-                answers = worker.answers()
-            except (EOFError, OSError):
-                self._replace(i)
-                continue
-            for answer in answers:
-                if isinstance(answer, Prepared):
-                    self._failures = 0
-                self._take(answer)
-
-    def _replace(self, index: int) -> None:
-        now = time.monotonic()
-        if now < self._retry_at:
-            return
-        self._failures += 1
-        self._retry_at = now + min(2.0 ** min(self._failures, 10), _LARGEST_BACKOFF)
-        self._counts["worker_restarts"] += 1
-        dead = self._workers[index]
-        try:
-            self._workers[index] = DataWorker(self._spec)
-        except OSError as error:  # no memory, no process or no descriptor left
-            log.warning("A data worker ended and could not be started again yet: %s", error)
-            return
-        log.warning("A data worker ended unexpectedly and is started again")
-        dead.close()
-        self._blamed.update(dead.blocks[:1])
-        for block in dead.blocks:
-            if self._blamed[block] > 2 and block == dead.blocks[0]:
-                log.warning("Block %d ends the data worker again and again: it is left out", block)
-                self._take(Failure(block, "it ended the data worker"))
-                continue
-            self._submit(block)
-
     def _take(self, answer: Prepared | Failure) -> None:
         if isinstance(answer, Failure) and answer.block is None:
             log.warning("%s", answer.line)
             return
-        if answer.block is not None:
-            self._blamed.pop(answer.block, None)
         if isinstance(answer, Failure):
             assert answer.block is not None
             log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
@@ -268,8 +203,7 @@ class DataPipeline:
         if held is None or end > self._sequences:
             return None
         chosen = held.sequences[held.order[offset:end]]
-        batch = torch.from_numpy(chosen.astype(np.int64))
-        return batch.pin_memory() if self._pin_memory else batch
+        return torch.from_numpy(chosen.astype(np.int64))
 
     def _stage(self) -> None:
         """Send the batch after the one just taken on its way to the device."""
@@ -285,28 +219,18 @@ class DataPipeline:
         has beyond the sequences ordered; None where that is too little.
         """
         wanted = micro_batches * self._micro_batch_size
-        path = self._block_folder / _HELD_BACK
-        with contextlib.suppress(OSError, ValueError, EOFError):
-            kept = np.load(path, allow_pickle=False)
-            if len(kept) >= wanted:
-                return torch.from_numpy(kept[:wanted].astype(np.int64))
+        chosen = self._held_back.load(wanted)
         held = self._blocks.get(self._current)
-        if held is None or len(held.order) < self._sequences + wanted:
-            return None
-        chosen = held.sequences[held.order[self._sequences : self._sequences + wanted]]
-        aside = path.with_suffix(".tmp.npy")
-        try:
-            np.save(aside, chosen)
-            os.replace(aside, path)
-        except OSError as error:  # a full disk, say: others will be held back after a restart
-            log.warning("What is held back from training could not be kept on disk: %s", error)
-        return torch.from_numpy(chosen.astype(np.int64))
+        if chosen is None and held is not None:
+            if len(held.order) < self._sequences + wanted:
+                return None
+            chosen = held.sequences[held.order[self._sequences : self._sequences + wanted]]
+            self._held_back.keep(chosen)
+        return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
 
     def holds_back(self, micro_batches: int) -> bool:
         """Whether :meth:`held_back` has them from before, so that no block need be cut for it."""
-        return (self._block_folder / _HELD_BACK).exists() and (
-            self.held_back(micro_batches) is not None
-        )
+        return self._held_back.load(micro_batches * self._micro_batch_size) is not None
 
     @property
     def domain(self) -> int:
@@ -370,7 +294,7 @@ class DataPipeline:
 
     def counters(self) -> dict[str, int]:
         """What happened since the start, by name: pages, rows left out and why, failures."""
-        return dict(self._counts)
+        return {**self._counts, "worker_restarts": self._workers.restarts}
 
     @property
     def depth(self) -> int:
@@ -447,11 +371,8 @@ class DataPipeline:
     def close(self) -> None:
         """The last receipt; workers end. Batches handed out stay valid."""
         self._finish()
-        for worker in self._workers:
-            worker.close()
+        self._workers.close()
         self._blocks.clear()
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
 
 
 def _mean(before: float, new: float) -> float:

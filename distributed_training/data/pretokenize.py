@@ -25,6 +25,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
+from distributed_training.common.files import write_json
 from distributed_training.config.data import SourceSpec
 from distributed_training.config.flags import ConfigError
 
@@ -154,9 +155,7 @@ def take_folder(out: Path, plan: Plan) -> None:
         )
     for left in out.glob(f".*{SUFFIX}.*.tmp"):
         left.unlink(missing_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(facts, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_json(path, facts)
 
 
 def check(out: Path, unit: Unit) -> Made:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from distributed_training.common.files import atomic_file
 
 log = logging.getLogger(__name__)
 
@@ -60,9 +61,9 @@ def write_shard(
     extra: Mapping[str, Any] | None = None,
     durable: bool = True,
 ) -> ShardHeader:
-    """Write integer ``sequences`` (sequences, sequence_length) under a temporary name, then rename.
+    """Write integer ``sequences`` (sequences, sequence_length), whole or not at all.
 
-    ``durable`` syncs to the disk first. Raises OSError.
+    ``durable``: see :func:`~distributed_training.common.files.atomic_file`. Raises OSError.
     """
     data = np.ascontiguousarray(sequences, dtype=dtype_for(vocabulary))
     header = ShardHeader(
@@ -77,18 +78,9 @@ def write_shard(
     )
     text = json.dumps(header.__dict__, sort_keys=True).encode()
     text += b" " * (-(len(_MAGIC) + 4 + len(text)) % _ALIGN)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(_MAGIC + len(text).to_bytes(4, "little") + text)
-            file.write(data.data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+    with atomic_file(path, durable=durable) as file:
+        file.write(_MAGIC + len(text).to_bytes(4, "little") + text)
+        file.write(data.data)
     return header
 
 

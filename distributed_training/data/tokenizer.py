@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from distributed_training.common.files import write_bytes, write_json
 
 EOS = "<eos>"
 #: A multiple of 8 above 256 bytes and EOS.
@@ -94,7 +95,7 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
             "pad_token": EOS,
             "clean_up_tokenization_spaces": False,
         }
-        _replace(folder / "tokenizer_config.json", json.dumps(settings, indent=2))
+        write_json(folder / "tokenizer_config.json", settings, durable=False)
     else:
         from transformers import AutoTokenizer
 
@@ -109,11 +110,5 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None
-    _replace(path, tokenizer.to_str())
+    write_bytes(path, tokenizer.to_str().encode(), durable=False)
     return path, int(eos_id)
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

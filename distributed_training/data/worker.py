@@ -19,7 +19,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from .work import BlockMaker, Failure, Prepared, WorkerSpec
+from .spec import WorkerSpec
+from .work import BlockMaker, Failure, Prepared
 
 log = logging.getLogger(__name__)
 

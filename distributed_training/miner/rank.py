@@ -154,7 +154,7 @@ def _run(
     if facts.problem:
         return ExitStatus.FAULT, facts.problem
 
-    from distributed_training.data import DataPipeline
+    from distributed_training.data import DataPipeline, WorkerSpec
     from distributed_training.training import Checkpointer, Trainer
 
     trainer = Trainer(
@@ -168,18 +168,19 @@ def _run(
         trainer=trainer, folder=folder / "checkpoints", keep=config.miner.keep_checkpoints
     )
     data = DataPipeline(
-        settings=config.data,
-        uid=facts.uid,
-        rank=me.rank,
-        world_size=me.world_size,
-        sequence_length=config.training.sequence_length,
+        WorkerSpec(
+            settings=config.data,
+            uid=facts.uid,
+            rank=me.rank,
+            world_size=me.world_size,
+            sequence_length=config.training.sequence_length,
+            tokenizer_path=Path(facts.tokenizer_path),
+            eos_id=facts.eos_id,
+            folder=folder / "data",
+            vocabulary=int(facts.model_config["vocab_size"]),
+        ),
         micro_batch_size=trainer.micro_batch_size,
-        tokenizer_path=Path(facts.tokenizer_path),
-        eos_id=facts.eos_id,
-        folder=folder / "data",
         device=device,
-        vocabulary=int(facts.model_config["vocab_size"]),
-        pin_memory=device.type == "cuda",
     )
     stack.callback(data.close)
     restored = _resume(trainer, checkpointer, facts, outside)

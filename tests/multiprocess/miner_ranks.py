@@ -21,7 +21,7 @@ import torch
 from training_world import SETTINGS, tiny, whole_weights
 
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, build_tokenizer
+from distributed_training.data import DataPipeline, WorkerSpec, build_tokenizer
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
@@ -139,15 +139,17 @@ class Miner:
         self.checkpointer = Checkpointer(trainer=self.trainer, folder=folder / "checkpoints")
         tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
         self.data = DataPipeline(
-            settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=1),
-            uid=3,
-            rank=RANK,
-            world_size=WORLD,
-            sequence_length=SETTINGS.sequence_length,
+            WorkerSpec(
+                settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=1),
+                uid=3,
+                rank=RANK,
+                world_size=WORLD,
+                sequence_length=SETTINGS.sequence_length,
+                tokenizer_path=tokenizer,
+                eos_id=eos,
+                folder=folder / "data",
+            ),
             micro_batch_size=self.trainer.micro_batch_size,
-            tokenizer_path=tokenizer,
-            eos_id=eos,
-            folder=folder / "data",
         )
         restored = self.checkpointer.restore()
         extra: dict[str, Any] = {} if restored is None else restored[1]

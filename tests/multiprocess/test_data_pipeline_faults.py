@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,14 @@ import numpy as np
 import pytest
 
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, TextTokenizer, build_tokenizer, read_receipts
-from distributed_training.data import pipeline as data_pipeline
+from distributed_training.data import (
+    DataPipeline,
+    TextTokenizer,
+    WorkerSpec,
+    build_tokenizer,
+    read_receipts,
+    workers,
+)
 from distributed_training.data.shards import token_digest
 from distributed_training.protocol.pages import select_pages
 from tests.support_data import DATASET, Fault, RowsServer, tables
@@ -41,9 +49,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def pipeline(
     server: RowsServer, tokenizer: tuple[Path, int], folder: Path | None, **changes: Any
 ) -> Iterator[DataPipeline]:
-    own = {"uid": 11, "rank": 0, "world_size": 4, "micro_batch_size": 2}
+    own = {"uid": 11, "rank": 0, "world_size": 4}
     own |= {k: changes.pop(k) for k in tuple(changes) if k in own}
-    made = DataPipeline(
+    micro_batch_size = changes.pop("micro_batch_size", 2)
+    spec = WorkerSpec(
         settings=DataSettings(
             **{
                 "source": "hf",
@@ -56,9 +65,10 @@ def pipeline(
         sequence_length=LENGTH,
         tokenizer_path=tokenizer[0],
         eos_id=tokenizer[1],
-        folder=folder,
+        folder=folder or Path(tempfile.mkdtemp(dir=tokenizer[0].parent)),
         **own,
     )
+    made = DataPipeline(spec, micro_batch_size=micro_batch_size)
     try:
         yield made
     finally:
@@ -205,13 +215,16 @@ CHILD = """
 import json, sys, time
 from pathlib import Path
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline
+from distributed_training.data import DataPipeline, WorkerSpec
 
 url, dataset, tokenizer, eos, folder = sys.argv[1:6]
 made = DataPipeline(
-    settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
-    uid=11, rank=0, world_size=4, sequence_length=64, micro_batch_size=2,
-    tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
+    WorkerSpec(
+        settings=DataSettings(source="hf", dataset=dataset, rows_url=url),
+        uid=11, rank=0, world_size=4, sequence_length=64,
+        tokenizer_path=Path(tokenizer), eos_id=int(eos), folder=Path(folder),
+    ),
+    micro_batch_size=2,
 )
 made.request(40)
 while made.ready(40) is None:
@@ -220,7 +233,7 @@ made.begin(40, made.ready(40))
 for _ in range(7):
     made.next()
 made.request(41)
-print(json.dumps({"cursor": made.cursor(), "workers": [w.pid for w in made._workers]}), flush=True)
+print(json.dumps({"cursor": made.cursor(), "workers": made._workers.pids}), flush=True)
 time.sleep(600)
 """
 
@@ -320,7 +333,9 @@ def test_a_worker_that_cannot_work_says_why(
             folder.write_text("in the way")
             made.request(2)
             assert wait_ready(made, 2) == 0
-            made._workers[0]._process.kill()  # the next one finds it in the way from its start
+            made._workers._workers[
+                0
+            ]._process.kill()  # the next one finds it in the way from its start
             made.request(3)
             assert wait_ready(made, 3) == 0
             folder.unlink()
@@ -335,7 +350,7 @@ def test_what_a_worker_said_before_it_died_is_heard(
 ) -> None:
     with RowsServer(TABLES) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
-            worker = made._workers[0]
+            worker = made._workers._workers[0]
             made.request(7)
             assert worker._connection.poll(40)
             worker._process.kill()
@@ -349,7 +364,7 @@ def test_what_a_worker_said_before_it_died_is_heard(
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = data_pipeline.DataWorker
+    real = workers.DataWorker
     failed: list[Any] = []
 
     def start(spec: Any) -> Any:
@@ -361,9 +376,9 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     with RowsServer(TABLES, latency=0.3) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(7)
-            monkeypatch.setattr(data_pipeline, "DataWorker", start)
-            monkeypatch.setattr(data_pipeline, "_LARGEST_BACKOFF", 0.1)
-            made._workers[0]._process.kill()
+            monkeypatch.setattr(workers, "DataWorker", start)
+            monkeypatch.setattr(workers, "_LONGEST_WAIT", timedelta(seconds=0.1))
+            os.kill(made._workers.pids[0], signal.SIGKILL)
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2
 

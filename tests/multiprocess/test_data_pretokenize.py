@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, TextTokenizer
+from distributed_training.data import DataPipeline, TextTokenizer, WorkerSpec
 from distributed_training.data.shards import open_shard
 
 pytestmark = pytest.mark.timeout(120)
@@ -88,17 +88,17 @@ def test_every_usable_row_is_in_the_shards_in_order(made: tuple[Path, str], sour
 
 def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = made
-    pipeline = DataPipeline(
+    spec = WorkerSpec(
         settings=DataSettings(source=f"shards:{out}", pages_per_block=1, rows_per_page=8),
         uid=3,
         rank=0,
         world_size=4,
         sequence_length=64,
-        micro_batch_size=2,
         tokenizer_path=out / "tokenizer.json",
         eos_id=256,
         folder=tmp_path,
     )
+    pipeline = DataPipeline(spec, micro_batch_size=2)
     try:
         pipeline.request(5)
         deadline = time.monotonic() + 30

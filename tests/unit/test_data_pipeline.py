@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,6 +18,7 @@ from distributed_training.data import (
     DataPipeline,
     StdlibSource,
     TextTokenizer,
+    WorkerSpec,
     build_tokenizer,
     held_out_batches,
 )
@@ -34,11 +36,15 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 
 
 def pipeline(tokenizer: tuple[Path, int], **changes: int) -> DataPipeline:
-    values = {"uid": 3, "rank": 0, "world_size": 4, "sequence_length": 64, "micro_batch_size": 2}
-    values |= changes
-    return DataPipeline(
-        settings=SETTINGS, tokenizer_path=tokenizer[0], eos_id=tokenizer[1], **values
+    values = {"uid": 3, "rank": 0, "world_size": 4, "sequence_length": 64} | changes
+    spec = WorkerSpec(
+        settings=SETTINGS,
+        tokenizer_path=tokenizer[0],
+        eos_id=tokenizer[1],
+        folder=Path(tempfile.mkdtemp(dir=tokenizer[0].parent)),
+        **values,
     )
+    return DataPipeline(spec, micro_batch_size=2)
 
 
 @pytest.fixture()
@@ -163,7 +169,7 @@ def test_ranks_read_other_pages(tokenizer: tuple[Path, int]) -> None:
 def test_a_dead_worker_is_replaced(running: DataPipeline) -> None:
     running.request(1)
     assert wait_ready(running, 1) > 0
-    before = running._workers[0]
+    before = running._workers._workers[0]
     os.kill(before.pid, signal.SIGKILL)
     before._process.wait(10)
     running.request(2)

@@ -22,7 +22,8 @@ from distributed_training.data.folders import JsonLinesSource, ParquetSource, Te
 from distributed_training.data.mixture import interleave, pages_of, schedule
 from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
 from distributed_training.data.source import Counts, PageUnavailable, open_source
-from distributed_training.data.work import BlockMaker, WorkerSpec
+from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.work import BlockMaker
 
 pytestmark = pytest.mark.timeout(60)
 
