@@ -33,8 +33,15 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.memory import (
+    Arrangement,
+    ModelShape,
+    device_memory,
+    disk_space,
+    host_memory,
+)
 from distributed_training.config import Config, ConfigError, exit_with, load_config, problems
-from distributed_training.diagnostics import Check, ModelShape, disk_needed, failed, memory_budget
+from distributed_training.diagnostics import Check, failed
 from distributed_training.diagnostics.checks import check_disk
 from distributed_training.diagnostics.doctor import (
     ProbeError,
@@ -152,10 +159,9 @@ class Doctor:
         except KeyError as error:
             remedy = "give --model with the config.json of a Llama-like model"
             return [Check("model", "warn", f"{origin} lacks {error}: size not known", remedy)]
-        training = self.config.training
-        gpu = gpu_bytes() if self.config.miner.device != "cpu" else None
-        budget = memory_budget(
-            shape,
+        training, miner = self.config.training, self.config.miner
+        gpu = gpu_bytes() if miner.device != "cpu" else None
+        how = Arrangement(
             world_size=self.ranks,
             micro_batch=micro_batch,
             sequence_length=training.sequence_length,
@@ -166,9 +172,15 @@ class Doctor:
             cuda=gpu is not None,
         )
         size = Check("model", "ok", f"{shape.parameters / 1e6:.1f} M parameters ({origin})")
-        memory = check_memory(budget, device_bytes=gpu, host_bytes=host_bytes())
-        disk = disk_needed(shape.parameters, keep_checkpoints=self.config.miner.keep_checkpoints)
-        room = check_disk(self.config.run_folder, needed_bytes=disk)
+        memory = check_memory(
+            device_memory(shape, how),
+            host_memory(shape, how),
+            device_bytes=gpu,
+            host_bytes=host_bytes(),
+        )
+        disk = disk_space(shape, keep_checkpoints=miner.keep_checkpoints).total
+        folder = self.config.run_folder
+        room = check_disk(folder, needed_bytes=max(0, disk - bytes_under(folder)))
         return [size, *memory, dataclasses.replace(room, name="disk for it")]
 
     def _network(self) -> list[Check]:
@@ -306,6 +318,15 @@ def gpu_bytes() -> int | None:
     with sampler:
         sample = sampler.sample()
     return round(sample.memory_total_gb * 1e9) if sample else None
+
+
+def bytes_under(folder: Path) -> int:
+    """What this miner has there already: it needs no further room."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
+            total += path.lstat().st_size
+    return total
 
 
 def host_bytes() -> int | None:

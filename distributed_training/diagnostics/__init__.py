@@ -1,4 +1,4 @@
-"""What an operator should know before and while training: GPU block, warnings, doctor, memory.
+"""What an operator should know before and while training: GPU block, warnings, doctor.
 
 Importing this package imports neither torch nor a driver; the functions that need them do.
 """
@@ -6,7 +6,6 @@ Importing this package imports neither torch nor a driver; the functions that ne
 from __future__ import annotations
 
 from distributed_training.diagnostics.checks import Check, check_disk, check_port, failed
-from distributed_training.diagnostics.memory import ModelShape, disk_needed, memory_budget
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 from distributed_training.diagnostics.report import (
     CudaState,
@@ -19,16 +18,13 @@ from distributed_training.diagnostics.report import (
 __all__ = [
     "Check",
     "CudaState",
-    "ModelShape",
     "NvmlSampler",
     "accumulation_steps",
     "check_disk",
     "check_port",
     "cuda_state",
-    "disk_needed",
     "failed",
     "gpu_report_lines",
-    "memory_budget",
     "step_warnings",
     "visible_gpu_count",
 ]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.common.memory import DeviceMemory, HostMemory
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.loader import Config
 from distributed_training.diagnostics.checks import Check, check_disk, check_port
-from distributed_training.diagnostics.memory import MemoryBudget
 from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
 from distributed_training.diagnostics.report import accumulation_steps
 
@@ -133,29 +133,30 @@ def _check_gpu(index: int) -> Check:
 
 
 def check_memory(
-    budget: MemoryBudget, *, device_bytes: int | None, host_bytes: int | None
+    device: DeviceMemory, host: HostMemory, *, device_bytes: int | None, host_bytes: int | None
 ) -> list[Check]:
-    """The estimate against what is there; ``device_bytes`` None without a GPU."""
+    """The estimates against what is there; ``device_bytes`` None without a GPU."""
     checks = []
     if device_bytes is not None:
         checks.append(
             _fits(
                 "gpu memory",
-                budget.device,
+                device.total,
                 device_bytes,
                 "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
                 "--neuron.offload_optimizer on, or more GPUs",
             )
         )
     if host_bytes is not None:
-        checks.append(
-            _fits(
-                "host memory",
-                budget.host,
-                host_bytes,
-                "use a machine with more memory, or --neuron.offload_optimizer off if it is on",
+        remedy = "use a machine with more memory, or --neuron.offload_optimizer off if it is on"
+        check = _fits("host memory", host.needed, host_bytes, remedy)
+        if check.status == "ok" and host.peak > host_bytes:
+            finding = (
+                f"{check.finding}, but {host.peak / 1e9:.1f} GB when a snapshot, a checkpoint and "
+                "a round come together"
             )
-        )
+            check = Check(check.name, "warn", finding, remedy)
+        checks.append(check)
     return checks
 
 

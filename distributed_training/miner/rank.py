@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.memory import snapshot_bytes
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.miner import network
@@ -319,15 +319,14 @@ def _rank_zero(
             preview_delta=preview_delta,
         )
 
-    # model.safetensors, AdamW's two moments, and gradients.pt, which is smaller than the model
-    snapshot_bytes = 16 * sum(math.prod(shape) for _, shape in trainer.schema)
+    needed = snapshot_bytes(shape for _, shape in trainer.schema)
     zero = RankZeroSide(
         leader=leader,
         blocks=blocks,
         swarm=swarm,
         schedule=outside.upload_schedule(),
         round_clock=round_clock,
-        disk_problem=lambda: disk_allows(folder, snapshot_bytes),
+        disk_problem=lambda: disk_allows(folder, needed),
         submit=submit,
         run=names.RUN,
         bucket=outside.bucket,

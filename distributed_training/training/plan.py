@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from distributed_training.common.memory import (
+    Arrangement,
+    Checkpointing,
+    ModelShape,
+    device_memory,
+)
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
 
 from .model import ROOT_ONLY_BELOW
 
-_MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
+MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
 
 
 def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -79,7 +87,7 @@ def check_sequence_length(length: int, config: Any) -> None:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Decided by :func:`plan_memory`. Byte figures are estimates per rank."""
+    """Decided by :func:`plan_memory`. ``bytes_needed`` is an estimate for one rank's device."""
 
     per_block: bool
     keep_unsharded: bool
@@ -89,89 +97,75 @@ class MemoryPlan:
     note: str
 
 
-def estimate_bytes(
-    *,
-    parameters: int,
-    world_size: int,
-    config: Any,
-    micro_batch: int,
-    sequence_length: int,
-    keep_unsharded: bool,
-    sync_every: bool,
-    offload_optimizer: bool,
-    checkpointing: str,
-) -> int:
-    """Device bytes of one rank, estimated: weights 4, AdamW 8, gradients 4 per sharded parameter;
-    bf16 copies 2 and float32 accumulated gradients 4 per parameter where they are held whole;
-    activations in bf16 of attention and MLP per token and block.
-    """
-    shard = parameters / world_size
-    total = shard * (4 + 4 + (1 if offload_optimizer else 8))
-    layers = config.num_hidden_layers
-    group = parameters / layers
-    total += 2 * (parameters if keep_unsharded else 2 * group)
-    total += 4 * (2 * group if sync_every else parameters)
-    tokens = micro_batch * sequence_length
-    full = 2.0 * (8 * config.hidden_size + 3 * config.intermediate_size)
-    kept = {"none": 1.0, "selective": 0.5, "full": 0.0}[checkpointing]
-    total += tokens * (layers * (full * kept + 2.0 * config.hidden_size) + full)
-    return int(total + (1 << 30))  # CUDA context, workspaces, the loss's chunk
-
-
 def plan_memory(
     settings: TrainingSettings,
     *,
-    parameters: int,
+    model_config: Mapping[str, Any],
     world_size: int,
-    config: Any,
     micro_batch: int,
     device_bytes: int | None,
 ) -> MemoryPlan:
     """The fastest arrangement that fits ``device_bytes`` (None: host memory, no limit is set).
 
-    Gathered weights and whole gradients kept through a step cost memory and save a gather per
-    micro-batch and a reduction per micro-batch. What the operator fixed by flag stays fixed.
+    Gathered weights and whole gradients kept through a step cost memory and save a gather and a
+    reduction per micro-batch. What the operator fixed by flag stays fixed. Raises ConfigError for a
+    model whose ``config.json`` does not say its size as a Llama's does.
     """
-
-    def fixed(value: str, on: str) -> list[bool]:
-        return [False, True] if value == "auto" else [value == on]
-
+    try:
+        shape = ModelShape.from_config(model_config)
+    except KeyError as error:
+        raise ConfigError(
+            f"config.json has no {error}, so the model's size is not known and it cannot be "
+            "trained here: use a Llama-like model"
+        ) from None
     per_block = settings.wrap == "block" or (
-        settings.wrap == "auto" and parameters >= ROOT_ONLY_BELOW
+        settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW
     )
-    keeps = sorted(fixed(settings.keep_unsharded, "on"), reverse=True)
+    keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
     chosen: MemoryPlan | None = None
-    for offload in fixed(settings.offload_optimizer, "on"):
-        for sync_every in fixed(settings.gradient_sync, "every"):
-            for keep in keeps:
-                need = estimate_bytes(
-                    parameters=parameters,
-                    world_size=world_size,
-                    config=config,
-                    micro_batch=micro_batch,
-                    sequence_length=settings.sequence_length,
-                    keep_unsharded=keep,
-                    sync_every=sync_every,
-                    offload_optimizer=offload,
-                    checkpointing=settings.activation_checkpointing,
-                )
-                fits = device_bytes is None or need <= device_bytes * _MARGIN
-                note = (
-                    f"memory: about {need / 1e9:.1f} GB per rank; "
-                    f"{'one FSDP group per block' if per_block else 'one FSDP group'}, gathered "
-                    f"weights {'kept through a step' if keep else 'dropped after use'}, gradients "
-                    f"reduced {'at every' if sync_every else 'once, at the last'} micro-batch, "
-                    f"optimizer state in {'host' if offload else 'device'} memory"
-                )
-                if device_bytes is not None and not fits:
-                    note += (
-                        f"; more than {_MARGIN:.0%} of the device's {device_bytes / 1e9:.1f} GB: "
-                        "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
-                    )
-                chosen = MemoryPlan(per_block, keep, sync_every, offload, need, note)
-                if fits:
-                    return chosen
+    for offload, sync_every, keep in itertools.product(
+        _choices(settings.offload_optimizer, "on"),
+        _choices(settings.gradient_sync, "every"),
+        keeps,
+    ):
+        how = Arrangement(
+            world_size=world_size,
+            micro_batch=micro_batch,
+            sequence_length=settings.sequence_length,
+            checkpointing=cast(Checkpointing, settings.activation_checkpointing),
+            keep_unsharded=keep,
+            reduce_at_last=not sync_every,
+            offload_optimizer=offload,
+            cuda=device_bytes is not None,
+        )
+        need = device_memory(shape, how).total
+        fits = device_bytes is None or need <= device_bytes * MARGIN
+        note = _memory_note(how, need, per_block, None if fits else device_bytes)
+        chosen = MemoryPlan(per_block, keep, sync_every, offload, need, note)
+        if fits:
+            break
     assert chosen is not None
     return chosen
+
+
+def _choices(value: str, on: str) -> list[bool]:
+    """What the operator leaves open: off before on."""
+    return [False, True] if value == "auto" else [value == on]
+
+
+def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
+    note = (
+        f"memory: about {need / 1e9:.1f} GB per rank; "
+        f"{'one FSDP group per block' if per_block else 'one FSDP group'}, gathered "
+        f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
+        f"gradients reduced {'once, at the last' if how.reduce_at_last else 'at every'} "
+        f"micro-batch, optimizer state in {'host' if how.offload_optimizer else 'device'} memory"
+    )
+    if too_little is not None:
+        note += (
+            f"; more than {MARGIN:.0%} of the device's {too_little / 1e9:.1f} GB: "
+            "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
+        )
+    return note

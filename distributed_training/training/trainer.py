@@ -109,12 +109,10 @@ class Trainer:
         self.schema: Schema = schema_of(model)
         self._tied = tied_names(model)
         self._flops_per_token = flops_per_token(model, settings.sequence_length)
-        parameters = sum(math.prod(shape) for _, shape in self.schema)
         self.plan = plan_memory(
             settings,
-            parameters=parameters,
+            model_config=config.to_dict(),
             world_size=world_size,
-            config=config,
             micro_batch=self.micro_batch_size,
             device_bytes=memory,
         )

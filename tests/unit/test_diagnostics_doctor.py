@@ -7,15 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from distributed_training.common.memory import (
+    Arrangement,
+    ModelShape,
+    device_memory,
+    host_memory,
+)
 from distributed_training.diagnostics import (
     Check,
-    ModelShape,
     NvmlSampler,
     check_disk,
     check_port,
-    disk_needed,
     failed,
-    memory_budget,
     nvml,
 )
 from distributed_training.diagnostics.doctor import (
@@ -28,89 +31,28 @@ from distributed_training.diagnostics.doctor import (
     check_torch,
     run_probe,
 )
+from distributed_training.training.sizes import named_config
 
 pytestmark = pytest.mark.timeout(60)
-
-LLAMA_1B = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 22,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 5632,
-    "vocab_size": 32000,
-}
-LLAMA_4B = LLAMA_1B | {
-    "hidden_size": 3072,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 24,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8960,
-}
 
 
 def status(checks: list[Check]) -> dict[str, str]:
     return {check.name: check.status for check in checks}
 
 
-def test_the_shape_counts_what_transformers_builds() -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    for tied in (False, True):
-        config = LLAMA_1B | {"num_hidden_layers": 3, "tie_word_embeddings": tied}
-        with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(**config))
-        shape = ModelShape.from_config(config)
-        assert shape.parameters == sum(p.numel() for p in model.parameters())
-    assert ModelShape.from_config(LLAMA_1B).parameters == pytest.approx(1.1e9, rel=0.02)
-
-
-def test_the_budget_tells_cards_apart() -> None:
-    four = ModelShape.from_config(LLAMA_4B)
-    plain = memory_budget(four, world_size=1, micro_batch=2, sequence_length=1024)
-    assert 55e9 < plain.device < 100e9  # 16 bytes a parameter and something: not for 40 GB
-    sharded = memory_budget(
-        four, world_size=4, micro_batch=2, sequence_length=1024, reduce_at_last=False
-    )
-    assert sharded.device < plain.device / 2
-    small = memory_budget(
-        ModelShape.from_config(LLAMA_1B),
-        world_size=1,
-        micro_batch=1,
-        sequence_length=1024,
-        checkpointing="full",
-        offload_optimizer=True,
-    )
-    assert small.device < 16e9
-
-
-def test_every_measure_against_memory_lowers_the_estimate() -> None:
-    shape = ModelShape.from_config(LLAMA_1B)
-    base = {"world_size": 2, "micro_batch": 8, "sequence_length": 1024}
-    plain = memory_budget(shape, **base).device  # type: ignore[arg-type]
-    for change in (
-        {"world_size": 4},
-        {"micro_batch": 4},
-        {"checkpointing": "selective"},
-        {"reduce_at_last": False},
-        {"offload_optimizer": True},
-    ):
-        assert memory_budget(shape, **(base | change)).device < plain, change  # type: ignore[arg-type]
-    full = memory_budget(shape, **base, checkpointing="full")  # type: ignore[arg-type]
-    half = memory_budget(shape, **base, checkpointing="selective")  # type: ignore[arg-type]
-    assert full.activations < half.activations
-    assert memory_budget(shape, **base, keep_unsharded=True).device > plain  # type: ignore[arg-type]
-
-
 def test_memory_verdicts() -> None:
-    shape = ModelShape.from_config(LLAMA_4B)
-    budget = memory_budget(shape, world_size=1, micro_batch=2, sequence_length=1024)
-    there = {"fail": budget.device // 2, "warn": budget.device, "ok": 2 * budget.device}
+    shape = ModelShape.from_config(named_config("4b"))
+    how = Arrangement(world_size=1, micro_batch=2, sequence_length=1024)
+    device, host = device_memory(shape, how), host_memory(shape, how)
+    there = {"fail": device.total // 2, "warn": device.total, "ok": 2 * device.total}
     for wanted, bytes_there in there.items():
-        (check,) = check_memory(budget, device_bytes=bytes_there, host_bytes=None)
+        (check,) = check_memory(device, host, device_bytes=bytes_there, host_bytes=None)
         assert check.status == wanted
         assert bool(check.remedy) == (wanted != "ok")
-    assert disk_needed(10**9, keep_checkpoints=2) == 64 * 10**9
+    there = {"fail": host.needed // 2, "warn": round(1.2 * host.needed), "ok": host.peak}
+    for wanted, bytes_there in there.items():
+        (check,) = check_memory(device, host, device_bytes=None, host_bytes=bytes_there)
+        assert check.status == wanted
 
 
 def test_port(tmp_path: Path) -> None:

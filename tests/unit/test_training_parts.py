@@ -178,15 +178,14 @@ def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.Monke
 
 
 def test_memory_decides_what_is_kept() -> None:
-    config = hf_config(named_config("4b"))
+    four = named_config("4b")
     settings = TrainingSettings()
 
     def plan(gigabytes: float, world_size: int) -> tuple[bool, bool, bool]:
         found = plan_memory(
             settings,
-            parameters=3_900_000_000,
+            model_config=four,
             world_size=world_size,
-            config=config,
             micro_batch=2,
             device_bytes=int(gigabytes * 1e9),
         )
@@ -197,14 +196,16 @@ def test_memory_decides_what_is_kept() -> None:
     assert plan(24, 8) == (False, True, False)
     assert plan(24, 4)[2], "AdamW's state goes to host memory"
     fixed = dataclasses.replace(settings, gradient_sync="every", keep_unsharded="off")
-    kept = plan_memory(
-        fixed, parameters=10**9, world_size=4, config=config, micro_batch=1, device_bytes=None
-    )
+    kept = plan_memory(fixed, model_config=four, world_size=4, micro_batch=1, device_bytes=None)
     assert (kept.keep_unsharded, kept.sync_every) == (False, True)
-    small = plan_memory(
-        settings, parameters=10**6, world_size=2, config=config, micro_batch=1, device_bytes=None
-    )
+    tiny = named_config("tiny")
+    small = plan_memory(settings, model_config=tiny, world_size=2, micro_batch=1, device_bytes=None)
     assert not small.per_block
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        plan_memory(
+            settings, model_config={"hidden_size": 8}, world_size=1, micro_batch=1,
+            device_bytes=None,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 64])

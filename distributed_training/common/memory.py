@@ -1,0 +1,242 @@
+"""How much device memory, host memory and disk a miner takes, before it is tried.
+
+The one model of it: the trainer's plan, the doctor, the operator guide and the gate before a
+snapshot all read these functions. Pure arithmetic; a test compares the disk figures with the files
+that are really written.
+
+With N parameters, W ranks, micro-batch b, sequence length s, hidden size h, query width q, key and
+value width k, MLP width i, L blocks and vocabulary V, in bytes:
+
+*Device*, each rank:
+
+    weights        4 N / W           float32 shards
+                 + 2 N               if the gathered bf16 weights are kept through a step, else
+                 + 2 (2 (N - embeddings) / L + embeddings)    two blocks and the root
+    gradients      4 N               if reduced at the last micro-batch only (accumulated whole), or
+                   4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
+    AdamW          8 N / W           two float32 moments; 0 on the device if offloaded
+    activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a block keeps for its backward, bf16,
+                                     and the two float32 inputs of its norms; with checkpointing of
+                                     every block: b s (2 h L + one block), of every second: half
+    loss           10 min(b s V, CHUNK)    one chunk of logits: float32, its gradient, bf16 copies
+                 + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
+    overhead       8 % of the sum + 0.8e9 on CUDA (context, NCCL buffers, fragmentation)
+
+*Host*, all ranks of the machine together, see :class:`HostMemory`. *Disk*, see :class:`DiskSpace`.
+
+Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
+``--neuron.local_batch_size_train auto`` measures instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Checkpointing = Literal["none", "selective", "full"]
+
+LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.loss)
+TOPK = 32  # values published per row (protocol.gradients)
+_VALUE = 6  # bytes of a published value: float32, and an int16 index
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the formulas need of a ``config.json``."""
+
+    hidden: int
+    layers: int
+    query_width: int
+    kv_width: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Of a Hugging Face config of a Llama-like model. Raises KeyError if it is not one."""
+        hidden = int(config["hidden_size"])
+        heads = int(config["num_attention_heads"])
+        head_dim = int(config.get("head_dim") or hidden // heads)
+        return cls(
+            hidden=hidden,
+            layers=int(config["num_hidden_layers"]),
+            query_width=heads * head_dim,
+            kv_width=int(config.get("num_key_value_heads") or heads) * head_dim,
+            intermediate=int(config["intermediate_size"]),
+            vocab=int(config["vocab_size"]),
+            tied=bool(config.get("tie_word_embeddings")),
+        )
+
+    @property
+    def tensors(self) -> list[tuple[int, ...]]:
+        """The shape of every parameter."""
+        h, q, k, i = self.hidden, self.query_width, self.kv_width, self.intermediate
+        block: list[tuple[int, ...]] = [(q, h), (k, h), (k, h), (h, q), (i, h), (i, h), (h, i)]
+        embeddings = [(self.vocab, h)] * (1 if self.tied else 2)
+        return [*block, (h,), (h,)] * self.layers + embeddings + [(h,)]
+
+    @property
+    def parameters(self) -> int:
+        return sum(_count(shape) for shape in self.tensors)
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocab * self.hidden * (1 if self.tied else 2)
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How an inner step is carried out; see the flags of the training room."""
+
+    world_size: int
+    micro_batch: int
+    sequence_length: int
+    checkpointing: Checkpointing = "none"
+    keep_unsharded: bool = False
+    reduce_at_last: bool = True
+    offload_optimizer: bool = False
+    cuda: bool = True
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Bytes on one rank's device."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    loss: float
+    overhead: float
+
+    @property
+    def total(self) -> int:
+        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.loss)
+        return round(sum(parts) + self.overhead)
+
+
+def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
+    """The estimate of the module's formula."""
+    n, w = shape.parameters, how.world_size
+    block = (n - shape.embedding_parameters) / shape.layers
+    gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
+    weights = 4 * n / w + gathered
+    gradients = 4 * n if how.reduce_at_last else 4 * n / w + 8 * block
+    optimizer = 0.0 if how.offload_optimizer else 8 * n / w
+    tokens = how.micro_batch * how.sequence_length
+    bf16_parts = 6 * shape.hidden + 2 * shape.kv_width + 4 * shape.intermediate
+    one_block = tokens * (2 * bf16_parts + 8 * shape.hidden)
+    every = one_block * shape.layers
+    recomputed = tokens * 2 * shape.hidden * shape.layers + one_block
+    kept = {"none": every, "selective": (every + recomputed) / 2, "full": recomputed}
+    activations = kept[how.checkpointing]
+    loss = 10 * min(tokens * shape.vocab, LOSS_CHUNK)
+    loss += 6 * shape.vocab * shape.hidden + 2 * tokens * shape.hidden
+    parts = weights + gradients + optimizer + activations + loss
+    overhead = 0.08 * parts + (0.8e9 if how.cuda else 0.0)
+    return DeviceMemory(weights, gradients, optimizer, activations, loss, overhead)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes of host memory, all ranks of the machine together. In bytes a parameter:
+
+    ``rest`` 12: epoch start, outer momentum, error feedback; 8 more with AdamW offloaded.
+    ``averaging`` 4: the buffers that rank 0 shares with the averager.
+    ``snapshot`` 16: copies of the weights and of AdamW's two moments while they are written, and
+    the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it.
+    ``round`` 12: the average's rows, and weights and momentum that wait for the vote.
+    ``model``: what would be on the devices, where there are none.
+    """
+
+    rest: float
+    averaging: float
+    snapshot: float
+    checkpoint: float
+    round: float
+    model: float
+
+    @property
+    def needed(self) -> int:
+        """With one of snapshot, checkpoint and round under way."""
+        passing = max(self.snapshot, self.checkpoint, self.round)
+        return round(self.rest + self.averaging + self.model + passing)
+
+    @property
+    def peak(self) -> int:
+        """With all three under way: a snapshot is still written while the next checkpoint is, and a
+        round comes when it is called."""
+        passing = self.snapshot + self.checkpoint + self.round
+        return round(self.rest + self.averaging + self.model + passing)
+
+
+def host_memory(shape: ModelShape, how: Arrangement) -> HostMemory:
+    n = shape.parameters
+    on_device = 0.0 if how.cuda else float(device_memory(shape, how).total * how.world_size)
+    return HostMemory(
+        rest=(12 + (8 if how.offload_optimizer else 0)) * n,
+        averaging=4 * n,
+        snapshot=16 * n,
+        checkpoint=12 * n,
+        round=12 * n,
+        model=on_device,
+    )
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """Bytes under the run folder. In bytes a parameter:
+
+    ``checkpoints`` 16 each: weights, AdamW's two moments, error feedback; those kept and the one
+    being written. ``epochs`` 8 each: epoch-start weights and outer momentum, written once per outer
+    step and referred to; at most one for each checkpoint. ``snapshots`` 12 each, and the published
+    values: weights and two moments; the one published last and the one being taken or uploaded.
+    ``global_states`` 8 each: weights and outer momentum; the one in use, the one before, and the
+    one being fetched.
+    """
+
+    checkpoints: int
+    epochs: int
+    snapshots: int
+    global_states: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoints + self.epochs + self.snapshots + self.global_states
+
+
+def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
+    """The most that a miner has on disk at once. Data cache and logs come on top; they have bounds
+    of their own (``--data.cache_gb``, ``--neuron.events_retention_size``)."""
+    n = shape.parameters
+    checkpoints = max(1, keep_checkpoints) + 1
+    return DiskSpace(
+        checkpoints=16 * n * checkpoints,
+        epochs=8 * n * checkpoints,
+        snapshots=2 * snapshot_bytes(shape.tensors),
+        global_states=3 * 8 * n,
+    )
+
+
+def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
+    """On disk, of a model with parameters of these shapes: ``model.safetensors``, the shards of
+    AdamW, and ``gradients.pt`` with the ranks' parts of it that it is put together from."""
+    shapes = list(tensors)
+    published = sum(_VALUE * _published_values(shape) for shape in shapes)
+    return 12 * sum(_count(shape) for shape in shapes) + 2 * published
+
+
+def _published_values(shape: tuple[int, ...]) -> int:
+    """At most; a vector is cut into chunks of up to 64, of which ``TOPK`` values each are sent."""
+    if len(shape) == 1:
+        return shape[0]
+    return _count(shape[:-1]) * min(TOPK, shape[-1])
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,183 @@
+"""The model of memory and disk: against transformers, written files and docs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from training_world import tiny, train, trainer
+
+from distributed_training.common import memory
+from distributed_training.common.memory import (
+    Arrangement,
+    ModelShape,
+    device_memory,
+    disk_space,
+    host_memory,
+    snapshot_bytes,
+)
+from distributed_training.config.training import TrainingSettings
+from distributed_training.protocol import gradients
+from distributed_training.protocol.types import Progress
+from distributed_training.training import loss
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer import OuterOptimizerState, save_outer_optimizer
+from distributed_training.training.plan import MARGIN, plan_memory
+from distributed_training.training.sizes import named_config
+
+pytestmark = pytest.mark.timeout(60)
+
+DOCS = Path(__file__).parents[2] / "docs"
+FOUR = ModelShape.from_config(named_config("4b"))
+ONE = ModelShape.from_config(named_config("1b"))
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 8}], ids=str)
+def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
+    config = tiny() | changes
+    shape = ModelShape.from_config(config)
+    assert sorted(shape.tensors) == sorted(s for _, s in parameter_schema(config))
+
+
+def test_constants_are_those_of_the_rooms_that_own_them() -> None:
+    assert memory.LOSS_CHUNK == loss.CHUNK_ELEMENTS
+    assert memory.TOPK == gradients.TOPK
+
+
+def test_the_estimate_tells_cards_apart() -> None:
+    plain = device_memory(FOUR, Arrangement(1, micro_batch=2, sequence_length=1024))
+    assert 55e9 < plain.total < 100e9  # 16 bytes a parameter and something: not for 40 GB
+    sharded = device_memory(
+        FOUR, Arrangement(4, micro_batch=2, sequence_length=1024, reduce_at_last=False)
+    )
+    assert sharded.total < plain.total / 2
+    small = device_memory(
+        ONE,
+        Arrangement(
+            1, micro_batch=1, sequence_length=1024, checkpointing="full", offload_optimizer=True
+        ),
+    )
+    assert small.total < 16e9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"world_size": 4},
+        {"micro_batch": 4},
+        {"sequence_length": 512},
+        {"checkpointing": "selective"},
+        {"reduce_at_last": False},
+        {"offload_optimizer": True},
+        {"keep_unsharded": False},
+    ],
+    ids=str,
+)
+def test_every_measure_against_memory_lowers_the_estimate(change: dict[str, Any]) -> None:
+    plain = Arrangement(2, micro_batch=8, sequence_length=1024, keep_unsharded=True)
+    less = device_memory(ONE, dataclasses.replace(plain, **change)).total
+    assert less < device_memory(ONE, plain).total
+
+
+def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -> None:
+    """Three checkpoints of three epochs, a snapshot and a global state of a model that is large
+    enough for headers not to count."""
+    shape: dict[str, Any] = {"hidden": 64, "layers": 3, "intermediate": 160, "vocab": 499}
+    config = tiny(**shape)
+    made = trainer(model=config, error_feedback="round")
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints", keep=9)
+    buffers = [torch.zeros(shape) for _, shape in made.schema]
+    checkpoints = 0
+    for step in range(4):
+        train(made, step, step + 1)
+        made.write_pseudo_gradient(buffers)
+        made.prepare_outer_step(buffers)
+        made.commit_outer_step()
+        if step == 0:
+            continue  # the first one has no momentum and no error feedback before it
+        keeper.save({}, Progress(0, 1, 1, []))
+        keeper.wait()
+        checkpoints += 1
+    handle = made.snapshot(
+        tmp_path / "snapshot", progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0
+    )
+    handle.wait(timedelta(seconds=60))
+    (tmp_path / "global").mkdir()
+    model = (tmp_path / "snapshot" / "model.safetensors").read_bytes()
+    (tmp_path / "global" / "model.safetensors").write_bytes(model)
+    save_outer_optimizer(
+        tmp_path / "global" / "outer_optimizer.pt", OuterOptimizerState(buffers, 0.8, 0.9, 1)
+    )
+    expected = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
+    epochs = written(tmp_path / "checkpoints", "epoch-*")
+    assert written(tmp_path / "checkpoints", "checkpoint-*") == pytest.approx(
+        expected.checkpoints, rel=0.05
+    )
+    assert epochs == pytest.approx(expected.epochs, rel=0.05)
+    # a snapshot's estimate has room for the parts that rank 0 puts together
+    snapshot = written(tmp_path, "snapshot")
+    shapes = [s for _, s in made.schema]
+    assert snapshot < snapshot_bytes(shapes) < 1.25 * snapshot
+    assert written(tmp_path, "global") == pytest.approx(expected.global_states / 3, rel=0.05)
+
+
+def written(folder: Path, pattern: str) -> int:
+    files = [f for found in folder.glob(pattern) for f in found.rglob("*") if f.is_file()]
+    return sum(f.stat().st_size for f in files)
+
+
+def test_the_guide_says_what_the_model_says() -> None:
+    guide = " ".join((DOCS / "operator-guide.md").read_text(encoding="utf-8").split())
+    count, how = FOUR.parameters, Arrangement(4, micro_batch=2, sequence_length=1024)
+    disk = math.ceil(disk_space(FOUR, keep_checkpoints=2).total / count)
+    assert f"Plan {disk} bytes a parameter, {disk * 4} GB for 4 billion" in guide
+    host = host_memory(FOUR, how)
+    needed, peak = round(host.needed / count), round(host.peak / count)
+    assert f"Plan {needed} bytes a parameter, {needed * 4} GB for 4 billion" in guide
+    assert f"all of them together take {peak}, {peak * 4} GB" in guide
+    assert f"{round(host.snapshot / count)} more while a snapshot" in guide
+    assert f"{round(host.checkpoint / count)} more while a checkpoint" in guide
+    assert f"{round(host.round / count)} more in a round" in guide
+
+
+def test_the_table_of_cards_is_what_the_plan_says() -> None:
+    table = (DOCS / "performance.md").read_text(encoding="utf-8")
+    for card in (12, 16, 24, 40, 80, 141):
+        cells = [fitting(name, world, card) for name in ("1b", "4b") for world in (1, 4)]
+        assert f"| {card} GB | {' | '.join(cells)} |" in table
+
+
+def fitting(name: str, world_size: int, card: int) -> str:
+    for checkpointing, micro_batch in itertools.product(
+        ("none", "selective", "full"), (16, 8, 4, 2, 1)
+    ):
+        plan = plan_memory(
+            TrainingSettings(activation_checkpointing=checkpointing),
+            model_config=named_config(name),
+            world_size=world_size,
+            micro_batch=micro_batch,
+            device_bytes=card * 10**9,
+        )
+        if plan.bytes_needed <= MARGIN * card * 10**9:
+            how = [str(micro_batch)] + ([] if checkpointing == "none" else [checkpointing])
+            return ", ".join(how + ["host"] * plan.offload_optimizer)
+    return "does not fit"
