@@ -19,6 +19,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from distributed_training.common.environment import without_secrets
+
 from .spec import WorkerSpec
 from .work import BlockMaker, Failure, Prepared
 
@@ -43,8 +45,7 @@ class DataWorker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         ours, theirs = socket.socketpair()
-        environment = dict(os.environ)
-        environment |= {
+        environment = without_secrets(keep={"HF_TOKEN"}) | {
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
