@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -38,7 +39,8 @@ from distributed_training.training.sizes import local_llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE, MICRO, EFFECTIVE = 128, 8, 16
-MODES = ("upload", "round", "off")
+Mode = Literal["upload", "round", "off"]
+MODES: tuple[Mode, ...] = ("upload", "round", "off")
 
 
 def text(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +74,9 @@ def compare(trainer: Trainer, start: list[torch.Tensor], path: Path) -> tuple[fl
     return dot / (ours * true) ** 0.5, (ours / true) ** 0.5 / 0.8
 
 
-def run(mode: str, train: torch.Tensor, held: torch.Tensor, args: argparse.Namespace) -> list[dict]:
+def run(
+    mode: Mode, train: torch.Tensor, held: torch.Tensor, args: argparse.Namespace
+) -> list[dict]:
     trainer = Trainer(
         settings=TrainingSettings(
             local_batch_size_train=MICRO,

@@ -20,9 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from distributed_training.config import exit_with, load_config
 from distributed_training.config.flags import ConfigError
-from distributed_training.config.loader import exit_with, load_config
-from distributed_training.config.units import parse_duration
+from distributed_training.config.values import parse_duration
 
 
 def _parse() -> argparse.Namespace:

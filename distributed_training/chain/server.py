@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.config.chain import ChainSettings
-from distributed_training.config.flags import ConfigError
 from distributed_training.protocol import lines, synapses
 from distributed_training.protocol.synapses import RoundBounds, SynapseError
 from distributed_training.protocol.types import RoundRequest
@@ -80,12 +79,6 @@ class SignedServer:
         clock: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        unknown = set(settings.auth_schemes) - {auth.BTAUTH, auth.LEGACY}
-        if unknown or not settings.auth_schemes:
-            raise ConfigError(
-                f"--axon.auth {' '.join(sorted(unknown)) or '(empty)'} is no scheme, so no call "
-                "could be verified: give btauth, legacy or both"
-            )
         self._settings = settings
         self._own = wallet.ss58
         self._chain = chain

@@ -6,35 +6,17 @@ These need neither network nor GPU; ``diagnostics`` looks at the machine.
 from __future__ import annotations
 
 import ipaddress
-import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from pydantic import SecretStr
 
-from .presets import PUBLIC_NETUID
+from distributed_training.protocol.names import NETUID
+
+from .flags import ConfigError
+from .model import Config
+from .schema import schema
 from .swarm import PUBLIC_PART_SIZE
-
-if TYPE_CHECKING:
-    from .loader import Config
-
-_POSITIVE = (
-    "neuron.local_batch_size_train",
-    "neuron.local_batch_size_train_effective",
-    "neuron.upload_steps",
-    "neuron.epoch_length",
-    "neuron.blocks_per_allreduce",
-    "neuron.min_group_size",
-    "neuron.target_chunk",
-    "neuron.topk_compression",
-    "neuron.checkpoint_steps",
-    "neuron.keep_checkpoints",
-    "neuron.epoch_check_blocks",
-    "neuron.events_retention_size",
-    "nproc_per_node",
-    "axon.max_workers",
-)
 
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
 # inner failure is never seen as what it is. Names a room does not (yet) have are skipped.
@@ -50,7 +32,6 @@ _COMMITMENT_PARTS = (
     ("R2_READ_ACCESS_KEY_ID", 32),
     ("R2_READ_SECRET_ACCESS_KEY", 64),
 )
-_SS58 = re.compile(r"[1-9A-HJ-NP-Za-km-z]{47,48}")  # base58 of 35 bytes
 _REQUIRED_KEYS = (
     "R2_ACCOUNT_ID",
     "R2_READ_ACCESS_KEY_ID",
@@ -88,36 +69,20 @@ def _batch_sizes(config: Config) -> tuple[int | None, int | None]:
     )
 
 
-def check_positive(config: Config) -> Iterator[str]:
-    for name in _POSITIVE:
-        value = config.get(name)
-        if isinstance(value, int) and value < 1:
-            yield f"--{name} {value} is less than 1, so the miner could not work: give 1 or more"
-
-
-def check_negative(config: Config) -> Iterator[str]:
-    for name, value in config.values.items():
-        told_elsewhere = name in _POSITIVE or name.endswith(".port")
-        if isinstance(value, (int, float)) and value < 0 and not told_elsewhere:
-            yield (
-                f"--{name} {value:g} is negative, so it bounds or measures nothing: give 0 or more"
-            )
-
-
 def check_network(config: Config) -> Iterator[str]:
     netuid = config.get("netuid")
-    if config.preset == "public" and netuid is not None and netuid != PUBLIC_NETUID:
+    if config.is_public and netuid is not None and netuid != NETUID:
         yield (
             f"--netuid {netuid} is not this subnet, so no peer would be found: "
-            f"give --netuid {PUBLIC_NETUID}, or --preset local for a subnet on this machine"
+            f"give --netuid {NETUID}, or --preset local for a subnet on this machine"
         )
-    if config.preset == "public" and config.get("neuron.use_dct"):
+    if config.is_public and config.get("neuron.use_dct"):
         yield (
             "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
             "the public network would reject the uploads: remove the flag"
         )
     part = config.get("neuron.part_size_bytes")
-    if config.preset == "public" and part is not None and part != PUBLIC_PART_SIZE:
+    if config.is_public and part != PUBLIC_PART_SIZE:
         yield (
             f"--neuron.part_size_bytes {part} is not how the public network cuts tensors "
             f"({PUBLIC_PART_SIZE}), so every round with this miner would fail for its whole group: "
@@ -141,8 +106,6 @@ def check_timeouts(config: Config) -> Iterator[str]:
     for name, value in known:
         if not isinstance(value, timedelta):
             continue
-        if value <= timedelta(0):
-            yield f"--{name} is not positive, so every round would fail: give a time such as 45s"
         if inner is not None and inner >= value:
             yield (
                 f"--{inner_name} ({inner.total_seconds():g}s) is not shorter than --{name} "
@@ -150,12 +113,6 @@ def check_timeouts(config: Config) -> Iterator[str]:
                 f"give --{inner_name} less than {value.total_seconds():g}s"
             )
         inner_name, inner = name, value
-    stop = config.get("neuron.stop_timeout")
-    if isinstance(stop, timedelta) and stop <= timedelta(0):
-        yield (
-            "--neuron.stop_timeout is not positive, so every stop would lose the steps since the "
-            "last checkpoint: give a time such as 60s"
-        )
 
 
 def check_ports(config: Config) -> Iterator[str]:
@@ -163,9 +120,7 @@ def check_ports(config: Config) -> Iterator[str]:
     for name, value in config.values.items():
         if name.rpartition(".")[2] != "port" or not isinstance(value, int):
             continue
-        if not 0 <= value <= 65535:
-            yield f"--{name} {value} is not a port, so nothing could listen: give 1 to 65535"
-        elif value and value in used:
+        if value and value in used:
             yield (
                 f"--{name} and --{used[value]} are both {value}, so the second could not listen: "
                 f"give --{name} another port"
@@ -174,39 +129,29 @@ def check_ports(config: Config) -> Iterator[str]:
 
 
 def check_addresses(config: Config) -> Iterator[str]:
-    for name in ("dht.ip", "axon.ip", "axon.external_ip"):
-        value = config.get(name)
-        if not value or str(value).strip("[]") == "auto":
-            continue
-        try:
-            ipaddress.ip_address(str(value).strip("[]"))
-        except ValueError:
+    for name in ("axon.external_ip", "dht.ip"):
+        value = str(config.get(name) or "auto").strip("[]")
+        if config.is_public and value != "auto" and _is_nowhere(value):
             yield (
-                f"--{name} {value} is not an IP address, so no peer could reach this miner: "
-                "give the address peers see, e.g. 203.0.113.7"
-            )
-    for peer in config.get("neuron.initial_peers") or ():
-        if not (str(peer).startswith("/") and "/p2p/" in str(peer)):
-            yield (
-                f"--neuron.initial_peers {peer} is not a peer's address, so the swarm would not be "
-                "found: give /ip4/<ip>/tcp/<port>/p2p/<peer id>"
+                f"--{name} {value} cannot be reached from other machines, so no validator and no "
+                "peer could call this miner: give its public address, or remove the flag"
             )
 
 
-def check_hotkeys(config: Config) -> Iterator[str]:
-    name = "neuron.master_ss58_address"
-    value = str(config.get(name) or "")
-    if not _SS58.fullmatch(value):
-        yield (
-            f"--{name} {value!r} is not a hotkey, so no round would ever be accepted: give an ss58 "
-            "address of 47 or 48 characters, or remove the flag"
-        )
+def _is_nowhere(text: str) -> bool:
+    address = ipaddress.ip_address(text)
+    return address.is_unspecified or address.is_loopback or address.is_multicast
+
+
+def check_sources(config: Config) -> Iterator[str]:
+    try:
+        config.data.sources  # noqa: B018
+    except ConfigError as error:
+        yield str(error)
 
 
 def check_keys(config: Config) -> Iterator[str]:
-    from .schema import schema
-
-    by_variable = {s.spec.env: config.get(s.spec.name) for s in schema(config.kind) if s.spec.env}
+    by_variable = {s.env: config.get(s.name) for s in schema(config.kind) if s.env}
     present = {name: _plain(by_variable[name]) for name in _REQUIRED_KEYS if name in by_variable}
     missing = [name for name, text in present.items() if not text]
     if missing:
@@ -222,7 +167,7 @@ def check_keys(config: Config) -> Iterator[str]:
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
                 "that may only read (R2 dashboard, Manage API tokens) and put it into .env"
             )
-    if config.preset != "public":
+    if not config.is_public:
         return
     for variable, length in _COMMITMENT_PARTS:
         text = present.get(variable)
@@ -240,13 +185,11 @@ def _plain(value: object) -> str:
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    check_positive,
-    check_negative,
     check_network,
     check_batches,
     check_timeouts,
     check_ports,
     check_addresses,
-    check_hotkeys,
+    check_sources,
     check_keys,
 )

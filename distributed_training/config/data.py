@@ -1,12 +1,16 @@
-"""Settings of the data room."""
+"""Settings of the data room, and how ``--data.source`` and ``--data.mix`` are read."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
+import dataclasses
 from pathlib import Path
 
-from .flags import ConfigError, flag
+from pydantic.dataclasses import dataclass
+
+from distributed_training.protocol import names
+
+from .flags import DAY, HOUR, SECOND, SETTINGS, ConfigError, flag
+from .values import Duration, Text, WebUrl
 
 #: Kinds of ``--data.source``; those that are True need a folder after the colon.
 SOURCE_KINDS = {
@@ -19,7 +23,7 @@ SOURCE_KINDS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class SourceSpec:
     """One source of a mixture; ``weight`` is its share of the sequences, all shares sum to 1."""
 
@@ -105,76 +109,51 @@ def _parse_weights(mix: str, named: dict[str, SourceSpec]) -> dict[str, float]:
     return weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SETTINGS)
 class DataSettings:
-    """Where text comes from and how far ahead it is prepared. Raises ConfigError."""
+    """Where text comes from and how far ahead it is prepared."""
 
-    source: str = flag(
-        "data.source",
-        "hf",
-        "'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' "
-        "(this machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', "
-        "'text:DIR', 'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'",
-    )
-    mix: str = flag(
-        "data.mix", "", "shares of several sources in the sequences: 'web=0.7,code=0.3'"
-    )
-    dataset: str = flag("data.dataset", "HuggingFaceFW/fineweb-edu", "dataset of --data.source hf")
-    rows_url: str = flag(
-        "data.rows_url", "https://datasets-server.huggingface.co", "server of the rows API"
-    )
-    text_column: str = flag("data.text_column", "text", "column or key that holds a row's text")
-    pages_per_block: int = flag(
-        "data.pages_per_block", 5, "pages of each block; validators look at the first two"
-    )
-    rows_per_page: int = flag("data.rows_per_page", 100, "rows of a page")
-    max_length: int = flag("data.max_length", 1024, "tokens of a row; the rest of it is dropped")
-    prefetch_blocks: int = flag(
-        "data.prefetch_blocks", 2, "blocks prepared ahead of the one in training"
-    )
-    max_prefetch_blocks: int = flag(
-        "data.max_prefetch_blocks", 8, "the most blocks ahead while the source is slow"
-    )
-    workers: int = flag(
-        "data.workers",
-        1,
-        "processes of each rank that fetch and tokenize; raise this if the log says that data is "
-        "prepared more slowly than it is trained on",
-    )
-    request_timeout: timedelta = flag(
-        "data.request_timeout", timedelta(seconds=20), "one HTTP request for rows, body included"
-    )
-    request_attempts: int = flag(
-        "data.request_attempts", 6, "attempts for a page, with growing waits, before it is left out"
-    )
-    page_deadline: timedelta = flag(
-        "data.page_deadline",
-        timedelta(seconds=120),
-        "all attempts for one page together, waits asked for by the server included",
-    )
-    connections: int = flag("data.connections", 4, "pages of a block fetched at once")
-    cache_dir: Path | None = flag(
-        "data.cache_dir", None, "folder for fetched pages; default: data/ in the run folder"
-    )
-    cache_gb: float = flag("data.cache_gb", 2.0, "size bound of the fetched pages, GB; 0: no cache")
-    table_age: timedelta = flag(
-        "data.table_age",
-        timedelta(hours=6),
-        "age at which the dataset's table of configs is asked for again",
-    )
-
-    def __post_init__(self) -> None:
-        parse_sources(self.source, self.mix)
-        for name in (
-            "pages_per_block", "rows_per_page", "max_length", "prefetch_blocks",
-            "workers", "request_attempts", "connections",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise ConfigError(
-                    f"--data.{name} {getattr(self, name)} is less than 1, so no data could be "
-                    "prepared: give 1 or more"
-                )
+    source: str = flag("data.source", "hf")
+    """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
+    machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
+    'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
+    mix: Text = flag("data.mix", "")
+    """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
+    dataset: str = flag("data.dataset", names.DATASET)
+    """dataset of --data.source hf"""
+    rows_url: WebUrl = flag("data.rows_url", "https://datasets-server.huggingface.co")
+    """server of the rows API"""
+    text_column: str = flag("data.text_column", "text")
+    """column or key that holds a row's text"""
+    pages_per_block: int = flag("data.pages_per_block", 5, ge=1, le=1000)
+    """pages of each block; validators look at the first two"""
+    rows_per_page: int = flag("data.rows_per_page", 100, ge=1, le=100_000)
+    """rows of a page"""
+    max_length: int = flag("data.max_length", 1024, ge=1, le=10_000_000)
+    """tokens of a row; the rest of it is dropped"""
+    prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
+    """blocks prepared ahead of the one in training"""
+    max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
+    """the most blocks ahead while the source is slow"""
+    workers: int = flag("data.workers", 1, ge=1, le=256)
+    """processes of each rank that fetch and tokenize; raise this if the log says that data is
+    prepared more slowly than it is trained on"""
+    request_timeout: Duration = flag("data.request_timeout", 20 * SECOND, ge=SECOND / 10, le=HOUR)
+    """one HTTP request for rows, body included"""
+    request_attempts: int = flag("data.request_attempts", 6, ge=1, le=1000)
+    """attempts for a page, with growing waits, before it is left out"""
+    page_deadline: Duration = flag("data.page_deadline", 120 * SECOND, ge=SECOND / 10, le=DAY)
+    """all attempts for one page together, waits asked for by the server included"""
+    connections: int = flag("data.connections", 4, ge=1, le=256)
+    """pages of a block fetched at once"""
+    cache_dir: Path | None = flag("data.cache_dir", None)
+    """folder for fetched pages; default: data/ in the run folder"""
+    cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
+    """size bound of the fetched pages, GB; 0: no cache"""
+    table_age: Duration = flag("data.table_age", 6 * HOUR, ge=SECOND, le=365 * DAY)
+    """age at which the dataset's table of configs is asked for again"""
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
+        """The sources with their shares of the sequences. Raises ConfigError."""
         return parse_sources(self.source, self.mix)

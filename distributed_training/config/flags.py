@@ -1,54 +1,56 @@
-"""How a setting is declared: once, with its flag, default, help and environment variable.
+"""How a setting is declared: once, with its flag, default, range and help.
 
-Each room has one frozen dataclass of settings in this package (``config/training.py`` and so on).
-A field is declared with :func:`flag`; the loader builds the command line, reads ``.env`` and the
-environment, checks, and hands each room its own dataclass.
+Each room has one frozen pydantic dataclass of settings in this package. A field of it reads
+
+    upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=100_000)
+    "publish at most every so many inner steps"
+
+and this is all there is to write: the command line, ``--help``, docs/flags.md, the environment
+variable, the conversion from text and the check of type and range follow from it. pydantic applies
+type and range whenever a settings object is made, so a test or a script cannot step around them.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
+
+from pydantic import ConfigDict, Field
 
 
 class ConfigError(ValueError):
     """Bad input from the operator: one line naming cause, consequence and remedy. Exit status 2."""
 
 
-@dataclasses.dataclass(frozen=True)
-class FlagSpec:
-    """What :func:`flag` stores in a field's metadata under ``"flag"``."""
+#: The ``config=`` of every settings class. The string below a field is its help text.
+SETTINGS = ConfigDict(
+    extra="forbid", allow_inf_nan=False, str_min_length=1, use_attribute_docstrings=True
+)
 
-    name: str  # without the leading dashes, e.g. "neuron.upload_steps"
-    help: str
-    env: str | None = None
-    secret: bool = False
-    choices: tuple[str, ...] | None = None
-    parse: Callable[[str], Any] | None = None
-    aliases: tuple[str, ...] = ()
+SECOND = timedelta(seconds=1)
+MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
 
 
 def flag(
     name: str,
     default: Any,
-    help: str,
     *,
+    ge: Any = None,
+    le: Any = None,
     env: str | None = None,
-    secret: bool = False,
-    choices: tuple[str, ...] | None = None,
-    parse: Callable[[str], Any] | None = None,
     aliases: tuple[str, ...] = (),
 ) -> Any:
-    """Declare a dataclass field that is a setting.
+    """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
 
-    ``name`` is the flag as operators know it (``neuron.upload_steps``; dashes and underscores are
-    the same to the loader). Types understood without ``parse``: bool (a switch), int, float, str,
-    ``pathlib.Path``, ``datetime.timedelta`` (given in seconds), ``X | None``, and tuples of str.
-    Settings with ``secret=True`` are typed ``pydantic.SecretStr | None`` and are never on argv:
-    they come from the environment variable ``env`` (or ``.env``) only.
+    ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
+    here or in its type. ``env`` names an environment variable that may give the value as well. A
+    field of type ``Secret`` comes from ``env`` only.
     """
-    spec = FlagSpec(name, help, env, secret, choices, parse, aliases)
-    if isinstance(default, (list, dict, set)):
-        raise TypeError(f"{name}: mutable default")
-    return dataclasses.field(default=default, metadata={"flag": spec})
+    return Field(
+        default,
+        ge=ge,
+        le=le,
+        json_schema_extra={"name": name, "env": env, "aliases": list(aliases)},
+    )

@@ -2,65 +2,32 @@
 
 What wins, strongest first: flags, environment variables, ``.env``, ``--config`` file, preset,
 default. Secrets come from the environment or ``.env`` only.
+
+argparse reads the command line, pydantic converts and checks; this module only merges. It remembers
+where each value came from, so that an error names the place to correct. (pydantic-settings would
+merge as well, but does not say where from, and reads lists as JSON and ``${...}`` in a secret.)
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pydantic import ValidationError
+
+from .checks import problems
 from .flags import ConfigError
+from .model import Config, Kind
 from .presets import PRESETS
-from .schema import Kind, Schema, schema
-from .values import BOOLEAN_WORDS, convert, is_list, is_switch
+from .schema import Schema, Setting, schema
+from .sources import Given, open_to_others, read_argv, read_dotenv, read_environment, read_toml
+from .values import mask
 
-if TYPE_CHECKING:
-    from .chain import ChainSettings
-    from .data import DataSettings
-    from .diagnostics import DiagnosticsSettings
-    from .miner import MinerSettings
-    from .store import StoreSettings
-    from .swarm import SwarmSettings
-    from .telemetry import TelemetrySettings
-    from .training import TrainingSettings
-    from .validator import ValidatorSettings
-
-
-@dataclass(frozen=True)
-class Config:
-    """The resolved configuration. Secrets inside are SecretStr, so ``repr`` is safe to log."""
-
-    kind: Kind
-    preset: str
-    miner: MinerSettings
-    training: TrainingSettings
-    data: DataSettings
-    store: StoreSettings
-    swarm: SwarmSettings
-    chain: ChainSettings
-    diagnostics: DiagnosticsSettings
-    telemetry: TelemetrySettings
-    validator: ValidatorSettings
-    values: Mapping[str, Any] = field(repr=False)  # flag name -> value
-    sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of a flag by its name (``neuron.upload_steps``)."""
-        return self.values.get(name, default)
-
-    @property
-    def run_folder(self) -> Path:
-        """Where this neuron keeps what it must not lose; the default names wallet and neuron."""
-        if self.miner.run_folder is not None:
-            return self.miner.run_folder
-        hotkey = self.get("wallet.hotkey") or "default"
-        return Path("runs") / f"{self.miner.name}-{hotkey}"
+_LONGEST_TEXT = 4096  # characters of one value
 
 
 def load_config(
@@ -79,166 +46,88 @@ def load_config(
     Raises ConfigError: one line, nothing started.
     """
     known = schema(kind)
-    given = parse_argv(argv, known)
-    environment = {**_read_dotenv(dotenv), **(os.environ if environ is None else environ)}
-
-    raw: dict[str, tuple[str | Sequence[str], str]] = {}  # flag -> (text, source), weakest first
-
-    file = given.get("config")
-    from_file = _read_toml(Path(str(file)), known) if file else {}
-    preset = str(
-        given.get("preset") or environment.get("DT_PRESET") or from_file.get("preset") or "public"
-    )
-    if preset not in PRESETS:
-        raise ConfigError(
-            f"--preset {preset} is unknown, so nothing was started: use one of {', '.join(PRESETS)}"
-        )
-    raw |= {
-        name: (text, f"preset {preset}")
-        for name, text in PRESETS[preset].items()
+    flags = read_argv(argv, known)
+    environment = read_environment(os.environ if environ is None else environ, known)
+    from_dotenv = read_environment(read_dotenv(dotenv), known)
+    given = {**from_dotenv, **environment, **flags}
+    if "config" in given:
+        given = {**read_toml(Path(_text(given["config"])), known), **given}
+    preset = _text(given["preset"]) if "preset" in given else "public"
+    defaults = {
+        name: Given(text, f"preset {preset}")
+        for name, text in PRESETS.get(preset, {}).items()
         if known.get(name) is not None
     }
-    raw |= {name: (words, f"{name} in {file}") for name, words in from_file.items()}
-    for setting in known:
-        variable = setting.spec.env
-        if variable and environment.get(variable):
-            raw[setting.spec.name] = (environment[variable], variable)
-    raw |= {name: (words, f"--{name}") for name, words in given.items()}
-
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for setting in known:
-        name = setting.spec.name
-        values[name] = setting.default
-        if name in raw:
-            words, sources[name] = raw[name]
-            values[name] = convert(setting.spec, setting.hint, words, source=sources[name])
-    config = _build(known, preset, values, sources)
+    warning = open_to_others(dotenv) if dotenv and from_dotenv else None
+    config = _build(known, {**defaults, **given}, warnings=(warning,) if warning else ())
     if check:
-        from .checks import problems
-
-        found = problems(config)
-        if found:
-            more = f" (and {len(found) - 1} more: scripts/diagnose.py lists all)"
-            raise ConfigError(found[0] + (more if len(found) > 1 else ""))
+        _refuse(problems(config))
     return config
 
 
-def _build(
-    known: Schema, preset: str, values: Mapping[str, Any], sources: Mapping[str, str]
-) -> Config:
+def _refuse(found: Sequence[str]) -> None:
+    if found:
+        more = f" (and {len(found) - 1} more: scripts/diagnose.py lists all)"
+        raise ConfigError(found[0] + (more if len(found) > 1 else ""))
+
+
+def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ...]) -> Config:
     arguments: dict[str, dict[str, Any]] = {room: {} for room in known.classes}
-    for setting in known:
-        for room, field_name in setting.fields:
-            arguments[room][field_name] = values[setting.spec.name]
-    rooms: dict[str, Any] = {r: c(**arguments[r]) for r, c in known.classes.items()}
+    for name, entry in given.items():
+        setting = known.settings[name]
+        text = _text(entry)
+        empty = setting.optional and text.strip().lower() in ("", "none")
+        for room, field in setting.places:
+            arguments[room][field] = None if empty else text
+    rooms: dict[str, Any] = {}
+    wrong: dict[str, str] = {}  # flag -> problem
+    places = {place: setting for setting in known for place in setting.places}
+    for room, settings_class in known.classes.items():
+        try:
+            rooms[room] = settings_class(**arguments[room])
+        except ValidationError as refusal:
+            for error in refusal.errors(include_url=False):
+                setting = places[room, str(error["loc"][0])]
+                wrong.setdefault(setting.name, _wording(setting, given[setting.name], error))
+    _refuse(list(wrong.values()))
+    values = {s.name: getattr(rooms[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(
         kind=known.kind,
-        preset=preset,
-        values=MappingProxyType(dict(values)),
-        sources=MappingProxyType(dict(sources)),
+        values=MappingProxyType(values),
+        sources=MappingProxyType({name: entry.source for name, entry in given.items()}),
+        warnings=warnings,
         **rooms,
     )
 
 
-def parse_argv(argv: Sequence[str], known: Schema) -> dict[str, str | list[str]]:
-    """Flag name -> text as given. ``--flag value``, ``--flag=value``, switches with or without a
-    value, lists over several words or repeated. Raises ConfigError, SystemExit for ``--help``."""
-    given: dict[str, str | list[str]] = {}
-    words = list(argv)
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if word in ("-h", "--help"):
-            from .help import help_text
-
-            print(help_text(known))
-            raise SystemExit(0)
-        if word == "--version":
-            from distributed_training import __version__
-
-            print(__version__)
-            raise SystemExit(0)
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(
-                f"{word!r} is not a flag, so nothing was started: flags start with --; see --help"
-            )
-        name, equals, value = word[2:].partition("=")
-        setting = known.find(name)
-        name = setting.spec.name
-        if setting.spec.secret:
-            raise ConfigError(
-                f"--{name} is a secret, and other users of this machine can read command lines, "
-                f"so nothing was started: put {setting.spec.env}=... into .env"
-            )
-        following = words[at] if at < len(words) else None
-        if is_switch(setting.hint):
-            if not equals and following is not None and following.lower() in BOOLEAN_WORDS:
-                value = following
-                at += 1
-            given[name] = value if equals or value else "true"
-            continue
-        items = [value] if equals else []
-        while not (items and not is_list(setting.hint)) and at < len(words):
-            if words[at].startswith("--"):
-                break
-            items.append(words[at])
-            at += 1
-        if not items:
-            raise ConfigError(f"--{name} needs a value, so nothing was started: see --help")
-        if is_list(setting.hint):
-            before = given.get(name, [])
-            given[name] = [*before, *items]
-        else:
-            given[name] = items[0]
-    return given
+def _text(entry: Given) -> str:
+    """What was given, if it can be shown in one line at all. Raises ConfigError."""
+    text = entry.text.strip()
+    if len(text) > _LONGEST_TEXT:
+        what = f"has {len(text)} characters, more than {_LONGEST_TEXT}"
+    elif not text.isprintable():
+        what = "holds characters that cannot be printed"
+    else:
+        return text
+    raise ConfigError(f"{entry.source} {what}, so nothing was started: correct {entry.source}")
 
 
-def _read_dotenv(path: Path | None) -> dict[str, str]:
-    if path is None or not path.is_file():
-        return {}
-    from dotenv import dotenv_values
-
-    # No interpolation: a "$" in a secret is a "$".
-    found = dotenv_values(path, interpolate=False)
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _read_toml(path: Path, known: Schema) -> dict[str, str | list[str]]:
-    try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path} cannot be read ({error.strerror}), so nothing was started: "
-            "correct the path"
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(
-            f"--config {path} is not TOML ({error}), so nothing was started: correct that line"
-        ) from None
-    found: dict[str, str | list[str]] = {}
-    for name, value in _flatten(tree, ""):
-        setting = known.find(name)
-        if setting.spec.secret:
-            raise ConfigError(
-                f"{name} in {path} is a secret and does not belong into a configuration file, so "
-                f"nothing was started: put {setting.spec.env}=... into .env"
-            )
-        if isinstance(value, list):
-            found[setting.spec.name] = [str(v) for v in value]
-        else:
-            found[setting.spec.name] = str(value).lower() if value in (True, False) else str(value)
-    return found
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    flat: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        flat += _flatten(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return flat
+def _wording(setting: Setting, entry: Given, error: Mapping[str, Any]) -> str:
+    """One line for the operator. It never holds the value of a secret."""
+    text = mask(entry.text)
+    text = text if len(text) <= 100 else f"{text[:100]}..."
+    context = error.get("ctx", {})
+    cause = context.get("error")
+    if isinstance(cause, ConfigError):
+        return f"{entry.source}: {cause}"
+    if error["type"] in ("greater_than_equal", "less_than_equal"):
+        low, _, high = setting.bounds.partition(" to ")
+        what = f"less than {low}" if "ge" in context else f"more than {high}"
+        return f"{entry.source} {text} is {what}, so nothing was started: give {low} to {high}"
+    shown = "its value" if setting.secret else repr(text)
+    wanted = str(cause or setting.wanted)
+    remedy = f"give {setting.bounds}" if setting.bounds else f"correct {entry.source}"
+    return f"{entry.source}: {shown} is not {wanted}, so nothing was started: {remedy}"
 
 
 def exit_with(error: ConfigError) -> int:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-PUBLIC_NETUID = 38
+from distributed_training.protocol.names import NETUID
 
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "public": {"netuid": str(PUBLIC_NETUID)},
+    "public": {"netuid": str(NETUID)},
     "local": {
-        "netuid": str(PUBLIC_NETUID),
+        "netuid": str(NETUID),
         "neuron.device": "cpu",
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",

@@ -1,48 +1,36 @@
-"""Every setting there is, collected from the rooms' dataclasses."""
+"""Every setting there is, read from the fields of the rooms' settings classes."""
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-import importlib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from datetime import timedelta
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from types import NoneType
+from typing import Any
 
-from .compat import NO_EFFECT, NoEffect
-from .flags import ConfigError, FlagSpec
-from .presets import PRESETS
+from annotated_types import Ge, Le
+from pydantic import ByteSize, SecretStr
+from pydantic.fields import FieldInfo
 
-Kind = Literal["miner", "validator"]
+from .flags import ConfigError
+from .model import Kind, Rooms
+from .values import show
 
-# Room -> settings class, in the order of the help.
-ROOMS: Mapping[str, str] = {
-    "miner": "MinerSettings",
-    "training": "TrainingSettings",
-    "data": "DataSettings",
-    "store": "StoreSettings",
-    "swarm": "SwarmSettings",
-    "chain": "ChainSettings",
-    "diagnostics": "DiagnosticsSettings",
-    "telemetry": "TelemetrySettings",
-    "validator": "ValidatorSettings",
-}
-
-TITLES: Mapping[str, str] = {
-    "general": "General",
-    "miner": "Loop and launcher",
-    "training": "Training",
-    "data": "Data",
-    "store": "Object store",
-    "swarm": "Swarm",
-    "chain": "Chain and wallet",
-    "diagnostics": "Diagnostics",
-    "telemetry": "Log and events",
-    "validator": "Validator",
-    "no effect": "Accepted, without effect",
+# How an operator calls each type, and what stands for a value in the help.
+_TYPES: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "true|false"),
+    ByteSize: ("a size such as 2147483648, 2GiB or 500MB", "SIZE"),
+    timedelta: ("a duration such as 90s or 15m", "TIME"),
+    Path: ("a path", "PATH"),
+    tuple: ("two numbers LOW:HIGH", "LOW:HIGH"),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    str: ("at least one character", "TEXT"),
+    SecretStr: ("at least one character", "TEXT"),
 }
 
 
@@ -50,37 +38,77 @@ TITLES: Mapping[str, str] = {
 class Setting:
     """One flag and the fields it feeds (usually one; two rooms may need the same value)."""
 
-    spec: FlagSpec
-    hint: Any
-    default: Any
+    name: str
+    env: str | None
+    aliases: tuple[str, ...]
     group: str
-    fields: tuple[tuple[str, str], ...]  # (room, field name)
-    no_effect: str = ""  # why, for compat flags
+    field: FieldInfo
+    places: tuple[tuple[str, str], ...]  # (room, field name)
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
+
+    @property
+    def help(self) -> str:
+        text = " ".join((self.field.description or "").split())
+        return f"no effect: {text}" if self.group == "no_effect" else text
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """What the type is made of, and the constraints upon it."""
+        return [*_parts(self.field.annotation), *self.field.metadata]
+
+    @property
+    def secret(self) -> bool:
+        return SecretStr in self.parts
+
+    @property
+    def optional(self) -> bool:
+        return NoneType in self.parts
+
+    @property
+    def many(self) -> bool:
+        """Whether the flag takes several words."""
+        return Ellipsis in self.parts
+
+    @property
+    def choices(self) -> list[str]:
+        return [part for part in self.parts if isinstance(part, str)]
+
+    @property
+    def bounds(self) -> str:
+        """``1 to 100``; empty for what is no number."""
+        low = [show(part.ge) for part in self.parts if isinstance(part, Ge)]
+        high = [show(part.le) for part in self.parts if isinstance(part, Le)]
+        return f"{low[0]} to {high[0]}" if low and high else ""
+
+    @property
+    def wanted(self) -> str:
+        """What a value of this flag is: ``a whole number``."""
+        words = ", ".join(self.choices)
+        if words and not self.bounds:
+            return f"one of {words}"
+        return f"{self._type[0]} or {words}" if words else self._type[0]
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help."""
+        if self.many:
+            return "WORD"
+        first = [self._type[1]] if self.bounds or not self.choices else []
+        return "|".join(first + self.choices)
+
+    @property
+    def _type(self) -> tuple[str, str]:
+        return next((_TYPES[part] for part in self.parts if part in _TYPES), _TYPES[str])
 
 
-GENERAL: tuple[Setting, ...] = (
-    Setting(
-        FlagSpec(
-            "preset",
-            "defaults for the public network, or for a subnet on this machine",
-            env="DT_PRESET",
-            choices=tuple(PRESETS),
-        ),
-        str,
-        "public",
-        "general",
-        (),
-    ),
-    Setting(
-        FlagSpec(
-            "config", "TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"
-        ),
-        Path | None,
-        None,
-        "general",
-        (),
-    ),
-)
+def _parts(hint: Any) -> Iterator[Any]:
+    """``int | Literal["auto"]`` -> Union, int, Literal, "auto"; constraints as they are."""
+    yield typing.get_origin(hint) or hint
+    for part in typing.get_args(hint):
+        yield from part.metadata if isinstance(part, FieldInfo) else _parts(part)
 
 
 class Schema:
@@ -88,41 +116,29 @@ class Schema:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.classes: dict[str, type] = {}
-        self.settings: dict[str, Setting] = {s.spec.name: s for s in GENERAL}
-        for room, class_name in ROOMS.items():
-            module = importlib.import_module(f"{__package__}.{room}")
-            settings_class: type = getattr(module, class_name)
-            self.classes[room] = settings_class
+        self.classes: dict[str, Any] = typing.get_type_hints(Rooms)
+        self.settings: dict[str, Setting] = {}
+        for room, settings_class in self.classes.items():
             if room != "validator" or kind == "validator":
-                self._collect(room, settings_class)
-        for entry in NO_EFFECT:
-            if entry.name not in self.settings:
-                self.settings[entry.name] = _from_compat(entry)
-        self._spellings: dict[str, Setting] = {}
-        for setting in self.settings.values():
-            for name in (setting.spec.name, *setting.spec.aliases):
-                self._spellings[canonical(name)] = setting
+                for field_name, field in settings_class.__pydantic_fields__.items():
+                    self._add(room, field_name, field)
+        self._spellings = {
+            canonical(name): setting
+            for setting in self
+            for name in (setting.name, *setting.aliases)
+        }
 
-    def _collect(self, room: str, settings_class: type) -> None:
-        hints = typing.get_type_hints(settings_class)
-        for field in dataclasses.fields(settings_class):
-            spec: FlagSpec | None = field.metadata.get("flag")
-            if spec is None:
-                raise TypeError(f"{settings_class.__name__}.{field.name} is not declared by flag()")
-            known = self.settings.get(spec.name)
-            place = (room, field.name)
-            if known is None:
-                hint = hints[field.name]
-                self.settings[spec.name] = Setting(spec, hint, field.default, room, (place,))
-            elif known.default != field.default:
-                raise TypeError(
-                    f"--{spec.name} has two defaults: {known.default!r} in {known.group}, "
-                    f"{field.default!r} in {room}"
-                )
-            else:
-                fields = (*known.fields, place)
-                self.settings[spec.name] = dataclasses.replace(known, fields=fields)
+    def _add(self, room: str, field_name: str, field: FieldInfo) -> None:
+        declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
+        name, places, group = declared["name"], [(room, field_name)], room
+        known = self.settings.get(name)
+        if known is not None:
+            places, group = [*known.places, *places], known.group
+            if known.default != field.default:
+                raise TypeError(f"--{name} has two defaults: {known.default!r}, {field.default!r}")
+        self.settings[name] = Setting(
+            name, declared["env"], tuple(declared["aliases"]), group, field, tuple(places)
+        )
 
     def find(self, name: str) -> Setting:
         """The setting of a flag, dashes or underscores alike. Raises ConfigError if unknown."""
@@ -134,41 +150,31 @@ class Schema:
         return setting
 
     def get(self, name: str) -> Setting | None:
+        """The setting of a flag by its own name or an alias; None if unknown."""
         return self._spellings.get(canonical(name))
 
     def _nearest(self, name: str) -> str | None:
+        tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
         last = name.rpartition(".")[2]
-        for spelling, setting in self._spellings.items():
-            if spelling.rpartition(".")[2] == last:
-                return setting.spec.name
-        for spelling, setting in self._spellings.items():
-            if len(last) > 3 and spelling.rpartition(".")[2].startswith(last):
-                return setting.spec.name
+        longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
+        if last in tails or longer:
+            return tails[last if last in tails else longer[0]].name
         close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.5)
-        if not close:
-            tails = {s.rpartition(".")[2]: s for s in self._spellings}
-            close = [tails[t] for t in difflib.get_close_matches(last, tails, n=1, cutoff=0.6)]
-        return self._spellings[close[0]].spec.name if close else None
+        if close:
+            return self._spellings[close[0]].name
+        close = difflib.get_close_matches(last, tails, n=1, cutoff=0.6)
+        return tails[close[0]].name if close else None
 
     def __iter__(self) -> Iterator[Setting]:
-        order = list(TITLES)
-        return iter(sorted(self.settings.values(), key=lambda s: order.index(s.group)))
+        """Grouped, in the order of the help."""
+        return iter(self.settings.values())
 
 
 def canonical(name: str) -> str:
+    """One spelling for all: dashes are underscores, case does not count."""
     return name.replace("-", "_").lower()
 
 
 @lru_cache
 def schema(kind: Kind) -> Schema:
     return Schema(kind)
-
-
-def _from_compat(entry: NoEffect) -> Setting:
-    spec = FlagSpec(
-        entry.name,
-        f"no effect: {entry.why}",
-        env=entry.secret_env,
-        secret=entry.secret_env is not None,
-    )
-    return Setting(spec, entry.hint, entry.default, "no effect", (), no_effect=entry.why)

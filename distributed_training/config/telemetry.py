@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from .flags import flag
-from .units import parse_bytes
+from pydantic.dataclasses import dataclass
+
+from .flags import SETTINGS, flag
+from .values import Bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=SETTINGS)
 class TelemetrySettings:
     """What is said, how loudly, and where it is kept."""
 
-    debug: bool = flag("logging.debug", False, "log debug lines (never secrets)")
-    trace: bool = flag(
-        "logging.trace", False, "log debug lines of hivemind, bittensor and boto3 too"
-    )
-    info: bool = flag("logging.info", True, "log information lines; off: warnings and errors only")
-    record_log: bool = flag(
-        "logging.record_log", False, "also write the log to a file in --logging.logging_dir"
-    )
-    logging_dir: Path | None = flag(
-        "logging.logging_dir", None, "folder for the log file (default: the run folder)"
-    )
+    debug: bool = flag("logging.debug", False)
+    """log debug lines (never secrets)"""
+    trace: bool = flag("logging.trace", False)
+    """log debug lines of hivemind, bittensor and boto3 too"""
+    info: bool = flag("logging.info", True)
+    """log information lines; off: warnings and errors only"""
+    record_log: bool = flag("logging.record_log", False)
+    """also write the log to a file in --logging.logging_dir"""
+    logging_dir: Path | None = flag("logging.logging_dir", None)
+    """folder for the log file (default: the run folder)"""
     show_all_rank_logs: bool = flag(
-        "neuron.show_all_rank_logs",
-        False,
-        "information lines of every rank instead of rank 0 only",
-        aliases=("show_all_rank_logs",),
+        "neuron.show_all_rank_logs", False, aliases=("show_all_rank_logs",)
     )
-    dont_save_events: bool = flag(
-        "neuron.dont_save_events", False, "do not write events.jsonl into the run folder"
+    """information lines of every rank instead of rank 0 only"""
+    dont_save_events: bool = flag("neuron.dont_save_events", False)
+    """do not write events.jsonl into the run folder"""
+    events_retention_size: Bytes = flag(
+        "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
     )
-    events_retention_size: int = flag(
-        "neuron.events_retention_size",
-        2 * 1024**3,
-        "bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB",
-        parse=parse_bytes,
-    )
+    """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""

@@ -1,138 +1,132 @@
-"""From what an operator writes to typed values, and back to what is shown."""
+"""The types of settings: what an operator may write for each, and how a value is shown.
+
+A validator that raises ValueError says what was wanted ("an IP address"); the loader says the rest.
+"""
 
 from __future__ import annotations
 
-import math
-import types
-import typing
-from collections.abc import Sequence
+import ipaddress
+import re
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import SecretStr
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 
-from .flags import ConfigError, FlagSpec
-from .units import parse_duration
+from .flags import ConfigError
+from .identifiers import is_peer_address, is_ss58
 
-_TRUE = frozenset({"1", "true", "yes", "on"})
-_FALSE = frozenset({"0", "false", "no", "off", ""})
+T = TypeVar("T")
 
-BOOLEAN_WORDS = (_TRUE | _FALSE) - {""}
-
-
-def unwrap(hint: Any) -> tuple[Any, bool]:
-    """``X | None`` -> (X, True); X -> (X, False). Other unions come back as they are."""
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        rest = [a for a in typing.get_args(hint) if a is not type(None)]
-        optional = len(rest) < len(typing.get_args(hint))
-        return (rest[0] if len(rest) == 1 else typing.Union[tuple(rest)]), optional  # noqa: UP007
-    return hint, False
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_USER = re.compile(r"(?<=://).*@")
 
 
-def is_switch(hint: Any) -> bool:
-    return unwrap(hint)[0] is bool
-
-
-def is_list(hint: Any) -> bool:
-    return typing.get_origin(unwrap(hint)[0]) is tuple
-
-
-def convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str], *, source: str) -> Any:
-    """``raw`` as the field's type.
-
-    Raises ConfigError, naming ``source`` (the flag, the variable, the file), when it is not one.
-    The message never holds the value of a secret.
-    """
+def parse_duration(text: str) -> timedelta:
+    """``90``, ``90s``, ``15m``, ``2h``, ``1d``; without a unit: seconds. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?\s*", text, re.ASCII)
+    if match is None:
+        raise ValueError("a duration such as 90, 90s, 15m or 2h")
     try:
-        value = _convert(spec, hint, raw)
-    except ConfigError:
-        raise
-    except ValueError as error:
-        shown = "its value" if spec.secret else repr(raw if isinstance(raw, str) else " ".join(raw))
-        wanted = str(error) or type_name(hint)
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2] or ""])
+    except OverflowError:
+        raise ValueError("a duration that a clock can hold") from None
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """``LOW:HIGH`` as two finite numbers, LOW <= HIGH. Raises ConfigError."""
+    low_text, separator, high_text = text.partition(":")
+    try:
+        low, high = float(low_text), float(high_text)
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not separator or not 0 <= low <= high < float("inf"):
         raise ConfigError(
-            f"{source}: {shown} is not {wanted}, so nothing was started: correct {source}"
-        ) from None
-    return value
+            f"{text!r} is not a range, so values of a call cannot be bounded: give LOW:HIGH"
+        )
+    return low, high
 
 
-def _convert(spec: FlagSpec, hint: Any, raw: str | Sequence[str]) -> Any:
-    kind, optional = unwrap(hint)
-    if is_list(hint) and spec.parse is None:
-        words = [raw] if isinstance(raw, str) else list(raw)
-        if [w.strip().lower() for w in words] == ["none"]:
-            return ()
-        return tuple(w for word in words for w in word.replace(",", " ").split())
-    text = raw if isinstance(raw, str) else " ".join(raw)
-    if optional and text.strip().lower() in ("", "none"):
-        return None
-    if spec.choices is not None and text not in spec.choices:
-        raise ValueError(f"one of {', '.join(spec.choices)}")
-    if spec.parse is not None:
-        return spec.parse(text)
-    if kind is bool:
-        word = text.strip().lower()
-        if word not in _TRUE | _FALSE:
-            raise ValueError("true or false")
-        return word in _TRUE
-    if kind is timedelta:
-        return parse_duration(text)
-    if kind is SecretStr:
-        return SecretStr(text.strip())
-    if kind is Path:
-        return Path(text).expanduser()
-    if kind in (int, float):
+def _from_text(parse: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    words = text.replace(",", " ").split()
+    return () if text.strip().lower() == "none" else tuple(words)
+
+
+def _holds(wanted: str, condition: Any) -> AfterValidator:
+    """A validator that asks for ``wanted`` unless ``condition(value)``."""
+
+    def check(value: str) -> str:
+        if not condition(value):
+            raise ValueError(wanted)
+        return value
+
+    return AfterValidator(check)
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip("[]"))
+    except ValueError:
+        return text == "auto"
+    return True
+
+
+def _is_url(*schemes: str, user: bool = False) -> Any:
+    def condition(text: str) -> bool:
         try:
-            number = kind(text)
+            url = urlsplit(text)
+            host, _ = url.hostname, url.port  # .port raises ValueError if it is none
         except ValueError:
-            raise ValueError(type_name(hint)) from None
-        # float() takes "nan" and "inf". Neither compares as a bound should: no stake is below nan.
-        if not math.isfinite(number):
-            raise ValueError(type_name(hint))
-        return number
-    if typing.get_origin(kind) is Literal:
-        for word in typing.get_args(kind):
-            if str(word) == text:
-                return word
-        raise ValueError(f"one of {', '.join(str(w) for w in typing.get_args(kind))}")
-    if kind is str:
-        return text
-    raise TypeError(f"--{spec.name}: a field of type {hint} needs flag(..., parse=...)")
+            return False
+        return url.scheme in schemes and bool(host) and (user or "@" not in url.netloc)
+
+    return condition
 
 
-def type_name(hint: Any) -> str:
-    """What to call the type in a message or in the help."""
-    kind, _ = unwrap(hint)
-    if is_list(hint):
-        return "a list of words"
-    names: dict[Any, str] = {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        timedelta: "a duration such as 90s or 15m",
-        Path: "a path",
-        SecretStr: "text",
-        str: "text",
-    }
-    return names.get(kind, "a valid value")
+def _is_subtensor(text: str) -> bool:
+    return bool(re.fullmatch(r"[a-z][a-z0-9_-]*", text)) or _is_node(text)
 
 
-def placeholder(spec: FlagSpec, hint: Any) -> str:
-    """The metavariable of the help; empty for switches."""
-    kind, _ = unwrap(hint)
-    if spec.choices is not None:
-        return "{" + ",".join(spec.choices) + "}"
-    if is_list(hint):
-        return "WORD..."
-    if typing.get_origin(kind) is Literal:
-        return "{" + ",".join(str(w) for w in typing.get_args(kind)) + "}"
-    words: dict[Any, str] = {bool: "", int: "N", float: "X", timedelta: "TIME", Path: "PATH"}
-    return words.get(kind, "TEXT" if kind is str else "VALUE")
+_is_node = _is_url("ws", "wss", user=True)
+_is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,57}[a-z0-9]").fullmatch
+
+
+def _is_file_name(text: str) -> bool:
+    return "/" not in text and text.strip() not in ("", ".", "..") and len(text.encode()) <= 200
+
+
+Duration = Annotated[timedelta, _from_text(parse_duration)]
+Bytes = ByteSize
+Range = Annotated[tuple[T, T], _from_text(parse_range)]
+Secret = Annotated[SecretStr, _from_text(str.strip)]
+Words = Annotated[tuple[T, ...], _from_text(_split)]
+
+Text = Annotated[str, Field(min_length=0)]  # may be empty
+FileName = Annotated[str, _holds("a name without '/'", _is_file_name)]
+Bucket = Annotated[
+    str, _holds("3 to 59 lower-case letters, digits and '-', as buckets are named", _is_bucket)
+]
+Hotkey = Annotated[
+    str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
+]
+IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", _is_ip)]
+NodeUrl = Annotated[str, _holds("a ws:// or wss:// URL", _is_node)]
+Subtensor = Annotated[str, _holds("finney, test, local, or a ws:// or wss:// URL", _is_subtensor)]
+PeerAddress = Annotated[
+    str,
+    _holds("a peer's address: /ip4/<ip>/tcp/<port>/p2p/<peer id>", is_peer_address),
+]
+WebUrl = Annotated[
+    str, _holds("an http:// or https:// URL without user and password", _is_url("http", "https"))
+]
 
 
 def show(value: Any) -> str:
-    """A value as an operator would write it; secrets masked."""
+    """A value as an operator would write it; secrets and the user part of a URL masked."""
     if isinstance(value, SecretStr):
         return "********" if value.get_secret_value() else "(empty)"
     if value is None:
@@ -140,10 +134,30 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, timedelta):
-        seconds = value.total_seconds()
-        return f"{seconds:g}s"
+        return _show_duration(value.total_seconds())
+    if isinstance(value, ByteSize):
+        return _show_size(int(value))
     if isinstance(value, tuple) and any(isinstance(v, float) for v in value):
         return ":".join(f"{v:g}" for v in value)  # LOW:HIGH
     if isinstance(value, tuple):
-        return " ".join(str(v) for v in value) or "-"
-    return str(value)
+        return " ".join(mask(str(v)) for v in value) or "-"
+    return mask(str(value))
+
+
+def _show_duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * length and seconds % length == 0:
+            return f"{seconds / length:g}{unit}"
+    return f"{seconds:g}s"
+
+
+def _show_size(size: int) -> str:
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{unit}"
+    return str(size)
+
+
+def mask(text: str) -> str:
+    """``text`` without the user and password that a URL in it may hold."""
+    return _USER.sub("********@", text)

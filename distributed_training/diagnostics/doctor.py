@@ -14,8 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.memory import DeviceMemory, HostMemory
+from distributed_training.config import Config
 from distributed_training.config.flags import ConfigError
-from distributed_training.config.loader import Config
 from distributed_training.diagnostics.checks import Check, check_disk, check_port
 from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
 from distributed_training.diagnostics.report import accumulation_steps

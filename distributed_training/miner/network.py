@@ -92,7 +92,7 @@ class Outside:
     def round_clock(self) -> RoundClock:
         """The public validator's period is longer from the first successful round on."""
         shortest = period = self.config.miner.blocks_per_allreduce
-        if self.config.preset == "public" and self.global_outer_step > 0:
+        if self.config.is_public and self.global_outer_step > 0:
             period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
         last = self.model_config.get("last_allreduce_block")
         return RoundClock(

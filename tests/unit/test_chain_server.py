@@ -317,9 +317,3 @@ def test_a_port_in_use_is_one_line(server: World) -> None:
             miner=MinerCallbacks(lambda: 0, server.events.append),
         )
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("schemes", [(), ("btauth", "legcay")])
-def test_a_scheme_nobody_knows_is_told(schemes: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"--axon\.auth"):
-        World(replace(SETTINGS, auth_schemes=schemes))

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.wallet import create_wallet, load_wallet
-from distributed_training.config.chain import ChainSettings, parse_range
+from distributed_training.config.chain import ChainSettings
 from distributed_training.config.flags import ConfigError
+from distributed_training.config.values import parse_range
 
 pytestmark = pytest.mark.timeout(60)
 

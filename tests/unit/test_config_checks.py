@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
+from distributed_training.protocol.names import MASTER_HOTKEY
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -31,9 +32,6 @@ def test_the_defaults_have_no_problem() -> None:
         (("--netuid", "1"), "--netuid 1 is not this subnet"),
         (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
         (("--neuron.part_size_bytes", "1048576"), "is not how the public network cuts tensors"),
-        (("--neuron.upload_steps", "0"), "--neuron.upload_steps 0 is less than 1"),
-        (("--neuron.local_batch_size_train_effective", "-4"), "is less than 1"),
-        (("--nproc_per_node", "0"), "--nproc_per_node 0 is less than 1"),
         (
             (
                 "--neuron.local_batch_size_train",
@@ -43,13 +41,7 @@ def test_the_defaults_have_no_problem() -> None:
             ),
             "--neuron.local_batch_size_train 8 is larger than",
         ),
-        (("--axon.port", "70000"), "--axon.port 70000 is not a port"),
         (("--axon.port", "9000", "--dht.port", "9000"), "are both 9000"),
-        (("--dht.ip", "my.host"), "--dht.ip my.host is not an IP address"),
-        (("--axon.external_ip", "1.2.3"), "--axon.external_ip 1.2.3 is not an IP address"),
-        (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
-        (("--neuron.master_ss58_address", "5EnC86"), "'5EnC86' is not a hotkey"),
-        (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout is not positive"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
     ],
 )
@@ -58,6 +50,38 @@ def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
     assert text in line and "\n" not in line
     with pytest.raises(ConfigError, match="so "):
         load_config("miner", argv, environ=KEYS, dotenv=None)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (("--neuron.upload_steps", "0"), "--neuron.upload_steps 0 is less than 1"),
+        (("--neuron.local_batch_size_train_effective", "-4"), "-4 is less than 1"),
+        (("--nproc_per_node", "0"), "--nproc_per_node 0 is less than 1"),
+        (("--nproc_per_node", "100000"), "--nproc_per_node 100000 is more than 64"),
+        (("--axon.port", "70000"), "--axon.port 70000 is more than 65535"),
+        (("--axon.external_port", "0"), "--axon.external_port 0 is less than 1"),
+        (("--axon.clock_skew", "9999d"), "--axon.clock_skew 9999d is more than 60s"),
+        (("--clamp.min_group_size", "0:0"), "--clamp.min_group_size 0:0 is less than 2"),
+        (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),
+        (("--axon.external_ip", "1.2.3"), "--axon.external_ip: '1.2.3' is not an IP address"),
+        (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
+        (("--neuron.initial_peers", "/ip4/1.2.3.4/tcp/1/p2p/x"), "is not a peer's address"),
+        (("--neuron.master_ss58_address", "5EnC86"), "'5EnC86' is not a hotkey"),
+        (("--neuron.master_ss58_address", MASTER_HOTKEY[:-1] + "Q"), "is not a hotkey"),
+        (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout 0 is less than 1s"),
+        (("--neuron.name", "../../etc"), "'../../etc' is not a name without '/'"),
+        (("--axon.auth", "btauth", "legcay"), "'btauth legcay' is not one of btauth, legacy"),
+        (("--axon.auth", "none"), "'none' is not one of btauth, legacy"),
+        (("--r2.part_size", "10GiB"), "--r2.part_size 10GiB is more than 5GiB"),
+    ],
+)
+def test_a_value_outside_its_kind_or_range_is_one_line(argv: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(*argv)
+    line = str(error.value)
+    assert line.startswith(argv[0]) and text in line and "so nothing was started" in line
+    assert "\n" not in line
 
 
 def test_use_dct_is_allowed_on_ones_own_subnet() -> None:
@@ -101,8 +125,10 @@ def test_what_is_not_a_number_and_what_is_negative_is_refused(name: str, text: s
 
 def test_several_problems_are_counted() -> None:
     with pytest.raises(ConfigError, match="and 1 more"):
+        load_config("miner", ["--netuid", "1", "--neuron.use_dct"], environ=KEYS, dotenv=None)
+    with pytest.raises(ConfigError, match="and 1 more"):
         load_config(
-            "miner", ["--netuid", "1", "--neuron.upload_steps", "0"], environ=KEYS, dotenv=None
+            "miner", ["--nproc_per_node", "0", "--dht.port", "x"], environ=KEYS, dotenv=None
         )
 
 

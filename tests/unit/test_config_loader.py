@@ -11,7 +11,9 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config.model import TITLES
 from distributed_training.config.schema import schema
+from distributed_training.protocol.names import BOOTSTRAP_PEERS
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -101,11 +103,9 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
 
 
 def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> None:
-    from distributed_training.config.schema import ROOMS
-
     both = schema("validator")
-    assert list(both.classes) == list(ROOMS)
-    shared = {s.spec.name: s.fields for s in both if len(s.fields) > 1}
+    assert list(both.classes) == list(TITLES)
+    shared = {s.name: s.places for s in both if len(s.places) > 1}
     for name, fields in shared.items():
         assert len({room for room, _ in fields}) == len(fields), f"{name} twice in one room"
 
@@ -130,7 +130,8 @@ def test_unknown_flags_name_the_nearest() -> None:
 def test_values_of_the_wrong_type() -> None:
     text = refused("--neuron.upload_steps", "often")
     assert text.startswith("--neuron.upload_steps: 'often' is not a whole number")
-    assert "needs a value" in refused("--neuron.upload_steps", "--neuron.use_dct")
+    text = refused("--neuron.upload_steps", "--neuron.use_dct")
+    assert text.startswith("--neuron.upload_steps: expected one argument")
     assert "is not true or false" in refused("--neuron.show_all_rank_logs=maybe")
 
 
@@ -141,7 +142,7 @@ def test_ranges() -> None:
     assert config.chain.clamp_round_timeout == (30.0, 1000.0)
     assert round_bounds(config.chain)
     for bad in ("30", "1000:30", "a:b"):
-        with pytest.raises(ConfigError, match="LOW:HIGH"):
+        with pytest.raises(ConfigError, match=r"^--clamp\.timeout: .*LOW:HIGH"):
             load("--clamp.timeout", bad)
 
 
@@ -162,12 +163,11 @@ def test_durations_and_sizes() -> None:
 
 def test_durations_and_sizes_have_an_end() -> None:
     assert "is not a duration" in refused("--neuron.stop_timeout", "99999999999d")
-    assert "is not a size" in refused("--neuron.events_retention_size", "9" * 400)
+    assert "is more than 1PiB" in refused("--neuron.events_retention_size", "9" * 400)
 
 
 def test_lists_take_several_words_commas_and_repetition() -> None:
-    peer = "/ip4/10.0.0.{}/tcp/8000/p2p/12D3Koo{}"
-    one, two, three = (peer.format(i, i) for i in range(3))
+    one, two, three = (BOOTSTRAP_PEERS[0].replace("161.97.156", f"10.0.{i}") for i in range(3))
     name = "--neuron.initial_peers"
     for argv in ((name, one, two, three), (name, f"{one},{two}", name, three)):
         assert load(*argv).get("neuron.initial_peers") == (one, two, three)
@@ -212,11 +212,11 @@ def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
 def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) -> None:
     text = refused("--neuron.influxdb_token", "t0ken-value")
     assert "INFLUXDB_TOKEN=" in text and "t0ken" not in text
-    secret = next(s for s in schema("miner") if s.spec.env == "R2_WRITE_SECRET_ACCESS_KEY")
-    text = refused(f"--{secret.spec.name}", "hunter2hunter2")
+    secret = next(s for s in schema("miner") if s.env == "R2_WRITE_SECRET_ACCESS_KEY")
+    text = refused(f"--{secret.name}", "hunter2hunter2")
     assert "R2_WRITE_SECRET_ACCESS_KEY=" in text and "hunter2" not in text
     toml = tmp_path / "m.toml"
-    toml.write_text(f'"{secret.spec.name}" = "hunter2hunter2"\n')
+    toml.write_text(f'"{secret.name}" = "hunter2hunter2"\n')
     text = refused("--config", str(toml))
     assert "does not belong into a configuration file" in text and "hunter2" not in text
 
@@ -244,7 +244,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "is not TOML" in refused("--config", str(bad))
     bad.write_text("[neuron]\nupload_stepz = 1\n")
     assert "did you mean --neuron.upload_steps?" in refused("--config", str(bad))
-    assert "--preset lokal is unknown" in refused("--preset", "lokal")
+    assert refused("--preset", "lokal").startswith("--preset: 'lokal' is not one of public, local")
 
 
 def test_help_is_quick_grouped_and_without_torch() -> None:
@@ -270,11 +270,14 @@ def test_help_is_quick_grouped_and_without_torch() -> None:
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 
-def test_training_settings_need_neither_pydantic_nor_dotenv() -> None:
+def test_settings_need_pydantic_alone() -> None:
+    """A machine with a GPU and no network has few packages: bench/gpu.py runs there."""
     code = (
         "import sys\n"
-        "sys.modules['pydantic'] = sys.modules['dotenv'] = None\n"
-        "import distributed_training.config.training, distributed_training.config.data\n"
+        "sys.modules['dotenv'] = sys.modules['psutil'] = sys.modules['numpy'] = None\n"
+        "from distributed_training.config import load_config\n"
+        "from distributed_training.config.training import TrainingSettings\n"
+        "assert load_config('miner', [], environ={}, dotenv=None, check=False)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20)
 

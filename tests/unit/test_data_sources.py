@@ -83,7 +83,7 @@ def test_sources_and_weights() -> None:
 )
 def test_sources_that_are_none(source: str, mix: str) -> None:
     with pytest.raises(ConfigError, match=r"--data\.(source|mix)") as caught:
-        DataSettings(source=source, mix=mix)
+        parse_sources(source, mix)
     assert "\n" not in str(caught.value) and ": give" in str(caught.value)
 
 

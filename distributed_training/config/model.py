@@ -1,0 +1,83 @@
+"""The resolved configuration: one settings object for each room."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .chain import ChainSettings
+from .data import DataSettings
+from .diagnostics import DiagnosticsSettings
+from .general import GeneralSettings, NoEffectSettings
+from .miner import MinerSettings
+from .store import StoreSettings
+from .swarm import SwarmSettings
+from .telemetry import TelemetrySettings
+from .training import TrainingSettings
+from .validator import ValidatorSettings
+
+Kind = Literal["miner", "validator"]
+
+
+@dataclass(frozen=True)
+class Rooms:
+    """The settings of all rooms, in the order of the help."""
+
+    general: GeneralSettings
+    miner: MinerSettings
+    training: TrainingSettings
+    data: DataSettings
+    store: StoreSettings
+    swarm: SwarmSettings
+    chain: ChainSettings
+    diagnostics: DiagnosticsSettings
+    telemetry: TelemetrySettings
+    validator: ValidatorSettings
+    no_effect: NoEffectSettings
+
+
+TITLES: Mapping[str, str] = {
+    "general": "General",
+    "miner": "Loop and launcher",
+    "training": "Training",
+    "data": "Data",
+    "store": "Object store",
+    "swarm": "Swarm",
+    "chain": "Chain and wallet",
+    "diagnostics": "Diagnostics",
+    "telemetry": "Log and events",
+    "validator": "Validator",
+    "no_effect": "Accepted, without effect",
+}
+
+
+@dataclass(frozen=True)
+class Config(Rooms):
+    """The resolved configuration. Secrets inside are SecretStr, so ``repr`` is safe to log."""
+
+    kind: Kind
+    values: Mapping[str, Any] = field(repr=False)  # flag name -> value
+    sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
+    warnings: tuple[str, ...] = ()  # what was noticed while the files were read
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a flag by its name (``neuron.upload_steps``)."""
+        return self.values.get(name, default)
+
+    @property
+    def preset(self) -> str:
+        return self.general.preset
+
+    @property
+    def is_public(self) -> bool:
+        """On the public network: ``--preset public``, or one of its presets for a GPU's memory."""
+        return self.preset.startswith("public")
+
+    @property
+    def run_folder(self) -> Path:
+        """Where this neuron keeps what it must not lose; the default names wallet and neuron."""
+        return (
+            self.miner.run_folder or Path("runs") / f"{self.miner.name}-{self.chain.wallet_hotkey}"
+        )
