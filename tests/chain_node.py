@@ -19,7 +19,7 @@ from bittensor._transport.interface import SubstrateConnection
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from distributed_training.chain.memory import MemoryLedger
+from tests.chain_memory import MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
 
 

@@ -14,11 +14,11 @@ from bittensor import http_auth
 from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.protocol.types import RoundRequest
+from tests.chain_memory import MemoryChain, MemoryLedger
 
 VECTORS = json.loads(
     (Path(__file__).parent / "vectors" / "legacy_dendrite_requests.json").read_text()

@@ -1,8 +1,8 @@
 """Identity: who is registered, who may call, commitments, the block clock, signed HTTP.
 
-``base`` (the protocol and its small types), ``memory``, ``local`` and ``subtensor`` (three chains
+``base`` (the protocol and its small types), ``local`` and ``subtensor`` (two chains
 that pass one contract test), ``wallet``, ``auth`` and ``replay`` (who is calling), ``admission``,
-``firewall``, ``http`` and ``asgi`` (what a caller may cost), ``server``, ``client``,
+``trust`` and ``http`` (what a caller may cost), ``server``, ``client``,
 ``registration`` (deregistered, moved to another uid, a second miner with this hotkey) and
 ``address`` (where validators reach us).
 

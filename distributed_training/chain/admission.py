@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable
 from .trust import TrustedAddresses
 
 BURST_SECONDS = 6.0  # a bucket holds what its rate allows in this time
-NEWCOMERS_PER_SECOND = 50.0
+NEWCOMERS_PER_SECOND, NEWCOMERS_BURST = 25.0, 100
 STRIKES = 20  # refused requests; one is forgiven every BLOCK_SECONDS / STRIKES
 BLOCK_SECONDS = 60.0
 _MOST_BLOCKED = 4096
@@ -87,7 +87,9 @@ class Admission:
         self._clock = clock
         self._requests = Buckets(rate=requests_per_address, clock=clock)
         self._strikes = Buckets(rate=STRIKES / BLOCK_SECONDS, burst=STRIKES, clock=clock)
-        self._newcomers = Buckets(rate=NEWCOMERS_PER_SECOND, capacity=1, clock=clock)
+        self._newcomers = Buckets(
+            rate=NEWCOMERS_PER_SECOND, burst=NEWCOMERS_BURST, capacity=1, clock=clock
+        )
         self._blocked: OrderedDict[str, float] = OrderedDict()  # until
         self._open: Counter[str] = Counter()
         self.connections = 0
@@ -135,12 +137,3 @@ class Admission:
         self._blocked.move_to_end(address)
         if len(self._blocked) > _MOST_BLOCKED:
             self._blocked.popitem(last=False)
-
-    def rules(self, most: int) -> tuple[list[str], list[str], bool]:
-        """For :class:`~.firewall.Firewall`: who is blocked and who is trusted (at most ``most`` of
-        each, the latest first), and whether a stranger would be let in now."""
-        now = self._clock()
-        blocked = [a for a, until in reversed(self._blocked.items()) if until > now]
-        trusted = [*reversed(self._trusted._callers), *self._trusted._endpoints]
-        welcome = self.connections < self._max and not self._newcomers.empty("newcomers")
-        return blocked[:most], trusted[:most], welcome

@@ -8,7 +8,7 @@ byte can be made to cost 100 us, is refused, and so is whatever follows the requ
 After the answer the connection is closed, which HTTP/1.1 allows a server at any time.
 
 A request that comes in many small pieces is looked at after pauses that double, so that a drip of
-single bytes wakes the thread some twenty times and not thousands.
+single bytes wakes the thread a dozen times and not thousands.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from distributed_training.protocol.synapses import MAX_BODY_BYTES
 
 from .admission import Admission
 from .auth import Refusal, Refused
-from .firewall import MAX_ADDRESSES, Firewall, accept_with_data
 from .trust import normalize
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
@@ -41,13 +40,12 @@ BACKLOG = 1024
 # What the kernel keeps of one connection before it is read (Linux doubles it).
 RECEIVE_BUFFER = 16 * 1024
 # Between two looks at an unfinished request, in seconds; doubled from the first to the longest.
-FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.25
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
 # Connections accepted in one go, and the pause after one of them was refused: a flood then wakes
 # this thread (and takes a core from the training) a few times a second instead of thousands.
 BATCH = 256
 FLOOD_PAUSE = 0.02
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
-SHIELD_INTERVAL = 0.5  # between two looks at who is kept out, while somebody is
 
 _END_OF_HEAD = b"\r\n\r\n"
 _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
@@ -319,9 +317,6 @@ class HttpThread(Generic[C]):
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._open: set[Exchange[C]] = set()
-        accept_with_data(sock, read_timeout)
-        self._firewall = Firewall(sock)
-        self._shielding = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -335,10 +330,6 @@ class HttpThread(Generic[C]):
         elif not self._loop.is_closed():
             self._loop.close()  # never started
         self._sock.close()
-
-    def dropped(self) -> int:
-        """Packets that the kernel dropped for us."""
-        return self._firewall.dropped() if self._sock.fileno() >= 0 else 0
 
     def _run(self) -> None:
         try:
@@ -388,8 +379,6 @@ class HttpThread(Generic[C]):
                 accepted.close()
                 refused = True
         if refused:
-            if not self._shielding:
-                self._shield()
             self._pause(FLOOD_PAUSE)
 
     async def _attach(self, accepted: socket.socket, address: str) -> None:
@@ -409,14 +398,3 @@ class HttpThread(Generic[C]):
     def _closed(self, exchange: Exchange[C]) -> None:
         self._open.discard(exchange)
         self._admission.disconnect(exchange.address)
-
-    def _shield(self) -> None:
-        """Have the kernel keep out those who would be refused here, until they would not be."""
-        self._shielding = False
-        if self._stopped.is_set():
-            return
-        blocked, trusted, strangers = self._admission.rules(MAX_ADDRESSES)
-        self._firewall.apply(blocked=blocked, trusted=trusted, strangers=strangers)
-        if self._firewall.active:
-            self._shielding = True
-            self._loop.call_later(SHIELD_INTERVAL, self._shield)

@@ -177,12 +177,10 @@ class SignedServer:
 
     def counters(self) -> Mapping[str, int]:
         """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce`` and
-        ``refused.<reason>`` only grow, as do ``dropped_packets`` (by the kernel, for us);
-        ``connections`` are the open ones."""
+        ``refused.<reason>`` only grow; ``connections`` are the open ones."""
         counts = dict(self._counts)
         for reason, count in dict(self._admission.refused).items():
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
-        counts["dropped_packets"] = self._http.dropped()
         counts["connections"] = self._admission.connections
         return counts
 

@@ -4,9 +4,7 @@
 
 Reads are open; every write must be signed by the hotkey it is for (``btauth/1``, real sr25519).
 A registration chooses its uid, stake and validator permit: this is a chain for experiments on one
-machine and it listens on 127.0.0.1 only. The state is one JSON file, replaced atomically before a
-write is acknowledged; blocks are counted by the wall clock from a stored origin, so they go on
-across restarts, as a real chain's do while one's own node is down.
+machine and it listens on 127.0.0.1 only. Rules and state are the :class:`~.ledger.Ledger`'s.
 """
 
 from __future__ import annotations
@@ -17,38 +15,101 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from distributed_training.localnet.ledger import Ledger, Refused
+from distributed_training.chain.base import ChainError
+from distributed_training.localnet.ledger import MAX_UIDS, Ledger, LedgerDamaged
 
 MAX_BODY = 64 * 1024
+
+Fields = dict[str, Any]
+
+
+def _number(value: Any, name: str, low: float, high: float) -> float:
+    """Raises ChainError for what is no finite number between ``low`` and ``high``."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise ChainError(f"{name}: a number") from None
+    if not low <= number <= high:  # NaN neither
+        raise ChainError(f"{name}: between {low:g} and {high:g}")
+    return number
+
+
+def _uid(value: Any) -> int:
+    return int(_number(value, "uid", 0, MAX_UIDS - 1))
+
+
+def _text(value: Any, name: str, longest: int) -> str:
+    if not isinstance(value, str) or not 0 < len(value) <= longest:
+        raise ChainError(f"{name}: a text of at most {longest} characters")
+    return value
+
+
+class Writes:
+    """What a signed request may change, by path; raises ChainError for fields that are wrong."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self.by_path: dict[str, Callable[[str, Fields], Fields]] = {
+            "/register": self._register,
+            "/deregister": self._deregister,
+            "/commit": self._commit,
+            "/serve": self._serve,
+            "/weights": self._weights,
+        }
+
+    def _register(self, hotkey: str, fields: Fields) -> Fields:
+        wanted = fields.get("uid")
+        uid = self._ledger.register(
+            hotkey,
+            uid=None if wanted is None else _uid(wanted),
+            stake=_number(fields.get("stake", 0.0), "stake", 0.0, 1e12),
+            validator_permit=bool(fields.get("validator_permit", False)),
+        )
+        return {"uid": uid}
+
+    def _deregister(self, hotkey: str, fields: Fields) -> Fields:
+        self._ledger.deregister(hotkey)
+        return {}
+
+    def _commit(self, hotkey: str, fields: Fields) -> Fields:
+        self._ledger.commit(hotkey, _text(fields.get("text"), "text", MAX_BODY))
+        return {}
+
+    def _serve(self, hotkey: str, fields: Fields) -> Fields:
+        ip = _text(fields.get("ip"), "ip", 64)
+        self._ledger.serve(hotkey, ip, int(_number(fields.get("port"), "port", 1, 65535)))
+        return {}
+
+    def _weights(self, hotkey: str, fields: Fields) -> Fields:
+        given = fields.get("weights")
+        if not isinstance(given, dict) or len(given) > MAX_UIDS:
+            raise ChainError("weights: uids and numbers")
+        weights = {_uid(u): _number(w, "weight", 0.0, 1e12) for u, w in given.items()}
+        self._ledger.set_weights(hotkey, weights)
+        return {}
 
 
 def build_app(ledger: Ledger) -> Starlette:
     from bittensor import http_auth
 
     nonces = http_auth.InMemoryNonceStore()
-    writes = {
-        "/register": ledger.register,
-        "/deregister": ledger.deregister,
-        "/commit": ledger.commit,
-        "/serve": ledger.serve,
-        "/weights": ledger.set_weights,
-    }
+    writes = Writes(ledger).by_path
 
-    # Read and write handlers are `def`: starlette runs them in threads, an fsync stops nobody.
-    def state(request: Request) -> JSONResponse:
+    def state(request: Request) -> JSONResponse:  # starlette runs a `def` in a thread
         return JSONResponse(ledger.snapshot())
 
     async def write(request: Request) -> JSONResponse:
-        from starlette.concurrency import run_in_threadpool
-
         raw = bytearray()
         async for chunk in request.stream():
             raw += chunk
@@ -68,11 +129,12 @@ def build_app(ledger: Ledger) -> Starlette:
         except http_auth.AuthError as error:
             return JSONResponse({"message": str(error)}, 401)
         try:
-            body = json.loads(bytes(raw) or b"{}")
-            if not isinstance(body, dict):
-                raise Refused("an object is expected")
-            result = await run_in_threadpool(writes[path], caller.hotkey_ss58, body)
-        except (Refused, ValueError) as error:
+            fields = json.loads(bytes(raw) or b"{}")
+            if not isinstance(fields, dict):
+                raise ChainError("an object is expected")
+            # In a thread: an fsync holds nobody else up.
+            result = await run_in_threadpool(writes[path], caller.hotkey_ss58, fields)
+        except (ChainError, ValueError) as error:
             return JSONResponse({"message": str(error)}, 400)
         return JSONResponse(result)
 
@@ -155,7 +217,7 @@ class LocalChainServer:
     def run(self) -> None:
         """Serve on this thread until SIGINT or SIGTERM."""
         sock = self._bind()
-        print(f"chain at {self.url}, block {self.ledger.block()}", flush=True)
+        print(f"chain at {self.url}, block {self.ledger.height}", flush=True)
         self._build().run(sockets=[sock])
 
     def __enter__(self) -> LocalChainServer:
@@ -174,14 +236,16 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if not options.seconds_per_block > 0:
         parser.error("--seconds-per-block: a positive number")
-    server = LocalChainServer(
-        folder=options.folder,
-        port=options.port,
-        seconds_per_block=options.seconds_per_block,
-        first_block=options.first_block,
-    )
     try:
-        server.run()
+        LocalChainServer(
+            folder=options.folder,
+            port=options.port,
+            seconds_per_block=options.seconds_per_block,
+            first_block=options.first_block,
+        ).run()
+    except LedgerDamaged as error:
+        print(error, file=sys.stderr)
+        return 2
     except OSError as error:
         print(
             f"port {options.port} of 127.0.0.1 is not free ({error.strerror}), so there is no "

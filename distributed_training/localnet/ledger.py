@@ -1,237 +1,224 @@
-"""The state of a local subnet's chain: one JSON file, replaced before a write is acknowledged."""
+"""The rules and the state of a small chain: the only fake chain of this project.
+
+Registrations, commitments, endpoints, weights and a block clock, with the public chain's limits. A
+local subnet serves it over HTTP (:mod:`.chain_server`); tests put it behind the SDK's own seam or
+use it directly. The state is one JSON file, replaced before a write is acknowledged.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+
+from distributed_training.chain.base import ChainError, Neuron, find
+from distributed_training.common.files import read_json_object, write_json
 
 STATE_FILE = "chain.json"
 MAX_COMMITMENT = 128  # bytes, as on the public chain
 MAX_UIDS = 256
 
 
-class Refused(Exception):
-    """A write the chain does not accept; the text goes to the caller."""
+class LedgerDamaged(RuntimeError):
+    """The state file cannot be read; the text is for an operator."""
 
 
 class Ledger:
-    """State of the local chain, persisted in ``folder``. Thread-safe."""
+    """Thread-safe. Writes raise ChainError when the chain does not accept them.
 
-    def __init__(self, *, folder: Path, seconds_per_block: float, first_block: int = 1000) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._path = folder / STATE_FILE
-        self._lock = threading.Lock()
-        now = time.time()
-        self._state: dict[str, Any] = {
-            "origin": {"block": first_block, "time": now, "seconds_per_block": seconds_per_block},
-            "neurons": {},  # uid as text -> entry
-            "commitments": {},
-            "weights": {},  # uid as text -> {uid as text: weight}
-            "version": 0,
-            "chain": uuid.uuid4().hex,  # lets clients tell a new chain from a late answer
-        }
-        if self._path.exists():
-            self._state = json.loads(self._path.read_text())
-            if self._state["origin"]["seconds_per_block"] != seconds_per_block:
-                self._state["origin"] = {
-                    "block": self._height(now),
-                    "time": now,
-                    "seconds_per_block": seconds_per_block,
-                }
-        self._highest = self._height(now)
-        self._save(self._state)
+    ``folder`` keeps the state; None: memory only. Blocks pass by the clock, one every
+    ``seconds_per_block`` (``math.inf``: only by :meth:`advance`), and go on across restarts, as a
+    real chain's do while one's own node is down. A wall clock that is set changes nothing while
+    the process runs. Raises LedgerDamaged, OSError.
+    """
 
-    def _height(self, now: float) -> int:
-        origin = self._state["origin"]
-        elapsed = max(0.0, now - origin["time"])
-        return int(origin["block"]) + int(elapsed / origin["seconds_per_block"])
+    def __init__(
+        self,
+        *,
+        folder: Path | None = None,
+        seconds_per_block: float = math.inf,
+        first_block: int = 1000,
+    ) -> None:
+        self.seconds_per_block = seconds_per_block
+        self.entries: dict[int, Neuron] = {}
+        self.commitments: dict[str, str] = {}  # by hotkey
+        self.weights: dict[int, dict[int, float]] = {}  # of each validator
+        self.version = 0
+        self.chain = uuid.uuid4().hex  # lets clients tell a new chain from a late answer
+        self._path = folder / STATE_FILE if folder is not None else None
+        self._lock = threading.RLock()
+        self._origin = (first_block, time.monotonic())
+        if self._path is not None:
+            if self._path.exists():
+                self._load(self._path)
+            self._save()
 
-    def block(self) -> int:
-        with self._lock:
-            self._highest = max(self._highest, self._height(time.time()))
-            return self._highest
+    # blocks
 
-    def _save(self, state: dict[str, Any]) -> None:
-        temporary = self._path.with_suffix(".tmp")
-        with open(temporary, "w") as file:
-            json.dump(state, file, indent=1, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
+    @property
+    def height(self) -> int:
+        """Number of the current block."""
+        block, since = self._origin
+        return block + int((time.monotonic() - since) / self.seconds_per_block)
+
+    def advance(self, blocks: int = 1) -> None:
+        """Let blocks pass at once; a negative number is a reorganization."""
+        block, since = self._origin
+        self._origin = (block + blocks, since)
+
+    # the file
+
+    def _load(self, path: Path) -> None:
+        state = read_json_object(path) or {}
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+            origin = state["origin"]
+            away = max(0.0, time.time() - origin["time"]) / origin["seconds_per_block"]
+            self._origin = (int(origin["block"] + away), time.monotonic())
+            self.entries = {n["uid"]: Neuron(**n) for n in state["neurons"]}
+            self.commitments = dict(state["commitments"])
+            self.weights = {
+                int(uid): {int(u): float(w) for u, w in row.items()}
+                for uid, row in state["weights"].items()
+            }
+            self.version, self.chain = int(state["version"]), str(state["chain"])
+        except (
+            AssertionError,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+        ):
+            raise LedgerDamaged(
+                f"{path} is damaged, so the local chain cannot go on: remove it to begin a new one"
+            ) from None
 
-    def _write(self, change: Callable[[dict[str, Any]], Any]) -> Any:
-        """Apply ``change`` to a copy, make it durable, then let it be seen."""
-        with self._lock:
-            state = json.loads(json.dumps(self._state))
-            result = change(state)
-            state["version"] += 1
-            self._save(state)
-            self._state = state
-            return result
+    def _save(self) -> None:
+        if self._path is not None:
+            write_json(self._path, self.snapshot())
 
     def snapshot(self) -> dict[str, Any]:
-        block = self.block()
+        """All of the state, as JSON has it."""
         with self._lock:
-            state = self._state
-        return {
-            "block": block,
-            "seconds_per_block": state["origin"]["seconds_per_block"],
-            "version": state["version"],
-            "chain": state["chain"],
-            "neurons": [state["neurons"][uid] for uid in sorted(state["neurons"], key=int)],
-            "commitments": state["commitments"],
-            "weights": state["weights"],
-        }
+            return {
+                "block": self.height,
+                "seconds_per_block": self.seconds_per_block,
+                "origin": {
+                    "block": self.height,
+                    "time": time.time(),
+                    "seconds_per_block": self.seconds_per_block,
+                },
+                "version": self.version,
+                "chain": self.chain,
+                "neurons": [asdict(self.entries[uid]) for uid in sorted(self.entries)],
+                "commitments": dict(self.commitments),
+                "weights": {str(uid): dict(row) for uid, row in self.weights.items()},
+            }
 
-    def register(self, hotkey: str, body: dict[str, Any]) -> dict[str, Any]:
-        """``uid`` (or the lowest free one), ``stake``, ``validator_permit``.
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """A change of the state that is undone if it is refused or cannot be kept."""
+        with self._lock:
+            before = (dict(self.entries), dict(self.commitments), dict(self.weights))
+            try:
+                yield
+                self._score()
+                self.version += 1
+                self._save()
+            except (ChainError, OSError) as error:
+                self.entries, self.commitments, self.weights = before
+                if isinstance(error, OSError):
+                    raise ChainError(f"the state cannot be kept ({error.strerror})") from None
+                raise
 
-        A hotkey that is registered keeps its endpoint; a uid that is taken goes to the new hotkey,
+    def _own(self, kind: str, hotkey: str) -> Neuron:
+        neuron = find(list(self.entries.values()), hotkey)
+        if neuron is None:
+            raise ChainError(f"{kind}: hotkey {hotkey} is not registered")
+        return neuron
+
+    # writes
+
+    def register(
+        self,
+        hotkey: str,
+        *,
+        uid: int | None = None,
+        stake: float = 0.0,
+        validator_permit: bool = False,
+    ) -> int:
+        """Give ``hotkey`` a uid: the one it has, or the lowest free one. Returns it.
+
+        A hotkey that is registered keeps its endpoint. A uid that is taken goes to the new hotkey,
         whose owner is thereby deregistered, as on the public chain.
         """
-        stake = _number(body.get("stake", 0.0), "stake", 0.0, 1e12)
-        permit = bool(body.get("validator_permit", False))
-        block = self.block()
+        with self._change():
+            old = find(list(self.entries.values()), hotkey)
+            if uid is None:
+                free = (i for i in range(MAX_UIDS) if i not in self.entries)
+                uid = old.uid if old is not None else next(free, None)
+            if uid is None:
+                raise ChainError("register: all uids are taken: choose one")
+            if old is None or old.uid != uid:
+                self.weights.pop(uid, None)
+            if old is not None:
+                del self.entries[old.uid]
+            self.entries[uid] = replace(
+                old or Neuron(uid=uid, hotkey=hotkey),
+                uid=uid,
+                stake=stake,
+                validator_permit=validator_permit,
+                last_update=self.height,
+            )
+            return uid
 
-        def change(state: dict[str, Any]) -> dict[str, Any]:
-            neurons = state["neurons"]
-            old = next((n for n in neurons.values() if n["hotkey"] == hotkey), None)
-            if body.get("uid") is not None:
-                uid = int(_number(body["uid"], "uid", 0, MAX_UIDS - 1))
-            elif old is not None:
-                uid = int(old["uid"])
-            else:
-                free = (i for i in range(MAX_UIDS) if str(i) not in neurons)
-                found = next(free, None)
-                if found is None:
-                    raise Refused("all uids are taken: choose one")
-                uid = found
-            state["neurons"] = {u: n for u, n in neurons.items() if n["hotkey"] != hotkey}
-            replaced = state["neurons"].get(str(uid))
-            if replaced is not None or (old is not None and int(old["uid"]) != uid):
-                state["weights"].pop(str(uid), None)
-            entry = {
-                "uid": uid,
-                "hotkey": hotkey,
-                "ip": old["ip"] if old else "0.0.0.0",
-                "port": old["port"] if old else None,
-                "stake": stake,
-                "validator_permit": permit,
-                "incentive": old["incentive"] if old else 0.0,
-                "trust": 0.0,
-                "consensus": 0.0,
-                "emission": 0.0,
-                "last_update": block,
-            }
-            state["neurons"][str(uid)] = entry
-            _score(state)
-            return {"uid": uid}
+    def deregister(self, hotkey: str) -> None:
+        with self._change():
+            uid = self._own("deregister", hotkey).uid
+            del self.entries[uid]
+            self.weights.pop(uid, None)
 
-        return self._write(change)
+    def commit(self, hotkey: str, text: str) -> None:
+        with self._change():
+            self._own("commit", hotkey)
+            if len(text.encode()) > MAX_COMMITMENT:
+                raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
+            self.commitments[hotkey] = text
 
-    def deregister(self, hotkey: str, body: dict[str, Any]) -> dict[str, Any]:
-        def change(state: dict[str, Any]) -> dict[str, Any]:
-            uid = str(_own(state, hotkey)["uid"])
-            del state["neurons"][uid]
-            state["weights"].pop(uid, None)
-            _score(state)
-            return {}
+    def serve(self, hotkey: str, ip: str, port: int) -> None:
+        with self._change():
+            neuron = self._own("serve", hotkey)
+            self.entries[neuron.uid] = replace(neuron, ip=ip, port=port)
 
-        return self._write(change)
-
-    def commit(self, hotkey: str, body: dict[str, Any]) -> dict[str, Any]:
-        text = body.get("text")
-        if not isinstance(text, str) or len(text.encode()) > MAX_COMMITMENT:
-            raise Refused(f"a commitment is a text of at most {MAX_COMMITMENT} bytes")
-
-        def change(state: dict[str, Any]) -> dict[str, Any]:
-            _own(state, hotkey)
-            state["commitments"][hotkey] = text
-            return {}
-
-        return self._write(change)
-
-    def serve(self, hotkey: str, body: dict[str, Any]) -> dict[str, Any]:
-        ip = body.get("ip")
-        port = int(_number(body.get("port"), "port", 1, 65535))
-        if not isinstance(ip, str) or not ip or len(ip) > 64:
-            raise Refused("ip: an address")
-
-        def change(state: dict[str, Any]) -> dict[str, Any]:
-            _own(state, hotkey).update(ip=ip, port=port)
-            return {}
-
-        return self._write(change)
-
-    def set_weights(self, hotkey: str, body: dict[str, Any]) -> dict[str, Any]:
-        given = body.get("weights")
-        if not isinstance(given, dict) or len(given) > MAX_UIDS:
-            raise Refused("weights: uids and numbers")
-        weights = {
-            str(int(_number(uid, "uid", 0, MAX_UIDS - 1))): _number(weight, "weight", 0.0, 1e12)
-            for uid, weight in given.items()
-        }
-        block = self.block()
-
-        def change(state: dict[str, Any]) -> dict[str, Any]:
-            neuron = _own(state, hotkey)
-            if not neuron["validator_permit"]:
-                raise Refused("only a validator with a permit sets weights")
-            unknown = sorted(set(weights) - set(state["neurons"]), key=int)
+    def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
+        with self._change():
+            neuron = self._own("weights", hotkey)
+            if not neuron.validator_permit:
+                raise ChainError("weights: only a validator with a permit sets weights")
+            unknown = sorted(set(weights) - set(self.entries))
             if unknown:
-                raise Refused(f"no such uids: {', '.join(unknown)}")
-            state["weights"][str(neuron["uid"])] = weights
-            neuron["last_update"] = block
-            _score(state)
-            return {}
+                raise ChainError(f"weights: no such uids: {unknown}")
+            self.weights[neuron.uid] = dict(weights)
+            self.entries[neuron.uid] = replace(neuron, last_update=self.height)
 
-        return self._write(change)
+    def _score(self) -> None:
+        """Incentive = mean of the validators' normalized weights, weighted by stake.
 
-
-def _number(value: Any, name: str, low: float, high: float) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise Refused(f"{name}: a number") from None
-    if not (math.isfinite(number) and low <= number <= high):
-        raise Refused(f"{name}: between {low:g} and {high:g}")
-    return number
-
-
-def _own(state: dict[str, Any], hotkey: str) -> dict[str, Any]:
-    for neuron in state["neurons"].values():
-        if neuron["hotkey"] == hotkey:
-            return neuron
-    raise Refused("this hotkey is not registered")
-
-
-def _score(state: dict[str, Any]) -> None:
-    """Incentive = mean of the validators' normalized weights, weighted by stake.
-
-    Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
-    """
-    neurons = state["neurons"]
-    totals = dict.fromkeys(neurons, 0.0)
-    for voter, weights in state["weights"].items():
-        if voter not in neurons:
-            continue
-        total = sum(weights.values())
-        for uid, weight in weights.items():
-            if uid in totals and total > 0:
-                totals[uid] += neurons[voter]["stake"] * weight / total
-    everything = sum(totals.values())
-    for uid, neuron in neurons.items():
-        share = totals[uid] / everything if everything > 0 else 0.0
-        neuron["incentive"] = neuron["consensus"] = share
+        Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
+        """
+        totals = dict.fromkeys(self.entries, 0.0)
+        for voter, row in self.weights.items():
+            total = sum(row.values())
+            for uid, weight in row.items():
+                if voter in self.entries and uid in totals and total > 0:
+                    totals[uid] += self.entries[voter].stake * weight / total
+        everything = sum(totals.values())
+        for uid, neuron in self.entries.items():
+            share = totals[uid] / everything if everything > 0 else 0.0
+            self.entries[uid] = replace(neuron, incentive=share, consensus=share)

@@ -11,11 +11,11 @@ import pytest
 
 from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
 from distributed_training.chain.local import LocalChain
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.chain.wallet import Wallet, create_wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.localnet.chain_server import LocalChainServer
+from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
 from tests.chain_world import until
 

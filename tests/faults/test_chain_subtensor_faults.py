@@ -15,7 +15,6 @@ import pytest
 
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.memory import MemoryLedger
 from distributed_training.chain.registration import (
     Change,
     RegistrationEvent,
@@ -24,6 +23,7 @@ from distributed_training.chain.registration import (
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
+from tests.chain_memory import MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
 from tests.chain_world import until
 

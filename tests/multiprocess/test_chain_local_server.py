@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import subprocess
@@ -19,7 +20,9 @@ from bittensor import http_auth
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import Wallet, create_wallet
+from distributed_training.localnet import ledger as ledger_module
 from distributed_training.localnet.chain_server import LocalChainServer
+from distributed_training.localnet.ledger import Ledger
 from tests.chain_world import PEER, VALIDATOR, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -84,6 +87,32 @@ def test_a_stop_is_clean_and_the_start_needs_no_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30
     )
     assert loaded.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"origin": {"block": "x"}}'])
+def test_a_damaged_state_is_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chain.json").write_text(content)
+    command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
+    ended = subprocess.run(
+        [*command, "--folder", str(tmp_path)], capture_output=True, text=True, timeout=30
+    )
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert "chain.json is damaged" in ended.stderr and ended.stderr.count("\n") == 1
+
+
+def test_a_write_that_cannot_be_kept_changes_nothing(tmp_path: Path, monkeypatch) -> None:
+    made = Ledger(folder=tmp_path)
+    made.register("a")
+    monkeypatch.setattr(ledger_module, "write_json", full_disk)
+    with pytest.raises(ChainError, match="No space left"):
+        made.register("b")
+    with pytest.raises(ChainError, match="No space left"):
+        made.commit("a", "text")
+    assert [n.hotkey for n in made.entries.values()] == ["a"] and made.commitments == {}
+
+
+def full_disk(path: Path, content: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from validator_world import PEER, RUN, TwinMiner, World, settings
 
 from distributed_training.chain.client import SignedClient
-from distributed_training.chain.memory import MemoryChain
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
@@ -29,6 +28,7 @@ from distributed_training.config.swarm import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.rounds import RoundCaller, RoundRules
+from tests.chain_memory import MemoryChain
 
 pytestmark = pytest.mark.timeout(120)
 

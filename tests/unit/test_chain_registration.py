@@ -7,12 +7,12 @@ from datetime import timedelta
 
 import pytest
 
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.chain.registration import (
     Change,
     RegistrationEvent,
     RegistrationWatcher,
 )
+from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_world import MINER, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -114,7 +114,7 @@ class Fork:
         """What was written since is gone; other blocks stand in its place."""
         entries, commitments, height = self._kept
         self._ledger.entries, self._ledger.commitments = dict(entries), dict(commitments)
-        self._ledger.height = height - 1
+        self._ledger.advance(height - 1 - self._ledger.height)
 
 
 @pytest.mark.parametrize("before", [None, ("9.9.9.9", 1)])

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 
 from distributed_training.chain import registration
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.common.exits import ExitStatus
 from distributed_training.node import announce
 from distributed_training.node.chain import Member
+from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_world import MINER, until
 
 pytestmark = pytest.mark.timeout(60)

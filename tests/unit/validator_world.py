@@ -17,7 +17,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from distributed_training.chain.base import Neuron
-from distributed_training.chain.memory import MemoryChain, MemoryLedger
 from distributed_training.config.validator import ValidatorSettings
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
@@ -42,6 +41,7 @@ from distributed_training.validator.publisher import GlobalPublisher, GlobalStat
 from distributed_training.validator.rounds import RoundCaller, RoundRules
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.validator import Identity, Validator
+from tests.chain_memory import MemoryChain, MemoryLedger
 
 RUN = 5
 VOCABULARY, LENGTH = 64, 24
