@@ -14,10 +14,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def main(argv: list[str]) -> int:
+    from distributed_training.chain.wallet import require_hotkey
     from distributed_training.config import ConfigError, exit_with, load_config
 
     try:
         config = load_config("validator", argv)
+        require_hotkey(config.chain)
     except ConfigError as error:  # said before torch is imported, which takes seconds
         return exit_with(error)
     from distributed_training.validator.program import run_validator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,24 +44,37 @@ def _open(name: str, hotkey: str, path: str) -> Any:
     return bittensor.Wallet(name=name, hotkey=hotkey, path=str(Path(path).expanduser()))
 
 
+def require_hotkey(settings: ChainSettings) -> None:
+    """Raises ConfigError if there is no readable hotkey where ``--wallet.name/.hotkey/.path`` say.
+
+    Takes no time, so a start asks it before torch and bittensor are imported.
+    """
+    path = Path(settings.wallet_path).expanduser() / settings.wallet_name
+    path = path / "hotkeys" / settings.wallet_hotkey
+    if not os.path.isfile(path):  # False also where a folder on the way may not be entered
+        raise ConfigError(
+            f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
+            "--wallet.hotkey and --wallet.path, or create it with `btcli wallet new-hotkey`"
+        )
+    if not os.access(path, os.R_OK):
+        raise ConfigError(
+            f"the hotkey at {path} cannot be read by this user, so the miner has no identity: "
+            "run it as the owner of the wallet or correct the permissions (chmod 600)"
+        )
+
+
 def load_wallet(settings: ChainSettings) -> Wallet:
     """The wallet that ``--wallet.name/.hotkey/.path`` name.
 
     Raises ConfigError when the key file is missing, unreadable, encrypted or damaged: a miner runs
     unattended, so nobody could type a password.
     """
+    require_hotkey(settings)
     from bittensor.sp_core import KeyfileError
 
     sdk = _open(settings.wallet_name, settings.wallet_hotkey, settings.wallet_path)
     file = sdk.hotkey_file
-    if not file.exists_on_device():
-        raise ConfigError(
-            f"no hotkey at {file.path}, so the miner has no identity: check --wallet.name, "
-            "--wallet.hotkey and --wallet.path, or create it with `btcli wallet new-hotkey`"
-        )
     try:
-        if not file.is_readable():
-            raise PermissionError
         if file.is_encrypted():
             raise ConfigError(
                 f"the hotkey at {file.path} is encrypted, and a miner cannot be asked for a "
@@ -68,11 +82,6 @@ def load_wallet(settings: ChainSettings) -> Wallet:
                 "coldkey may stay encrypted, it is not read)"
             )
         keypair = file.get_keypair()
-    except PermissionError:
-        raise ConfigError(
-            f"the hotkey at {file.path} cannot be read by this user, so the miner has no identity: "
-            "run it as the owner of the wallet or correct the permissions (chmod 600)"
-        ) from None
     except (KeyfileError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Iterator
-from datetime import timedelta
+from itertools import pairwise
 
 from pydantic import SecretStr
 
@@ -15,11 +15,11 @@ from distributed_training.protocol.names import NETUID
 
 from .flags import ConfigError
 from .model import Config
-from .schema import schema
 from .swarm import PUBLIC_PART_SIZE
+from .values import show
 
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
-# inner failure is never seen as what it is. Names a room does not (yet) have are skipped.
+# inner failure is never seen as what it is.
 TIMEOUT_HIERARCHY = (
     "neuron.next_chunk_timeout",
     "neuron.allreduce_timeout",
@@ -27,18 +27,15 @@ TIMEOUT_HIERARCHY = (
     "neuron.round_reload_timeout",
 )
 
-_COMMITMENT_PARTS = (
-    ("R2_ACCOUNT_ID", 32),
-    ("R2_READ_ACCESS_KEY_ID", 32),
-    ("R2_READ_SECRET_ACCESS_KEY", 64),
-)
-_REQUIRED_KEYS = (
-    "R2_ACCOUNT_ID",
-    "R2_READ_ACCESS_KEY_ID",
-    "R2_READ_SECRET_ACCESS_KEY",
-    "R2_WRITE_ACCESS_KEY_ID",
-    "R2_WRITE_SECRET_ACCESS_KEY",
-)
+# Fields of StoreSettings, and how many characters R2 gives each. A commitment on the chain has no
+# separators: validators drop one whose parts are longer or shorter.
+_KEYS = {
+    "account_id": 32,
+    "read_access_key_id": 32,
+    "read_secret_access_key": 64,
+    "write_access_key_id": 32,
+    "write_secret_access_key": 64,
+}
 
 
 def problems(config: Config) -> list[str]:
@@ -48,51 +45,42 @@ def problems(config: Config) -> list[str]:
 
 def notices(config: Config) -> list[str]:
     """What an operator should know but need not change."""
-    lines = []
-    micro, effective = _batch_sizes(config)
-    world = config.get("nproc_per_node")
-    if micro and effective and world and effective % (micro * world):
-        rounded = -(-effective // (micro * world)) * micro * world
-        lines.append(
-            f"--neuron.local_batch_size_train_effective {effective} does not divide by micro-batch "
-            f"{micro} x world size {world}: rounded up to {rounded}"
-        )
-    return lines
-
-
-def _batch_sizes(config: Config) -> tuple[int | None, int | None]:
-    micro = config.get("neuron.local_batch_size_train")
-    effective = config.get("neuron.local_batch_size_train_effective")
-    return (
-        micro if isinstance(micro, int) and micro > 0 else None,  # "auto" is not known yet
-        effective if isinstance(effective, int) and effective > 0 else None,
-    )
+    training, world = config.training, config.miner.nproc_per_node
+    micro, effective = training.local_batch_size_train, training.local_batch_size_train_effective
+    if micro == "auto" or world is None or not effective % (micro * world):
+        return []
+    rounded = -(-effective // (micro * world)) * micro * world
+    return [
+        f"--neuron.local_batch_size_train_effective {effective} does not divide by micro-batch "
+        f"{micro} x world size {world}: rounded up to {rounded}"
+    ]
 
 
 def check_network(config: Config) -> Iterator[str]:
-    netuid = config.get("netuid")
-    if config.is_public and netuid is not None and netuid != NETUID:
+    if not config.is_public:
+        return
+    if config.chain.netuid != NETUID:
         yield (
-            f"--netuid {netuid} is not this subnet, so no peer would be found: "
+            f"--netuid {config.chain.netuid} is not this subnet, so no peer would be found: "
             f"give --netuid {NETUID}, or --preset local for a subnet on this machine"
         )
-    if config.is_public and config.get("neuron.use_dct"):
+    if config.training.use_dct:
         yield (
             "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
             "the public network would reject the uploads: remove the flag"
         )
-    part = config.get("neuron.part_size_bytes")
-    if config.is_public and part != PUBLIC_PART_SIZE:
+    if config.swarm.part_size != PUBLIC_PART_SIZE:
         yield (
-            f"--neuron.part_size_bytes {part} is not how the public network cuts tensors "
-            f"({PUBLIC_PART_SIZE}), so every round with this miner would fail for its whole group: "
-            "remove the flag"
+            f"--neuron.part_size_bytes {config.swarm.part_size} is not how the public network cuts "
+            f"tensors ({PUBLIC_PART_SIZE}), so every round with this miner would fail for its "
+            "whole group: remove the flag"
         )
 
 
 def check_batches(config: Config) -> Iterator[str]:
-    micro, effective = _batch_sizes(config)
-    if micro and effective and micro > effective:
+    micro = config.training.local_batch_size_train
+    effective = config.training.local_batch_size_train_effective
+    if micro != "auto" and micro > effective:
         yield (
             f"--neuron.local_batch_size_train {micro} is larger than "
             f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
@@ -101,31 +89,21 @@ def check_batches(config: Config) -> Iterator[str]:
 
 
 def check_timeouts(config: Config) -> Iterator[str]:
-    known = [(n, config.get(n)) for n in TIMEOUT_HIERARCHY]
-    inner_name, inner = "", None
-    for name, value in known:
-        if not isinstance(value, timedelta):
-            continue
-        if inner is not None and inner >= value:
+    for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in TIMEOUT_HIERARCHY):
+        if inner >= outer:
             yield (
-                f"--{inner_name} ({inner.total_seconds():g}s) is not shorter than --{name} "
-                f"({value.total_seconds():g}s), so a slow peer would use up the whole wait: "
-                f"give --{inner_name} less than {value.total_seconds():g}s"
+                f"--{name} ({show(inner)}) is not shorter than --{around} ({show(outer)}), so a "
+                f"slow peer would use up the whole wait: give --{name} less than {show(outer)}"
             )
-        inner_name, inner = name, value
 
 
 def check_ports(config: Config) -> Iterator[str]:
-    used: dict[int, str] = {}
-    for name, value in config.values.items():
-        if name.rpartition(".")[2] != "port" or not isinstance(value, int):
-            continue
-        if value and value in used:
-            yield (
-                f"--{name} and --{used[value]} are both {value}, so the second could not listen: "
-                f"give --{name} another port"
-            )
-        used[value] = name
+    first, second = config.chain.axon_port, config.swarm.dht_port
+    if first == second != 0:
+        yield (
+            f"--axon.port and --dht.port are both {first}, so the second could not listen: give "
+            "--dht.port another port"
+        )
 
 
 def check_addresses(config: Config) -> Iterator[str]:
@@ -151,9 +129,8 @@ def check_sources(config: Config) -> Iterator[str]:
 
 
 def check_keys(config: Config) -> Iterator[str]:
-    by_variable = {s.env: config.get(s.name) for s in schema(config.kind) if s.env}
-    present = {name: _plain(by_variable[name]) for name in _REQUIRED_KEYS if name in by_variable}
-    missing = [name for name, text in present.items() if not text]
+    keys = {f"R2_{name.upper()}": _plain(getattr(config.store, name)) for name in _KEYS}
+    missing = [variable for variable, text in keys.items() if not text]
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be published: put them into .env "
@@ -161,7 +138,7 @@ def check_keys(config: Config) -> Iterator[str]:
         )
         return
     for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        if present[f"R2_READ_{part}"] == present[f"R2_WRITE_{part}"]:
+        if keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
             yield (
                 f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
@@ -169,19 +146,21 @@ def check_keys(config: Config) -> Iterator[str]:
             )
     if not config.is_public:
         return
-    for variable, length in _COMMITMENT_PARTS:
-        text = present.get(variable)
-        if text is not None and len(text) != length:
-            yield (
-                f"{variable} has {len(text)} characters instead of {length}, so validators would "
-                "drop this miner's commitment: copy it again from the R2 dashboard into .env"
-            )
+    for (variable, text), length in zip(keys.items(), _KEYS.values(), strict=True):
+        if len(text) == length:
+            continue
+        if "_WRITE_" in variable:
+            consequence = "the store would refuse every upload"
+        else:
+            consequence = "validators would drop this miner's commitment"
+        yield (
+            f"{variable} has {len(text)} characters instead of {length}, so {consequence}: copy it "
+            "again from the R2 dashboard into .env"
+        )
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, SecretStr):
-        return value.get_secret_value()
-    return str(value) if value else ""
+def _plain(value: SecretStr | str | None) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value or ""
 
 
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.chain.wallet import require_hotkey
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
 from distributed_training.diagnostics.doctor import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
@@ -72,6 +73,7 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     try:
         config = load_config("miner", argv)
         print("\n".join(describe(config)), flush=True)
+        require_hotkey(config.chain)
         folder = make_run_folder(config)
         start_log(config, folder, name="launcher")
         with _lock(folder), StopSignals() as signals:

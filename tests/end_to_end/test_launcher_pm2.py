@@ -82,9 +82,13 @@ class Pm2:
 
     def __init__(self, home: Path) -> None:
         self.home = home
+        hotkey = home / "wallets" / "default" / "hotkeys" / "default"
+        hotkey.parent.mkdir(parents=True, exist_ok=True)
+        hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
         self.environ = {
             **os.environ,
             **KEYS,
+            "BT_WALLET_PATH": str(hotkey.parents[2]),
             "PM2_HOME": str(home / "pm2"),
             "DT_PRESET": "local",
             "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 "

@@ -47,13 +47,17 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 40) -> N
 class Launched:
     def __init__(self, folder: Path, mode: str, *, ranks: int = 1, flags: tuple[str, ...] = ()):
         self.folder = folder
+        hotkey = folder.with_suffix(".wallets") / "default" / "hotkeys" / "default"
+        hotkey.parent.mkdir(parents=True, exist_ok=True)
+        hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
+        wallets = {"BT_WALLET_PATH": str(hotkey.parents[2])}
         self.log = folder.with_suffix(".log")
         where = ["--neuron.run_folder", str(folder), "--nproc_per_node", str(ranks)]
         arguments = [*COMMON, *where, *flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, *arguments],
-                env={**os.environ, **KEYS, "FAKE_MODE": mode, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **KEYS, **wallets, "FAKE_MODE": mode, "OMP_NUM_THREADS": "1"},
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +14,13 @@ from distributed_training.chain.wallet import create_wallet, load_wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.values import parse_range
+
+ROOT = Path(__file__).parents[2]
+KEY_NAMES = [
+    f"R2_{use}_{part}"
+    for use in ("READ", "WRITE")
+    for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+]
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,6 +53,28 @@ def test_what_is_wrong_with_a_wallet_is_one_line(tmp_path: Path) -> None:
     fails("encrypted")
     (tmp_path / "miner" / "hotkeys" / "default").write_text("{not a key")
     fails("not a bittensor key file")
+
+
+@pytest.mark.parametrize("neuron", ["miner", "validator"])
+def test_a_missing_wallet_is_told_before_torch_is_imported(tmp_path: Path, neuron: str) -> None:
+    keys = {name: name.ljust(64, "x") for name in KEY_NAMES} | {"R2_ACCOUNT_ID": "a" * 32}
+    code = (
+        "import runpy, sys\n"
+        "del sys.argv[0]\n"
+        "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally: assert not {'torch', 'bittensor'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT / "neurons" / f"{neuron}.py"), "--preset", "local"],
+        env={"PATH": os.environ["PATH"], "BT_WALLET_PATH": str(tmp_path), **keys},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        cwd=tmp_path,
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert line.startswith(f"error: no hotkey at {tmp_path}/default/hotkeys/default, so the miner")
 
 
 def test_ranges() -> None:

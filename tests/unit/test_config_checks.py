@@ -42,6 +42,11 @@ def test_the_defaults_have_no_problem() -> None:
             "--neuron.local_batch_size_train 8 is larger than",
         ),
         (("--axon.port", "9000", "--dht.port", "9000"), "are both 9000"),
+        (("--axon.external_ip", "127.0.0.1"), "--axon.external_ip 127.0.0.1 cannot be reached"),
+        (("--axon.external_ip", "0.0.0.0"), "--axon.external_ip 0.0.0.0 cannot be reached"),
+        (("--axon.external_ip", "[::1]"), "--axon.external_ip ::1 cannot be reached"),
+        (("--dht.ip", "127.0.0.1"), "--dht.ip 127.0.0.1 cannot be reached"),
+        (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
     ],
 )
@@ -100,6 +105,12 @@ def test_keys_of_the_wrong_length_are_found_without_being_shown() -> None:
     assert "R2_READ_SECRET_ACCESS_KEY has 11 characters instead of 64" in line
     assert "shortsecret" not in line
     assert problems(config("--preset", "local", R2_READ_SECRET_ACCESS_KEY="shortsecret")) == []
+
+
+def test_a_truncated_write_key_is_refused() -> None:
+    (line,) = problems(config(R2_WRITE_SECRET_ACCESS_KEY="f" * 63))
+    assert "R2_WRITE_SECRET_ACCESS_KEY has 63 characters instead of 64" in line
+    assert "refuse every upload" in line and "f" * 63 not in line
 
 
 @pytest.mark.parametrize("part", ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"])

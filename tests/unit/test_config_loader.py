@@ -4,11 +4,12 @@ import dataclasses
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from pydantic import SecretStr
+from pydantic import ByteSize, SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.model import TITLES
@@ -106,8 +107,8 @@ def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> 
     both = schema("validator")
     assert list(both.classes) == list(TITLES)
     shared = {s.name: s.places for s in both if len(s.places) > 1}
-    for name, fields in shared.items():
-        assert len({room for room, _ in fields}) == len(fields), f"{name} twice in one room"
+    for name, places in shared.items():
+        assert len({room for room, _ in places}) == len(places), f"{name} twice in one room"
 
 
 def test_presets_name_only_known_flags() -> None:
@@ -245,6 +246,83 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     bad.write_text("[neuron]\nupload_stepz = 1\n")
     assert "did you mean --neuron.upload_steps?" in refused("--config", str(bad))
     assert refused("--preset", "lokal").startswith("--preset: 'lokal' is not one of public, local")
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        ("R2_ACCOUNT_ID='ä'".encode("latin-1"), "is not UTF-8 text (byte 16)"),
+        ("R2_ACCOUNT_ID=a".encode("utf-16"), "is not UTF-8 text (byte 1)"),
+        ("R2_ACCOUNT_ID=a".encode("utf-16-le"), "holds zero bytes"),
+        (b"x" * (1 << 20) + b"x", "has more than 1048576 bytes"),
+    ],
+)
+def test_a_dotenv_that_is_no_text_is_one_line(tmp_path: Path, content: bytes, what: str) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load(dotenv=dotenv)
+    assert f"{dotenv} {what}" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_dotenv_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_bytes("\ufeffBT_WALLET_NAME=w".encode())
+    assert load(dotenv=dotenv).get("wallet.name") == "w"
+
+
+def test_a_dotenv_that_others_may_read_is_a_warning(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("R2_ACCOUNT_ID=" + "a" * 32)
+    for mode, warned in ((0o600, False), (0o644, True), (0o666, True), (0o700, False)):
+        dotenv.chmod(mode)
+        found = [line for line in describe(load(dotenv=dotenv)) if "chmod 600" in line]
+        assert len(found) == warned
+        assert not warned or f"warning: {dotenv} has mode {mode:04o}" in found[0]
+
+
+def test_a_configuration_file_without_end_is_refused() -> None:
+    assert "has more than 1048576 bytes" in refused("--config", "/dev/zero")
+    assert "Is a directory" in refused("--config", "/")
+
+
+def test_a_configuration_file_nested_without_end_is_refused(tmp_path: Path) -> None:
+    toml = tmp_path / "deep.toml"
+    toml.write_text("a = " + "[" * 100_000)
+    assert "is not TOML" in refused("--config", str(toml))
+
+
+def test_the_user_part_of_a_url_is_never_shown() -> None:
+    url = "wss://operator:hunter2@node.example:443"
+    config = load("--subtensor.chain_endpoint", url, "--subtensor.fallback_endpoints", url, url)
+    assert config.chain.chain_endpoint == url
+    assert "hunter2" not in "\n".join(describe(config))
+    for bad in ("http://operator:hunter2@store.example", "http://operator:hun/ter2@store.example"):
+        text = refused("--r2.endpoint_url", bad)
+        assert "without user and password" in text and "ter2" not in text
+
+
+def test_text_that_cannot_be_shown_is_refused() -> None:
+    for bad in ("a\nb", "a\x1b[31mb", "a\x00b", "\udcff", "a\u202eb"):
+        assert "cannot be printed" in refused("--neuron.name", bad)
+    assert "more than 4096" in refused("--neuron.run_folder", "x" * 5000)
+
+
+def test_every_default_lies_in_its_range() -> None:
+    known = schema("validator")
+    for settings_class in known.classes.values():
+        made = settings_class()
+        settings_class(**{field.name: getattr(made, field.name) for field in fields(made)})
+
+
+def test_every_number_declares_its_range() -> None:
+    numbers = (int, float, timedelta, ByteSize)
+    without = [
+        setting.name
+        for setting in schema("validator")
+        if any(kind in setting.parts for kind in numbers) and not setting.bounds
+    ]
+    assert not without
 
 
 def test_help_is_quick_grouped_and_without_torch() -> None:
