@@ -13,25 +13,26 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from distributed_training.common.backoff import doubling
 from distributed_training.config.chain import ChainSettings
 
-from .base import ChainError, ChainUnavailable, Neuron
+from .base import ChainError, Neuron
+from .known import LastKnown
 from .wallet import Wallet
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 60.0
+FIRST_PAUSE = timedelta(seconds=1)  # after a failure; doubled when all endpoints have failed
+LONGEST_PAUSE = timedelta(minutes=1)
 FURTHEST_BEHIND = 30  # blocks
 NOBODY_BETTER = timedelta(minutes=10)  # then the chain itself has gone back
 STANDSTILL = 180.0  # seconds without a new block; then the other endpoints are asked
@@ -39,7 +40,7 @@ _CLOSE_TIMEOUT = 5.0
 _LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
 
 
-class BittensorChain:
+class BittensorChain(LastKnown):
     """A :class:`~.base.Chain` over a Subtensor.
 
     ``settings.call_timeout`` covers connecting and each read, ``settings.write_timeout`` a write
@@ -57,19 +58,12 @@ class BittensorChain:
         monotonic: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        super().__init__(monotonic=monotonic)
         self._settings = settings
         self._wallet = wallet
         self._substrate = substrate
         self._netuid = settings.netuid
-        self._monotonic = monotonic
         self._sleep = sleep
-        self._ready = threading.Event()
-        self._counts: Counter[str] = Counter()
-        self._block = 0
-        self._read_at: float | None = None  # monotonic
-        self._neurons: tuple[Neuron, ...] = ()
-        self._uids: dict[str, int] = {}
-        self._commitments: dict[str, str] = {}
         self._client: Any = None
         self._connected: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -81,43 +75,6 @@ class BittensorChain:
         )
         self._thread.start()
         started.wait()
-
-    # reads
-
-    def wait_ready(self, timeout: timedelta) -> bool:
-        return self._ready.wait(timeout.total_seconds())
-
-    def _check(self) -> None:
-        if not self._ready.is_set():
-            raise ChainUnavailable("the chain has not answered yet")
-
-    def block(self) -> int:
-        self._check()
-        return self._block
-
-    def neurons(self) -> Sequence[Neuron]:
-        self._check()
-        return self._neurons
-
-    def uid(self, hotkey: str) -> int | None:
-        self._check()
-        return self._uids.get(hotkey)
-
-    def commitment(self, hotkey: str) -> str | None:
-        self._check()
-        return self._commitments.get(hotkey)
-
-    def reads(self) -> int:
-        return self._counts["reads"]
-
-    def counters(self) -> Mapping[str, int]:
-        return dict(self._counts)
-
-    def age(self) -> timedelta:
-        read_at = self._read_at
-        if read_at is None:
-            return timedelta.max
-        return timedelta(seconds=max(0.0, self._monotonic() - read_at))
 
     # writes
 
@@ -153,12 +110,8 @@ class BittensorChain:
     def _write(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         if self._closed:
             raise ChainError(f"{kind}: the chain was closed")
-        self._counts["writes"] += 1
-        try:
+        with self._writing():
             self._wait_written(kind, submit)
-        except ChainError:
-            self._counts["writes_failed"] += 1
-            raise
 
     def _wait_written(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         seconds = self._settings.write_timeout.total_seconds()
@@ -216,7 +169,7 @@ class BittensorChain:
         self._connected = asyncio.Event()
         self._task = asyncio.current_task()
         started.set()
-        pause = FIRST_PAUSE
+        rounds = 0  # of all endpoints, in a row, without an answer
         said_at = float("-inf")
         turn = 0
         while True:
@@ -233,12 +186,11 @@ class BittensorChain:
                 if now - said_at > _LOG_INTERVAL or self._read_at != before:
                     said_at = now
                     log.warning("%s", self._stale_line(endpoint, error))
-            if self._read_at != before:  # it did answer: start the pauses anew
-                pause = FIRST_PAUSE
-            await self._sleep(pause)
-            # All endpoints are tried before the pause grows.
-            if turn % len(endpoints) == 0:
-                pause = min(LONGEST_PAUSE, 2 * pause)
+            if self._read_at != before:
+                rounds = 0
+            pause = doubling(rounds + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+            await self._sleep(pause.total_seconds())
+            rounds += turn % len(endpoints) == 0
 
     def _stale_line(self, endpoint: str, error: Exception) -> str:
         known = (
@@ -290,16 +242,12 @@ class BittensorChain:
                 ):
                     await self._read_neurons(client)
                     neurons_at = self._monotonic()
-                # A reorganization or a node that lags must not turn the clock back.
-                self._counts["went_back"] += block < self._block
-                self._block = max(self._block, block)
-                self._read_at = self._monotonic()
                 self._client = client
                 self._connected.set()
                 if not self._ready.is_set() or reported:
                     reported = False
-                    log.info("Chain at %s: block %d", endpoint, self._block)
-                self._ready.set()
+                    log.info("Chain at %s: block %d", endpoint, max(block, self._block))
+                self._saw_block(block)
                 await self._sleep(interval)
         finally:
             self._connected.clear()
@@ -329,14 +277,10 @@ class BittensorChain:
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check --netuid")
         committed = await self._timed(client.subnets.commitments(self._netuid))
-        neurons = tuple(_neuron(n) for n in graph.neurons)
-        self._commitments = {
-            str(hotkey): entry.value for hotkey, entry in committed.items() if entry.value
-        }
-        if neurons != self._neurons:
-            self._uids = {n.hotkey: n.uid for n in neurons}
-            self._neurons = neurons
-        self._counts["reads"] += 1
+        self._saw_neurons(
+            tuple(_neuron(n) for n in graph.neurons),
+            {str(hotkey): entry.value for hotkey, entry in committed.items() if entry.value},
+        )
 
     def close(self) -> None:
         if self._closed:

@@ -136,7 +136,7 @@ def build_app(ledger: Ledger) -> Starlette:
             result = await run_in_threadpool(writes[path], caller.hotkey_ss58, fields)
         except (ChainError, ValueError) as error:
             return JSONResponse({"message": str(error)}, 400)
-        return JSONResponse(result)
+        return JSONResponse({**result, "state": ledger.snapshot()})
 
     routes = [Route("/state", state)]
     routes += [Route(path, write, methods=["POST"]) for path in writes]

@@ -79,8 +79,8 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(subtensor, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(subtensor, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(subtensor, "FIRST_PAUSE", timedelta(seconds=0.02))
+    monkeypatch.setattr(subtensor, "LONGEST_PAUSE", timedelta(seconds=0.1))
     made = Nodes(tmp_path)
     yield made
     made.chain.close()

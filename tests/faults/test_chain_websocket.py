@@ -62,8 +62,8 @@ class Network:
 @pytest.fixture
 def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network]:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(subtensor, "FIRST_PAUSE", 0.02)
-    monkeypatch.setattr(subtensor, "LONGEST_PAUSE", 0.1)
+    monkeypatch.setattr(subtensor, "FIRST_PAUSE", timedelta(seconds=0.02))
+    monkeypatch.setattr(subtensor, "LONGEST_PAUSE", timedelta(seconds=0.1))
     made = Network()
     yield made
     made.close()

@@ -42,9 +42,10 @@ def neuron(made: World, uid: int = 7, port: int | None = -1) -> Neuron:
 @pytest.mark.parametrize("scheme", ["btauth", "legacy"])
 def test_a_round_called_by_a_validator(server: World, scheme) -> None:
     client = SignedClient(wallet=VALIDATOR, scheme=scheme)
-    reply = client.is_alive(neuron(server), SECOND)
+    reply = client.sweep_is_alive([neuron(server)], SECOND)[7]
     assert reply is not None and reply.alive and reply.epoch == EPOCH
-    assert client.all_reduce(neuron(server), REQUEST)
+    first = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
+    assert first is not None and first.running is None
     (event,) = server.events
     assert (event.caller, event.timeout, event.min_group_size, event.allreduce_timeout) == (
         VALIDATOR.ss58,
@@ -60,8 +61,8 @@ def test_a_round_called_by_a_validator(server: World, scheme) -> None:
 @pytest.mark.parametrize("scheme", ["btauth", "legacy"])
 def test_a_stranger_gets_nothing(server: World, scheme) -> None:
     client = SignedClient(wallet=STRANGER, scheme=scheme)
-    assert client.is_alive(neuron(server), SECOND) is None
-    assert not client.all_reduce(neuron(server), REQUEST)
+    assert client.sweep_is_alive([neuron(server)], SECOND)[7] is None
+    assert client.sweep_all_reduce([neuron(server)], REQUEST) == {7: None}
     assert server.events == []
 
 
@@ -99,7 +100,8 @@ def test_an_endless_reply_is_cut_off() -> None:
         thread.start()
         port = listening.getsockname()[1]
         miner = Neuron(uid=0, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
-        assert SignedClient(wallet=VALIDATOR).is_alive(miner, timedelta(seconds=5)) is None
+        replies = SignedClient(wallet=VALIDATOR).sweep_is_alive([miner], timedelta(seconds=5))
+        assert replies == {0: None}
         thread.join(5)
         assert not thread.is_alive()
 
