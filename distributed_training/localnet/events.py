@@ -7,68 +7,9 @@ the orchestrator believes.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, BinaryIO
-
-
-class EventFollower:
-    """Reads a growing file of JSON lines; a line still being written is read next time.
-
-    The file may be rotated: the old one is read to its end before the new one is begun. With
-    ``skip_existing`` what the file holds now belongs to an earlier run and is passed over.
-    """
-
-    def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
-        self.path = path
-        self._file: BinaryIO | None = None
-        self._rest = b""
-        if skip_existing and path.exists():
-            self._file = path.open("rb")
-            self._file.seek(0, os.SEEK_END)
-
-    def poll(self) -> list[dict[str, Any]]:
-        """The events that were completed since the last call; none if the file is not there yet."""
-        events = self._read()
-        if self._rotated():
-            self.close()
-            events += self._read()
-        return events
-
-    def _rotated(self) -> bool:
-        """Whether ``path`` is now another file than the one we read."""
-        if self._file is None:
-            return False
-        try:
-            return self.path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
-        except FileNotFoundError:
-            return False  # between the rename and the new file
-
-    def _read(self) -> list[dict[str, Any]]:
-        if self._file is None:
-            try:
-                self._file = self.path.open("rb")
-            except FileNotFoundError:
-                return []
-            self._rest = b""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        events = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # cut off by a kill in mid-write; the next line is whole again
-            if isinstance(event, dict):
-                events.append(event)
-        return events
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+from typing import Any
 
 
 @dataclass(frozen=True)

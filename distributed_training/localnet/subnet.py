@@ -29,7 +29,7 @@ from types import TracebackType
 from typing import IO
 
 from distributed_training.config.flags import ConfigError
-from distributed_training.localnet.events import EventFollower, NeuronState
+from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import (
     MARK,
@@ -41,6 +41,7 @@ from distributed_training.localnet.processes import (
 )
 from distributed_training.localnet.services import ServiceFailure, Services
 from distributed_training.localnet.summary import Summary, summarize
+from distributed_training.telemetry.follow import EventFollower
 
 STATE_FILE = "localnet.json"  # also marks a folder as ours: only such a folder is emptied
 LOCK_FILE = ".lock"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import logging
 import math
 import os
 import threading
@@ -22,6 +23,9 @@ from pydantic import SecretStr
 from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import mask
+
+_REPEAT_SECONDS = 60.0
+_REMEMBERED_LINES = 1000
 
 
 class EventLog:
@@ -43,10 +47,15 @@ class EventLog:
 
     @classmethod
     def from_settings(cls, settings: TelemetrySettings, folder: Path) -> EventLog | None:
-        """``events.jsonl`` in the run folder, or None with ``--neuron.dont_save_events``."""
+        """``events.jsonl`` in the run folder, or None with ``--neuron.dont_save_events``.
+
+        From then on warnings and errors of the log are events too (``problem``: level, text).
+        """
         if settings.dont_save_events:
             return None
-        return cls(folder / "events.jsonl", retention_bytes=settings.events_retention_size)
+        events = cls(folder / "events.jsonl", retention_bytes=settings.events_retention_size)
+        logging.getLogger().addHandler(_Problems(events))
+        return events
 
     def write(self, kind: str, **fields: Any) -> None:
         """Append ``{"time": <unix seconds>, "kind": kind, **fields}``.
@@ -93,6 +102,26 @@ class EventLog:
         self._file = None
         os.replace(self.path, self.path.with_name(self.path.name + ".1"))
         self._file = self._open()
+
+
+class _Problems(logging.Handler):
+    """Warnings and errors of this project's own rooms, one that repeats at most once a minute."""
+
+    def __init__(self, events: EventLog) -> None:
+        super().__init__(logging.WARNING)
+        self._events = events
+        self._said: dict[str, float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not record.name.startswith(("distributed_training", "neurons", "__main__")):
+            return
+        now = time.monotonic()
+        if now - self._said.get(str(record.msg), -math.inf) < _REPEAT_SECONDS:
+            return
+        if len(self._said) > _REMEMBERED_LINES:
+            self._said.clear()
+        self._said[str(record.msg)] = now
+        self._events.write("problem", level=record.levelname, text=record.getMessage())
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from distributed_training.localnet.events import EventFollower, NeuronState
+from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.summary import summarize
 from distributed_training.localnet.view import LiveView, neuron_line, sparkline
+from distributed_training.telemetry.follow import EventFollower
 
 pytestmark = pytest.mark.timeout(60)
 T0 = 1000.0

@@ -1,0 +1,80 @@
+"""Serves the page of one or several run folders.
+
+    python -m distributed_training.telemetry.page runs/miner
+    python -m distributed_training.telemetry.page --port 8010 runs/localnet/*
+
+To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from distributed_training.common.exits import ExitStatus
+
+from .history import Neuron
+from .server import application
+
+_NICENESS = 10  # training goes first
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns an exit status: 2 for arguments that cannot work, said in one line."""
+    parser = argparse.ArgumentParser(prog="python -m distributed_training.telemetry.page")
+    parser.add_argument("folders", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8010, help="0: any free port")
+    given = parser.parse_args(argv)
+    token = os.environ.get("DT_PAGE_TOKEN", "")
+    problem = _problem(given.host, given.port, token)
+    if problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return ExitStatus.BAD_CONFIGURATION
+    family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((given.host, given.port))
+        listener.listen()
+    except OSError as error:
+        print(
+            f"error: the page cannot be served at {given.host}:{given.port} ({error.strerror}), so "
+            "there is none; training is not affected: give another --port",
+            file=sys.stderr,
+        )
+        return ExitStatus.BAD_CONFIGURATION
+    os.nice(_NICENESS)
+    neurons = [Neuron(folder) for folder in given.folders]
+    print(f"page: http://{given.host}:{listener.getsockname()[1]}/", flush=True)
+    config = uvicorn.Config(
+        application(neurons, token=token), log_level="warning", access_log=False,
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])
+    return ExitStatus.STOPPED
+
+
+def _problem(host: str, port: int, token: str) -> str | None:
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return f"--host {host} is not an IP address, so nothing is served: give e.g. 127.0.0.1"
+    if not 0 <= port <= 65535:
+        return f"--port {port} is not within 0..65535, so nothing is served: give e.g. 8010"
+    if not loopback and len(token) < 16:
+        return (
+            f"--host {host} is reached from other machines, so it needs a token: set DT_PAGE_TOKEN "
+            "to 16 characters or more, or leave --host at 127.0.0.1"
+        )
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What the page knows of each neuron, from its events and metrics."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from distributed_training.telemetry.follow import EventFollower
+
+_HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
+_STEPS = 100_000
+_POINTS = 1500  # of a line on the page
+_ROWS = 50  # of a table
+
+#: A step's columns, in the order in which they are sent.
+COLUMNS = (
+    "time", "outer_step", "inner_step", "loss", "seconds", "data_wait_seconds",
+    "tokens_per_second", "mfu", "gpu_memory_gb", "gpu_utilization", "learning_rate", "grad_norm",
+)  # fmt: skip
+_MEANS = frozenset({"loss", "seconds", "data_wait_seconds", "tokens_per_second", "mfu"})
+_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop", "score")
+
+
+class Neuron:
+    """One run folder. ``name`` is the folder's."""
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self.folder = folder
+        self.name = name or folder.name
+        self.steps: deque[tuple[float | None, ...]] = deque(maxlen=_STEPS)
+        self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_ROWS) for k in _TABLES}
+        self.marks: deque[dict[str, Any]] = deque(maxlen=_POINTS)  # outer steps
+        self.scores: dict[str, Any] | None = None
+        self.state = ""
+        self._follower, events = EventFollower.with_history(
+            folder / "events.jsonl", at_most=_HISTORY_BYTES
+        )
+        for event in events:
+            self.apply(event)
+
+    def poll(self) -> list[dict[str, Any]]:
+        """New events, taken in, each with the neuron's name."""
+        events = self._follower.poll()
+        for event in events:
+            self.apply(event)
+        return [{**event, "neuron": self.name} for event in events]
+
+    def apply(self, event: Mapping[str, Any]) -> None:
+        """Take one event in; kinds that the page does not show change nothing."""
+        kind = str(event.get("kind"))
+        if kind == "step":
+            self.steps.append(tuple(_number(event.get(column)) for column in COLUMNS))
+        elif kind == "outer_step":
+            self.marks.append({"time": event.get("time"), "outer_step": event.get("outer_step")})
+        elif kind == "scores":
+            self.scores = dict(event)
+        elif kind == "state":
+            self.state = str(event.get("after", ""))
+        if kind in self.tables:
+            self.tables[kind].append(dict(event))
+
+    def gauges(self) -> dict[str, float]:
+        """The metrics as they were last written, ``name{kind}`` -> value; empty without a file."""
+        try:
+            text = (self.folder / "metrics.prom").read_text(encoding="utf-8")
+            families = list(text_string_to_metric_families(text))
+        except (OSError, ValueError):
+            return {}
+        return {
+            ".".join((sample.name, *sample.labels.values())): sample.value
+            for family in families
+            for sample in family.samples
+            if math.isfinite(sample.value)
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """All that a page needs to begin with, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "state": self.state,
+            "columns": COLUMNS,
+            "steps": thinned(list(self.steps)),
+            "tables": {kind: list(rows) for kind, rows in self.tables.items()},
+            "marks": list(self.marks),
+            "scores": self.scores,
+            "gauges": self.gauges(),
+        }
+
+
+def thinned(steps: Sequence[tuple[float | None, ...]]) -> list[list[float | None]]:
+    """At most ``_POINTS`` rows; means where a mean says something, else the last of each bucket."""
+    size = max(1, math.ceil(len(steps) / _POINTS))
+    if size == 1:
+        return [list(step) for step in steps]
+    return [_merged(steps[start : start + size]) for start in range(0, len(steps), size)]
+
+
+def _merged(bucket: Sequence[tuple[float | None, ...]]) -> list[float | None]:
+    row = list(bucket[-1])
+    for i, column in enumerate(COLUMNS):
+        values = [step[i] for step in bucket if step[i] is not None]
+        if column in _MEANS and values:
+            row[i] = sum(v for v in values if v is not None) / len(values)
+    return row
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,264 @@
+// Shows what the server of this page tells: /history once, then /stream as it happens.
+"use strict";
+
+const KEPT_POINTS = 3000, KEPT_ROWS = 50, SHOWN_ROWS = 8;
+const neurons = new Map();
+let shown = "", waiting = [], loaded = false, drawSoon = false;
+
+const $ = (id) => document.getElementById(id);
+const number = (value, digits = 2) =>
+  value === null || value === undefined || Number.isNaN(value) ? "–"
+    : Number(value).toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const clock = (time) => new Date(time * 1000).toLocaleTimeString("en-GB");
+function moment(time) {  // with the day, unless it is today
+  const at = new Date(time * 1000), today = new Date().toDateString() === at.toDateString();
+  return today ? clock(time) : `${at.toLocaleDateString("en-GB", { day: "numeric", month: "short" })} ${clock(time).slice(0, 5)}`;
+}
+function span(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const s = Math.max(0, Math.round(seconds));
+  if (s < 120) return `${s} s`;
+  if (s < 7200) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
+}
+
+// Every text from the outside goes through textContent: it is shown, never interpreted.
+function element(name, attributes = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.append(...children.map((c) => (c instanceof Node ? c : document.createTextNode(String(c)))));
+  return made;
+}
+
+function replace(place, ...children) { place.replaceChildren(...children); }
+
+// --- what is known ----------------------------------------------------------------------------
+
+function take(event) {
+  const neuron = neurons.get(event.neuron);
+  if (!neuron) return;
+  if (event.gauges) { neuron.gauges = event.gauges; neuron.gaugesAt = Date.now() / 1000; return; }
+  if (event.time <= neuron.lastTime) return;  // the history had it already
+  neuron.lastTime = event.time;
+  if (event.kind === "step") {
+    neuron.steps.push(neuron.columns.map((c) => (event[c] === undefined ? null : event[c])));
+    if (neuron.steps.length > KEPT_POINTS) neuron.steps.splice(0, neuron.steps.length - KEPT_POINTS);
+  } else if (event.kind === "outer_step") neuron.marks.push(event);
+  else if (event.kind === "scores") neuron.scores = event;
+  else if (event.kind === "state") neuron.state = event.after;
+  if (neuron.tables[event.kind]) {
+    neuron.tables[event.kind].push(event);
+    neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
+  }
+}
+
+function begin(history) {
+  for (const neuron of history.neurons) {
+    const times = [...neuron.steps.map((s) => s[0]), ...neuron.marks.map((m) => m.time),
+      ...Object.values(neuron.tables).flat().map((r) => r.time), 0];
+    neuron.lastTime = Math.max(...times.filter((t) => t !== null));
+    neuron.gaugesAt = Date.now() / 1000;
+    neurons.set(neuron.name, neuron);
+  }
+  if (!neurons.has(shown)) {
+    const miners = history.neurons.filter((n) => n.steps.length);
+    shown = (miners[0] || history.neurons[0] || { name: "" }).name;
+  }
+  buttons();
+}
+
+function buttons() {
+  if (neurons.size < 2) return;
+  const names = [...neurons.keys()];
+  if ($("neurons").children.length !== names.length) {
+    replace($("neurons"), ...names.map((name) => {
+      const made = element("button", { type: "button" }, name);
+      made.addEventListener("click", () => { shown = name; buttons(); draw(); });
+      return made;
+    }));
+  }
+  for (const made of $("neurons").children) made.setAttribute("aria-pressed", String(made.textContent === shown));
+}
+
+// --- cards ------------------------------------------------------------------------------------
+
+function card(title, value, small = "", kind = "", meter = null) {
+  const made = element("div", { class: `card ${kind}` },
+    element("h2", {}, title), element("p", {}, value), element("small", {}, small));
+  if (meter) {
+    made.append(element("meter", { min: 0, max: meter.limit, value: Math.min(meter.value, meter.limit),
+      low: 0.6 * meter.limit, high: 0.85 * meter.limit, optimum: 0, "aria-label": title }));
+  }
+  return made;
+}
+
+function cards(neuron) {
+  const gauge = (name) => neuron.gauges[`dt_${name}`];
+  const column = (name) => {
+    const last = neuron.steps[neuron.steps.length - 1];
+    return last ? last[neuron.columns.indexOf(name)] : null;
+  };
+  const aged = (name) => (gauge(name) === undefined ? undefined
+    : gauge(name) + Date.now() / 1000 - neuron.gaugesAt);
+  const made = [];
+  const steps = neuron.steps.length > 0;
+  if (steps) {
+    const since = Date.now() / 1000 - column("time");
+    const stuck = since > Math.max(120, 5 * (column("seconds") || 0));
+    made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
+      `outer . inner, ${span(since)} ago`, stuck ? "bad" : ""));
+    made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
+    const wait = column("data_wait_seconds");
+    made.push(card("Step time", `${number(column("seconds"), 1)} s`, `of it ${number(wait, 1)} s without data`));
+    made.push(card("Tokens per second", number(column("tokens_per_second"), 0),
+      column("mfu") === null ? "" : `MFU ${number(100 * column("mfu"), 1)} %`));
+    if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
+      column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
+  }
+  if (neuron.state) made.push(card("State", neuron.state.replace(/_/g, " ")));
+  const age = aged("repo_age_seconds"), limit = gauge("repo_age_limit_seconds") || 4800;
+  if (age !== undefined) made.push(card("Published", `${span(age)} ago`, `too old for validators in ${span(limit - age)}`,
+    age > 0.85 * limit ? "bad" : "", { value: age, limit }));
+  const blocks = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
+  if (blocks !== undefined && most) made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`,
+    `limit ${number(most, 0)} blocks`, blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
+  const next = gauge("next_round_seconds");
+  if (next !== undefined) made.push(card("Next round", `in ${span(next - (Date.now() / 1000 - neuron.gaugesAt))}`, "expected"));
+  const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
+  if (last) made.push(card("Last round", last.ok ? "took part" : (last.fault || "failed"),
+    last.ok ? `${last.peers.length} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""), last.ok ? "good" : "bad"));
+  const taken = rounds.filter((r) => r.ok).length;
+  if (rounds.length) made.push(card("Rounds taken", `${taken} of ${rounds.length}`, "the last ones"));
+  const preview = neuron.tables.preview[neuron.tables.preview.length - 1];
+  if (preview) made.push(card("Preview", number(preview.delta, 4),
+    "loss change by the published gradient", preview.delta < 0 ? "good" : "bad"));
+  const held = neuron.tables.held_out[neuron.tables.held_out.length - 1];
+  if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
+  if (!made.length) made.push(card("Waiting", "no events yet", neuron.name));
+  replace($("now"), ...made);
+}
+
+// --- curves -----------------------------------------------------------------------------------
+
+const SVG = "http://www.w3.org/2000/svg";
+function shape(name, attributes, text = "") {
+  const made = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+  made.textContent = text;
+  return made;
+}
+
+function chart(id, title, unit, neuron, series, digits) {
+  const place = $(id), width = Math.max(280, place.clientWidth - 30), height = 190;
+  const at = neuron.columns.indexOf("time");
+  const lines = series.map((s) => ({ ...s, points: neuron.steps
+    .map((step) => [step[at], step[neuron.columns.indexOf(s.column)]]).filter((p) => p[0] !== null && p[1] !== null) }))
+    .filter((s) => s.points.length);
+  place.hidden = !lines.length;
+  if (!lines.length) return;
+  const all = lines.flatMap((s) => s.points);
+  const times = all.map((p) => p[0]), values = all.map((p) => p[1]);
+  const [t0, t1] = [Math.min(...times), Math.max(...times)];
+  const sorted = [...values].sort((a, b) => a - b);
+  let low = sorted[0], high = sorted[Math.min(sorted.length - 1, Math.ceil(sorted.length * 0.995))];
+  if (series.length > 1 || low > 0 && low < 0.3 * high) low = Math.min(0, low);
+  if (high === low) high = low + 1;
+  const left = 48, right = 8, top = 8, bottom = 22;
+  const x = (t) => left + (t1 === t0 ? 1 : (t - t0) / (t1 - t0)) * (width - left - right);
+  const y = (v) => top + (1 - (Math.min(v, high) - low) / (high - low)) * (height - top - bottom);
+  const newest = lines.map((s) => `${s.name} ${number(s.points[s.points.length - 1][1], digits)} ${unit}`).join(", ");
+  const drawing = shape("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", preserveAspectRatio: "none",
+    "aria-label": `${title} since ${moment(t0)}: ${newest}; lowest ${number(sorted[0], digits)}, highest ${number(sorted[sorted.length - 1], digits)}` });
+  for (let i = 0; i <= 3; i++) {
+    const value = low + (high - low) * i / 3;
+    drawing.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
+    drawing.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, high - low < 3 ? digits : 0)));
+  }
+  for (const [t, anchor] of [[t0, "start"], [t1, "end"]]) drawing.append(shape("text", { x: x(t), y: height - 4, "text-anchor": anchor }, moment(t)));
+  const marks = neuron.marks.filter((mark) => mark.time >= t0 && mark.time <= t1);
+  const every = Math.ceil(marks.length / 40);  // more would hide the curve
+  for (const mark of marks.filter((_, i) => i % every === 0)) {
+    const line = shape("line", { class: "mark", x1: x(mark.time), x2: x(mark.time), y1: top, y2: height - bottom });
+    line.append(shape("title", {}, `outer step ${mark.outer_step}`));
+    drawing.append(line);
+  }
+  for (const s of lines) drawing.append(shape("polyline", { class: s.style,
+    points: s.points.map((p) => `${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join(" ") }));
+  const keys = lines.map((s) => element("span", { class: `key-${s.style}` },
+    `${s.name} ${number(s.points[s.points.length - 1][1], digits)} ${unit}`));
+  replace(place, element("figcaption", {}, element("b", {}, title), ...keys), drawing);
+}
+
+// --- tables -----------------------------------------------------------------------------------
+
+function table(id, title, heads, rows) {
+  if (!rows.length) { replace($(id)); return; }
+  replace($(id), element("h2", {}, title), element("table", {},
+    element("thead", {}, element("tr", {}, ...heads.map((h) => element("th", { scope: "col" }, h)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((c) => element("td", {}, c)))))));
+}
+
+const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, ok ? yes : no);
+
+function tables(neuron) {
+  const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
+  table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
+    moment(r.time), r.outer_step, verdict(r.ok, "averaged", r.fault || "failed"), (r.peers || []).length, number(r.seconds, 1)]));
+  table("publications", "Publications", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
+    moment(p.time), p.revision, verdict(p.ok, "published", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
+  const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
+  table("scores", "Scores", ["uid", "random", "assigned", "train", "all-reduce", "total"],
+    scores.sort((a, b) => b[1].total - a[1].total).slice(0, 20).map(([uid, s]) => [uid,
+      number(s.random, 2), number(s.assigned, 3), number(s.train, 3), number(s.all_reduce, 0), number(s.total, 3)]));
+  const problems = newest("problem");
+  replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
+    element("ul", {}, ...problems.map((p) => element("li", {}, element("time", {}, moment(p.time)), p.text)))] : []));
+}
+
+// --- drawing ----------------------------------------------------------------------------------
+
+function draw() {
+  const neuron = neurons.get(shown);
+  if (!neuron) return;
+  document.title = $("title").textContent = neuron.name;
+  cards(neuron);
+  chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
+  chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
+    { column: "data_wait_seconds", name: "without data", style: "b" }], 2);
+  chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
+  chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
+  tables(neuron);
+}
+
+function soon() {
+  if (drawSoon || document.hidden) return;
+  drawSoon = true;
+  requestAnimationFrame(() => { drawSoon = false; draw(); });
+}
+
+function follow() {
+  const source = new EventSource("stream");
+  const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
+    "held_out", "start", "stop", "score", "gauges"];
+  for (const kind of kinds) source.addEventListener(kind, (message) => {
+    const event = JSON.parse(message.data);
+    if (loaded) { take(event); soon(); } else waiting.push(event);
+  });
+  source.addEventListener("open", async () => {
+    loaded = false;
+    const answer = await fetch("history");
+    begin(await answer.json());
+    waiting.forEach(take); waiting = []; loaded = true;
+    $("connection").textContent = "live"; $("connection").classList.remove("lost");
+    draw();
+  });
+  source.addEventListener("error", () => {
+    $("connection").textContent = "connection lost: the page server does not answer";
+    $("connection").classList.add("lost");
+  });
+}
+
+setInterval(soon, 1000);  // ages and countdowns go on between events
+window.addEventListener("resize", soon);
+document.addEventListener("visibilitychange", soon);
+follow();

@@ -1,0 +1,263 @@
+"""The page in a real browser: what an operator keeps open."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from distributed_training.telemetry import EventLog
+from tests.waiting import wait_for
+
+webdriver = pytest.importorskip("selenium.webdriver")
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian packages)"
+    ),
+]
+ROOT = Path(__file__).parents[2]
+SECRET = "a-token-of-more-than-16-characters"
+
+
+class Page:
+    """The page's server over run folders."""
+
+    def __init__(self, *folders: Path, port: int = 0, arguments: tuple[str, ...] = ()) -> None:
+        command = [sys.executable, "-m", "distributed_training.telemetry.page"]
+        self.process = subprocess.Popen(
+            [*command, *map(str, folders), "--port", str(port), *arguments],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )
+        assert self.process.stdout is not None
+        self.url = self.process.stdout.readline().removeprefix("page: ").strip()
+        self.port = int(self.url.rstrip("/").rpartition(":")[2])
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+        "--disable-background-networking", "--disable-component-update", "--disable-sync",
+        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}", "--window-size=1300,1100",
+    ):  # fmt: skip
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(service=Service(DRIVER), options=options)
+    yield driver
+    driver.quit()
+
+
+def step(events: EventLog, number: int, *, loss: float) -> None:
+    events.write(
+        "step",
+        outer_step=3,
+        inner_step=number,
+        loss=loss,
+        learning_rate=2.5e-4,
+        seconds=15.2,
+        data_wait_seconds=0.1,
+        tokens_per_second=34000.0,
+        mfu=0.52,
+        gpu_memory_gb=68.5,
+        gpu_utilization=97.0,
+    )
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
+    folder = tmp_path / "miner-017"
+    folder.mkdir()
+    with EventLog(folder / "events.jsonl") as events:
+        for number in range(1, 41):
+            step(events, number, loss=4.0 - number / 20)
+        events.write("outer_step", outer_step=3)
+        events.write(
+            "round", outer_step=2, ok=True, fault="", detail="", peers=["a", "b"], seconds=3.0
+        )
+        events.write(
+            "publication", revision="5.3.40", ok=True, seconds=2.0, bytes_sent=5e6, reason=""
+        )
+        events.write("problem", level="WARNING", text="<b>disk</b> nearly full: free some")
+        (folder / "metrics.prom").write_text(
+            "# TYPE dt_repo_age_seconds gauge\ndt_repo_age_seconds 4700\n"
+            "# TYPE dt_repo_age_limit_seconds gauge\ndt_repo_age_limit_seconds 4800\n"
+        )
+        yield folder, events
+
+
+def card(browser: Any, title: str) -> str:
+    script = """
+        for (const card of document.querySelectorAll('.card'))
+            if (card.querySelector('h2').textContent === arguments[0]) return card.innerText;
+        return '';"""
+    return str(browser.execute_script(script, title))
+
+
+def test_it_shows_what_happens_and_survives_a_restart(
+    browser: Any, run_folder: tuple[Path, EventLog]
+) -> None:
+    folder, events = run_folder
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
+        assert "2.000" in card(browser, "Loss") and "MFU 52.0 %" in card(
+            browser, "Tokens per second"
+        )
+        assert "took part" in card(browser, "Last round")
+        assert "too old for validators in" in card(browser, "Published")
+        text = browser.find_element("tag name", "body").text
+        assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
+        assert len(browser.find_elements("css selector", "svg[role=img] polyline")) >= 4
+        step(events, 41, loss=1.5)
+        wait_for(lambda: "3 . 41" in card(browser, "Step"), "a new step, live")
+        for _ in range(2):  # three tabs
+            browser.switch_to.new_window("tab")
+            browser.get(page.url)
+            wait_for(lambda: "3 . 41" in card(browser, "Step"), "the same in another tab")
+        port = page.port
+    wait_for(lambda: "lost" in browser.find_element("id", "connection").text, "that it is away")
+    step(events, 42, loss=1.4)
+    with closing(Page(folder, port=port)):
+        wait_for(lambda: "3 . 42" in card(browser, "Step"), "what happened in between")
+        wait_for(lambda: browser.find_element("id", "connection").text == "live", "live again")
+    problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+    assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
+
+
+CHECKS = """
+const luminance = (colour) => {
+  const c = colour.match(/[0-9.]+/g).slice(0, 3).map((v) => v / 255)
+    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2];
+};
+const ground = (e) => { for (; e; e = e.parentElement) {
+  const colour = getComputedStyle(e).backgroundColor;
+  if (!colour.startsWith('rgba(0, 0, 0, 0')) return colour; } return 'rgb(255, 255, 255)'; };
+const found = [];
+const texts = 'h1, h2, p, small, td, th, button, li, span, text, figcaption b';
+for (const e of document.querySelectorAll(texts)) {
+  if (!e.textContent.trim()) continue;
+  const style = getComputedStyle(e), ink = e.tagName === 'text' ? style.fill : style.color;
+  const [a, b] = [luminance(ink), luminance(ground(e))].sort((x, y) => y - x);
+  const said = `${e.tagName} "${e.textContent.slice(0, 30)}"`;
+  if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`contrast of ${said}`);
+}
+for (const e of document.querySelectorAll('svg, meter'))
+  if (!e.getAttribute('aria-label')) found.push(`${e.tagName} has no name`);
+for (const e of document.querySelectorAll('button'))
+  if (!e.textContent.trim()) found.push('a button has no name');
+if (!document.documentElement.lang) found.push('no language');
+if (document.documentElement.scrollWidth > innerWidth + 1) found.push('wider than the screen');
+for (const r of performance.getEntriesByType('resource'))
+  if (new URL(r.name).origin !== location.origin) found.push(`foreign ${r.name}`);
+return found;
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1300, 400])
+def test_it_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
+    browser: Any, run_folder: tuple[Path, EventLog], tmp_path: Path, scheme: str, width: int
+) -> None:
+    folder, _events = run_folder
+    other = tmp_path / "miner-018"
+    other.mkdir()
+    with EventLog(other / "events.jsonl") as second, closing(Page(folder, other)) as page:
+        step(second, 7, loss=3.0)
+        emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        browser.get(page.url)
+        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
+        assert browser.execute_script(CHECKS) == []
+        from selenium.webdriver.common.keys import Keys
+
+        for _ in range(3):  # the skip link, the first neuron's button, the second's
+            browser.switch_to.active_element.send_keys(Keys.TAB)
+        assert browser.switch_to.active_element.text == "miner-018"
+        browser.switch_to.active_element.send_keys(Keys.ENTER)
+        wait_for(lambda: "3 . 7" in card(browser, "Step"), "the other neuron by keyboard")
+        assert browser.switch_to.active_element.text == "miner-018", "the focus stays"
+
+
+def test_a_week_is_on_the_page(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "miner-017"
+    folder.mkdir()
+    with EventLog(folder / "events.jsonl") as events:
+        for number in range(1, 40_001):
+            step(events, number, loss=3.0)
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        wait_for(
+            lambda: "3 . 40,000" in card(browser, "Step") or "3 . 40000" in card(browser, "Step"),
+            "a week",
+        )
+        points = browser.find_element("css selector", "#loss polyline").get_attribute("points")
+        assert 1000 < len(points.split()) < 3000, "thinned out"
+        assert httpx.get(page.url + "history").headers["content-type"] == "application/json"
+
+
+def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog]) -> None:
+    folder, _ = run_folder
+    with closing(Page(folder)) as page:
+        assert httpx.get(page.url + "history").status_code == 200
+        assert "dt_repo_age_seconds 4700" in httpx.get(page.url + "metrics").text
+        other_name = httpx.get(page.url + "history", headers={"host": "attacker.example"})
+        assert other_name.status_code == 403, "a web site that resolves to 127.0.0.1"
+        assert httpx.post(page.url + "history").status_code == 405
+        for path in ("server.py", "%2e%2e%2fserver.py", "..%2f..%2fevents.py"):
+            assert httpx.get(page.url + path).status_code == 404
+    os.environ["DT_PAGE_TOKEN"] = SECRET
+    try:
+        with closing(Page(folder)) as page:
+            assert httpx.get(page.url).status_code == 401
+            assert httpx.get(page.url, params={"token": SECRET[:-1]}).status_code == 401
+            answer = httpx.get(page.url, params={"token": SECRET})
+            assert answer.status_code == 200 and SECRET not in answer.text
+            assert httpx.get(page.url, cookies=dict(answer.cookies)).status_code == 200
+            bearer = {"authorization": f"Bearer {SECRET}", "host": "miner.example"}
+            assert httpx.get(page.url + "metrics", headers=bearer).status_code == 200
+    finally:
+        del os.environ["DT_PAGE_TOKEN"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--host", "0.0.0.0"], "DT_PAGE_TOKEN"),
+        (["--host", "miner.example"], "--host"),
+        (["--port", "99999"], "--port"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    tmp_path: Path, arguments: list[str], named: str
+) -> None:
+    command = [sys.executable, "-m", "distributed_training.telemetry.page", str(tmp_path)]
+    done = subprocess.run(
+        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
