@@ -24,7 +24,7 @@ from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
 from distributed_training.chain.wallet import Wallet
-from distributed_training.miner.process import die_with_parent
+from distributed_training.common.processes import die_with_parent
 
 HOTKEYS = 50
 IP_BIND_ADDRESS_NO_PORT = 24

@@ -3,9 +3,9 @@
     python neurons/miner.py --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
     torchrun --nproc_per_node 4 neurons/miner.py ...      the same, without the launcher's care
 
-Started plainly it is the launcher: it checks the configuration, starts one rank per GPU through
-torchrun, forwards a stop and cleans up. Exit status: 0 stopped as asked, 1 a fault, 2 bad
-configuration, 3 deregistered.
+Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, starts
+them again when one fails, forwards a stop and cleans up. Exit status: 0 stopped as asked, 1 a
+fault, 2 bad configuration, 3 deregistered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
-        from distributed_training.miner.process import leave
+        from distributed_training.common.processes import leave
         from distributed_training.miner.rank import run_rank
 
         leave(run_rank(argv))

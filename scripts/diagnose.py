@@ -40,6 +40,7 @@ from distributed_training.common.memory import (
     disk_space,
     host_memory,
 )
+from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, exit_with, load_config, problems
 from distributed_training.diagnostics import Check, failed
 from distributed_training.diagnostics.checks import check_disk
@@ -55,11 +56,8 @@ from distributed_training.diagnostics.doctor import (
     start_checks,
 )
 from distributed_training.diagnostics.nvml import NvmlSampler
-from distributed_training.miner.launcher import (
-    default_ranks,
-    torchrun_command,
-    torchrun_environment,
-)
+from distributed_training.miner.launcher import default_ranks
+from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 
 MEASURE = Path(__file__).with_name("measure_step.py")
 # Loading torch and the model on every rank, before the measured time begins.
@@ -340,26 +338,35 @@ def measure(
     flags: Sequence[str], *, ranks: int, model: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
     """Train random tokens for ``seconds`` on all ranks. ProbeError: with the last line it said."""
-    command = torchrun_command(MEASURE, flags, ranks=ranks)
-    environment = torchrun_environment("", ranks=ranks, stop_timeout=timedelta(seconds=10))
+    environment = os.environ | rank_environment_defaults(ranks=ranks)
     environment["DT_MEASURE"] = json.dumps({"model": model, "seconds": seconds})
     limit = MEASURE_START.total_seconds() + 3 * seconds
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired:
-        raise ProbeError(f"no inner step in {limit:.0f} s") from None
-    for line in reversed(done.stdout.splitlines()):
+    port = free_ports(1)[0]
+    with tempfile.TemporaryFile("w+") as output, contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(ranks):
+            process = subprocess.Popen(
+                [sys.executable, str(MEASURE), *flags],
+                env=environment | rank_variables(rank, world_size=ranks, port=port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            processes.append(process)
+        deadline = time.monotonic() + limit
+        # A rank that failed leaves the others waiting for it.
+        while None in [p.poll() for p in processes] and not any(p.poll() for p in processes):
+            if time.monotonic() > deadline:
+                raise ProbeError(f"no inner step in {limit:.0f} s")
+            time.sleep(0.1)
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.strip()]
+    for line in reversed(lines):
         if line.startswith('{"micro_batch_seconds"'):
             found: dict[str, Any] = json.loads(line)
             return found
-    lines = [line for line in (done.stderr + done.stdout).splitlines() if line.strip()]
     errors = [line for line in lines if "Error" in line or line.startswith("error:")] or lines
     raise ProbeError(f"training failed: {errors[-1].strip() if errors else 'no output'}")
 

@@ -1,6 +1,6 @@
 """One rank of diagnose.py's measurement: trains random tokens on random weights, prints the speed.
 
-Started by ``scripts/diagnose.py`` through torchrun; DT_MEASURE holds model and seconds as JSON.
+Started by ``scripts/diagnose.py``, one process a rank; DT_MEASURE holds model and seconds as JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.processes import die_with_parent
 from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.miner.process import die_with_parent, rank_environment
+from distributed_training.miner.process import rank_environment
 
 WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
 

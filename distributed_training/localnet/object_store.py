@@ -11,7 +11,6 @@ in extended attributes.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import secrets
@@ -25,9 +24,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from distributed_training.localnet.plan import free_ports
+from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import die_with_parent
 
-_PR_SET_PDEATHSIG = 1
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -280,8 +279,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    # Linux: end with whoever started us, also if that was killed.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    die_with_parent(signal.SIGTERM)
     try:
         serve(arguments.folder.resolve(), arguments.port)
     except OSError as error:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import random
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
 
+from distributed_training.common.ports import free_ports
 from distributed_training.config.flags import ConfigError
 
 # uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
 # uids are spaced wider than any world size that makes sense on one machine.
 UID_SPACING = 11
 VALIDATOR_UID = 200
+DEFAULT_TIMEOUT = timedelta(seconds=300)  # of a whole run
 
 
 @dataclass(frozen=True)
@@ -87,37 +87,6 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free, all different.
-
-    They lie below the range from which the system takes ports for outgoing connections, or one of
-    these might take a port between now and its use. Another program still may; the neuron then says
-    so and the run fails.
-    """
-    try:
-        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        low = 32768
-    candidates = list(range(min(15000, low // 2), low))
-    random.SystemRandom().shuffle(candidates)
-    sockets: list[socket.socket] = []
-    try:
-        for port in candidates:
-            if len(sockets) == count:
-                break
-            probe = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                probe.close()
-                continue
-            sockets.append(probe)
-        return [s.getsockname()[1] for s in sockets]
-    finally:
-        for s in sockets:
-            s.close()
-
-
 def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
     """The validator first: it publishes the initial model the miners load."""
     ports = iter(free_ports(2 * (len(options.ranks) + 1)))
@@ -146,6 +115,3 @@ def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
             )
         )
     return plans
-
-
-DEFAULT_TIMEOUT = timedelta(seconds=300)

@@ -1,9 +1,7 @@
 """Child processes of a local subnet: start, watch, stop in time, and leave nothing behind.
 
-A neuron is a tree (launcher, torchrun, ranks, swarm host, p2pd, uploader, data workers), and
-several of its members start sessions of their own, so neither a process group nor a parent id finds
-them all. What they do share is the environment they were started with: every process of a subnet
-carries :data:`MARK` with the subnet's id, and :func:`marked` finds them by it.
+Every process of a subnet carries a mark (``common.processes``) with the subnet's id, so whatever
+a neuron started is found again, also after its parent is gone.
 """
 
 from __future__ import annotations
@@ -14,21 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
+from distributed_training.common.processes import Mark, kill_tree
 
 MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
-
-
-@dataclass(frozen=True)
-class Stray:
-    """A process of the subnet that outlived the one that should have ended it."""
-
-    pid: int
-    command: str
 
 
 class Child:
@@ -93,18 +82,11 @@ class Child:
             self._process.send_signal(number)
 
     def kill_tree(self) -> None:
-        """SIGKILL to the command and all that descends from it, as a power cut would."""
+        """SIGKILL to the command and everything that descends from it now."""
         self.stopping = True
-        if self._process is None:
-            return
-        try:
-            root = psutil.Process(self._process.pid)
-            tree = [root, *root.children(recursive=True)]
-        except psutil.NoSuchProcess:
-            return
-        for process in tree:
-            _kill(process)
-        self._process.wait(timeout=10)
+        if self._process is not None and self.running:
+            kill_tree(self._process.pid)
+            self._process.wait(timeout=10)
 
     def wait(self, timeout: timedelta) -> int | None:
         """The exit status, or None if it still runs when ``timeout`` (for its exit) is over."""
@@ -144,55 +126,6 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
     return defects
 
 
-def marked(subnet_id: str) -> list[psutil.Process]:
-    """Every live process but this one that carries the mark of ``subnet_id``."""
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        try:
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            if process.environ().get(MARK) == subnet_id:
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, OSError):
-            continue  # gone meanwhile, or another user's
-    return found
-
-
-def sweep(subnet_id: str, *, settle: timedelta, spare: frozenset[int] = frozenset()) -> list[Stray]:
-    """Kill what is left of a subnet after everything was stopped, and say what it was.
-
-    ``settle`` bounds the wait for processes that are ending by themselves. ``spare``: process ids
-    that may stay (the guardian, which ends with us).
-    """
-    deadline = time.monotonic() + settle.total_seconds()
-    while left := [p for p in marked(subnet_id) if p.pid not in spare]:
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
-    strays = []
-    for process in left:
-        strays.append(Stray(process.pid, _command(process)))
-        _kill(process)
-    psutil.wait_procs(left, timeout=5)
-    return strays
-
-
-def _command(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())[:160] or process.name()
-    except psutil.Error:
-        return "(gone)"
-
-
-def _kill(process: psutil.Process) -> None:
-    try:
-        process.kill()
-    except psutil.NoSuchProcess:
-        return
-
-
 class Guardian:
     """A small process that ends the subnet's processes if the orchestrator itself is killed.
 
@@ -202,7 +135,7 @@ class Guardian:
 
     def __init__(self, subnet_id: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "distributed_training.localnet.guardian", subnet_id],
+            [sys.executable, "-m", __name__, subnet_id],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -218,3 +151,14 @@ class Guardian:
         self._process.wait(timeout=5)
         if self._process.stdin:
             self._process.stdin.close()
+
+
+def guard(subnet_id: str) -> None:
+    """The guardian's program."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.stdin.buffer.read()  # until the orchestrator is gone
+    Mark(MARK, subnet_id).end(settle=timedelta(0), grace=timedelta(seconds=10))
+
+
+if __name__ == "__main__":
+    guard(sys.argv[1])

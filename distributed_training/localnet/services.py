@@ -12,8 +12,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.common.ports import free_ports
 from distributed_training.config.miner import MinerSettings
-from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, free_ports
+from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import MARK, Child, stop_together
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ Used by ``make run`` (``command.py``) and by tests::
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import secrets
 import shutil
@@ -28,17 +27,12 @@ from datetime import timedelta
 from types import TracebackType
 from typing import IO
 
+from distributed_training.common.files import write_json
+from distributed_training.common.processes import Mark
 from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
-from distributed_training.localnet.processes import (
-    MARK,
-    Child,
-    Guardian,
-    Stray,
-    stop_together,
-    sweep,
-)
+from distributed_training.localnet.processes import MARK, Child, Guardian, stop_together
 from distributed_training.localnet.services import ServiceFailure, Services
 from distributed_training.localnet.summary import Summary, summarize
 from distributed_training.telemetry.follow import EventFollower
@@ -84,9 +78,9 @@ class LocalSubnet:
     ) -> None:
         self.options = options
         self.folder = options.folder.absolute()
-        self.subnet_id = secrets.token_hex(8)
+        self.mark = Mark(MARK, secrets.token_hex(8))  # of every process of this subnet
         self.problems: list[str] = []
-        self.strays: list[Stray] = []
+        self.strays: list[str] = []  # processes that outlived the one that should have ended them
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
         self._start_timeout = start_timeout
@@ -110,9 +104,9 @@ class LocalSubnet:
         """
         self._take_folder()
         self._previous_mark = os.environ.get(MARK)
-        os.environ[MARK] = self.subnet_id  # inherited by whatever is started from here on
+        os.environ[MARK] = self.mark.value  # inherited by whatever is started from here on
         try:
-            self._guardian = Guardian(self.subnet_id)
+            self._guardian = Guardian(self.mark.value)
             self.started_at = time.time()
             plans = plan_neurons(self.options, self.folder)
             self.services = Services(folder=self.folder, options=self.options, plans=plans)
@@ -155,9 +149,9 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        spare = frozenset([self._guardian.pid] if self._guardian else [])
-        self.strays = sweep(self.subnet_id, settle=timedelta(seconds=1), spare=spare)
-        problems += [f"left behind, killed: {s.pid} {s.command}" for s in self.strays]
+        spare = [self._guardian.pid] if self._guardian else []
+        self.strays = self.mark.end(settle=timedelta(seconds=1), grace=timedelta(0), spare=spare)
+        problems += [f"left behind, killed: {stray}" for stray in self.strays]
         if self._guardian is not None:
             self._guardian.close()
         if self._previous_mark is None:
@@ -358,9 +352,10 @@ class LocalSubnet:
         self._write_state()
 
     def _write_state(self) -> None:
-        text = json.dumps(
+        write_json(
+            self.folder / STATE_FILE,
             {
-                "id": self.subnet_id,
+                "id": self.mark.value,
                 "pid": os.getpid(),
                 "store": self.services.store_endpoint if self.services else None,
                 "chain": self.services.chain_endpoint if self.services else None,
@@ -369,11 +364,8 @@ class LocalSubnet:
                     for n in self.neurons
                 ],
             },
-            indent=2,
+            durable=False,
         )
-        temporary = self.folder / (STATE_FILE + ".tmp")
-        temporary.write_text(text + "\n", encoding="utf-8")
-        temporary.replace(self.folder / STATE_FILE)
 
 
 def _obituary(neuron: Neuron) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import snapshot_bytes
+from distributed_training.common.processes import die_with_parent
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.miner import network
@@ -30,7 +31,6 @@ from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.orders import ControlChannel, open_control_channel
 from distributed_training.miner.process import (
     RankEnvironment,
-    die_with_parent,
     rank_environment,
     write_exit_status,
     write_pid_file,

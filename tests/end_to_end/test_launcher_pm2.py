@@ -10,15 +10,17 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed_training.common.processes import Mark
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
-from distributed_training.miner.process import marked
+from distributed_training.miner.process import mark_of
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
@@ -114,8 +116,10 @@ class Pm2:
         script.write_text(
             "import pathlib, sys\n"
             f"sys.path.insert(0, {str(ROOT)!r})\n"
-            "from distributed_training.miner.launcher import launch\n"
-            f"sys.exit(launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
+            "from distributed_training.miner import launcher, rank_group\n"
+            "launcher.RESTARTS, rank_group.PRELOAD = 1, ()\n"
+            "if __name__ == '__main__':\n"
+            f"    sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
         )
         path = self.home / "test.config.js"
         path.write_text(
@@ -136,9 +140,10 @@ class Pm2:
         return "".join(p.read_text() for p in sorted((self.home / "pm2" / "logs").glob("*.log")))
 
     @property
-    def instance(self) -> str:
-        content = json.loads((self.home / "run" / "instance.json").read_text())
-        return str(content["instance"])
+    def mark(self) -> Mark:
+        found = mark_of(self.home / "run")
+        assert found is not None, self.log
+        return found
 
 
 @pytest.fixture
@@ -146,13 +151,6 @@ def pm2(tmp_path: Path) -> Iterator[Pm2]:
     one = Pm2(tmp_path)
     yield one
     one("kill")
-
-
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
-        time.sleep(0.2)
 
 
 @needs_pm2
@@ -165,7 +163,7 @@ def test_start_and_stop(pm2: Pm2) -> None:
     pm2("stop", NAME)
     assert pm2.state == ("stopped", 0)
     assert (pm2.home / "run" / "saved").exists()
-    assert not marked(pm2.instance)
+    assert not pm2.mark.processes()
     assert "SIGINT received: stopping" in pm2.log and "Traceback" not in pm2.log
 
 
@@ -193,10 +191,10 @@ def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: Pm2) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")
-    first = pm2.instance
+    first = pm2.mark
     launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
     ready.unlink()
     os.kill(launcher, 9)
-    wait_for(lambda: pm2.instance != first and not marked(first), "the clean restart")
+    wait_for(lambda: pm2.mark != first and not first.processes(), "the clean restart")
     pm2("stop", NAME)
-    assert not marked(pm2.instance)
+    assert not pm2.mark.processes()

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 from distributed_training.config import load_config
 from distributed_training.data import build_tokenizer, held_out_batches
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
-from distributed_training.localnet.processes import marked
 from distributed_training.localnet.services import s3_client
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
@@ -59,7 +58,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with subnet:
         subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
         subnet.wait_for_figures(timedelta(seconds=30))
-        lines = [" ".join(p.cmdline()) for p in marked(subnet.subnet_id)]
+        lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         assert subnet.services is not None
         secrets = set()
         for neuron in subnet.neurons:
@@ -82,7 +81,7 @@ def test_both_miners_took_every_outer_step_and_the_held_out_loss_fell(run: Run) 
 def test_everything_ended_by_itself(run: Run) -> None:
     assert run.subnet.problems == []
     assert run.subnet.strays == []
-    assert not marked(run.subnet.subnet_id)
+    assert not run.subnet.mark.processes()
     assert [n.child.exit_status for n in run.subnet.neurons] == [0, 0, 0]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from distributed_training.localnet.plan import SubnetOptions
-from distributed_training.localnet.processes import marked
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
 
@@ -88,7 +87,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
         assert app["pm2_env"]["restart_time"] == 0
         stops = list(read_events(miner.plan.events, "stop"))
         assert len(stops) == 2 and stops[-1]["exit_status"] == 0
-        left = [" ".join(p.cmdline()) for p in marked(subnet.subnet_id)]
+        left = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         folder = str(miner.plan.folder)
         assert not [line for line in left if folder in line and "pm2" not in line]
     finally:

@@ -1,6 +1,6 @@
 """Bad input: one line naming cause, consequence and remedy, status 2, nothing left behind.
 
-Against real services of a local subnet, through the real launcher and torchrun.
+Against real services of a local subnet, through the real launcher.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.wallet import create_wallet
+from distributed_training.common.processes import Mark
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
-from distributed_training.localnet.processes import MARK, marked
+from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.services import Services, s3_client
 
 pytestmark = pytest.mark.timeout(150)
@@ -40,7 +41,7 @@ class World:
     services: Services
     plan: NeuronPlan
     folder: Path
-    mark: str
+    mark: Mark
 
     def miner(self, *more: str, drop: tuple[str, ...] = (), **environ: str) -> Run:
         """Run the miner with the plan's flags, ``more`` after them."""
@@ -59,9 +60,9 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
-    mark = secrets.token_hex(8)
+    mark = Mark(MARK, secrets.token_hex(8))
     before = os.environ.get(MARK)
-    os.environ[MARK] = mark
+    os.environ[MARK] = mark.value
     options = SubnetOptions(folder=folder, ranks=(1,))
     plans = plan_neurons(options, folder)
     services = Services(folder=folder, options=options, plans=plans)
@@ -87,7 +88,7 @@ def assert_one_line(run: Run, *words: str) -> None:
 
 def leaves_nothing(world: World) -> bool:
     folder = str(world.plan.folder)
-    return not [p for p in marked(world.mark) if folder in " ".join(p.cmdline())]
+    return not [p for p in world.mark.processes() if folder in " ".join(p.cmdline())]
 
 
 def test_missing_keys(world: World) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.local import LocalChain
+from distributed_training.common.files import read_json_object
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.miner.process import read_json
 from distributed_training.telemetry import read_events
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -37,8 +37,9 @@ def test_deregistration_ends_the_miner_with_status_3(tmp_path: Path) -> None:
         with pytest.raises(SubnetFailure):  # the orchestrator sees a neuron end by itself
             subnet.wait_until(lambda: False, timedelta(seconds=60), "the miner's end")
         assert miner.child.exit_status == 3
-        status = read_json(miner.plan.folder / "exit_status.json")
-        assert status["status"] == 3 and "no longer registered" in status["reason"]
+        status = read_json_object(miner.plan.folder / "exit_status.json")
+        assert status is not None and status["status"] == 3
+        assert "no longer registered" in status["reason"]
         assert list(read_events(events, "stop"))[-1]["exit_status"] == 3
 
 

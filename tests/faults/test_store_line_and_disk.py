@@ -275,7 +275,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 sys.path.insert(0, {tests!r})
 from training_world import tiny, train, trainer
-from distributed_training.miner.process import leave
+from distributed_training.common.processes import leave
 from distributed_training.protocol.types import Progress
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from distributed_training.common.processes import die_with_parent
 from distributed_training.miner.process import (
-    die_with_parent,
     rank_environment,
     write_exit_status,
     write_pid_file,
@@ -38,7 +38,7 @@ def main() -> int:
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
     (folder / f"ready-{me.rank}").touch()
-    until = folder / "stop"
+    until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
     while True:
         if me.rank == 0 and stop and mode != "stuck":
             until.touch()

@@ -20,6 +20,7 @@ import jumping_clock
 import torch
 from training_world import SETTINGS, tiny, whole_weights
 
+from distributed_training.common.processes import leave
 from distributed_training.config.data import DataSettings
 from distributed_training.data import DataPipeline, WorkerSpec, build_tokenizer
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
@@ -28,7 +29,6 @@ from distributed_training.miner.blocks import BlockFeed
 from distributed_training.miner.leader import Leader
 from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.orders import OrderKind, open_control_channel
-from distributed_training.miner.process import leave
 from distributed_training.miner.rank_zero import Cadence, RankZeroSide
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (

@@ -1,8 +1,7 @@
-"""The launcher with real torchrun and real processes; only the ranks' work is left out."""
+"""The launcher with real processes; only the ranks' work is left out, and what it imports."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -10,21 +9,28 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
-from distributed_training.miner.process import marked
+from distributed_training.common.processes import Mark
+from distributed_training.miner.process import listening_ranks, mark_of
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("launcher_fake_rank.py")
 LAUNCH = (
-    "import sys, pathlib\n"
+    "import os, sys, pathlib\n"
     "from datetime import timedelta\n"
-    "from distributed_training.miner import launcher\n"
+    "from distributed_training.miner import launcher, rank_group\n"
     "launcher.LINGER = timedelta(seconds=2)\n"
+    "launcher.RESTARTS = int(os.environ['FAKE_RESTARTS'])\n"
+    "slow = os.environ['FAKE_MODE'] == 'slow'\n"
+    "rank_group.PRELOAD = ('tests.multiprocess.slow_import',) if slow else ()\n"
     f"sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
 )
 COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
@@ -37,15 +43,16 @@ KEYS = {
 }
 
 
-def wait_for(condition: Callable[[], bool], what: str, seconds: float = 40) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {seconds} s"
-        time.sleep(0.05)
-
-
 class Launched:
-    def __init__(self, folder: Path, mode: str, *, ranks: int = 1, flags: tuple[str, ...] = ()):
+    def __init__(
+        self,
+        folder: Path,
+        mode: str,
+        *,
+        ranks: int = 1,
+        restarts: int = 0,
+        flags: tuple[str, ...] = (),
+    ) -> None:
         self.folder = folder
         hotkey = folder.with_suffix(".wallets") / "default" / "hotkeys" / "default"
         hotkey.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +64,13 @@ class Launched:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", LAUNCH, *arguments],
-                env={**os.environ, **KEYS, **wallets, "FAKE_MODE": mode, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    **KEYS,
+                    **wallets,
+                    "FAKE_MODE": mode,
+                    "FAKE_RESTARTS": str(restarts),
+                },
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -68,8 +81,14 @@ class Launched:
         return self.log.read_text()
 
     @property
-    def instance(self) -> str:
-        return str(json.loads((self.folder / "instance.json").read_text())["instance"])
+    def mark(self) -> Mark:
+        found = mark_of(self.folder)
+        assert found is not None, self.output
+        return found
+
+    @property
+    def listening(self) -> dict[int, int]:
+        return listening_ranks(self.folder, instance=self.mark.value)
 
     def wait_ready(self, ranks: int = 1) -> None:
         wait_for(
@@ -97,9 +116,8 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     for one in running:
         one.process.kill()
         one.process.wait()
-        if (one.folder / "instance.json").exists():
-            for process in marked(one.instance):
-                process.send(signal.SIGKILL)
+        if mark := mark_of(one.folder):
+            mark.end(settle=timedelta(0), grace=timedelta(0))
 
 
 def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Launched]) -> None:
@@ -108,7 +126,7 @@ def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Lau
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 0, run.output
     assert (run.folder / "saved").exists()
-    assert not marked(run.instance)
+    assert not run.mark.processes()
     assert "SIGINT received: stopping" in run.output and "Traceback" not in run.output
 
 
@@ -117,17 +135,17 @@ def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Lau
     run.wait_ready()
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 1
-    assert not marked(run.instance)
+    assert not run.mark.processes()
     assert "ending the ranks by force" in run.output
 
 
 def test_a_stray_with_a_session_of_its_own_is_reaped(launched: Callable[..., Launched]) -> None:
     run = launched("stray")
     run.wait_ready()
-    assert len(marked(run.instance)) >= 3  # torchrun, the rank, the stray
+    assert len(run.mark.processes()) >= 3  # the server, the rank, the stray
     run.process.send_signal(signal.SIGHUP)
     assert run.wait() == 0
-    assert not marked(run.instance)
+    assert not run.mark.processes()
     assert "left behind" in run.output
 
 
@@ -138,16 +156,16 @@ def test_the_status_of_rank_zero_is_passed_on(
     run = launched(f"status-{status}")
     assert run.wait() == status
     assert f"Stopped with status {status}: as told" in run.output
-    assert "Traceback" not in run.output and "ChildFailedError" not in run.output
+    assert "Traceback" not in run.output
 
 
 def test_a_failed_rank_is_a_fault_in_one_line(launched: Callable[..., Launched]) -> None:
     run = launched("crash", ranks=2)
     assert run.wait() == 1
-    assert not marked(run.instance)
-    assert "torchrun: rank 1" in run.output and "ended with status 1" in run.output
-    assert run.output.count("Traceback") == 1  # the rank's own; nothing of torchrun's
-    assert "ChildFailedError" not in run.output
+    assert not run.mark.processes()
+    assert "Rank 1 (pid" in run.output and "ended with status 1" in run.output
+    assert run.output.count("Traceback") == 1  # the rank's own
+    assert "giving up" in run.output
 
 
 def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launched]) -> None:
@@ -155,26 +173,63 @@ def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launc
     run.wait_ready(2)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0, run.output
-    assert not marked(run.instance)
+    assert not run.mark.processes()
     assert "other ranks hang" in run.output
 
 
 def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Launched]) -> None:
     first = launched("stray")
     first.wait_ready()
-    instance = first.instance
+    mark = first.mark
     first.process.kill()
     first.wait()
     wait_for(lambda: (first.folder / "saved").exists(), "the rank's own stop", 20)
-    assert marked(instance)  # the stray has nobody left that knows it
+    assert mark.processes()  # the stray has nobody left that knows it
     (first.folder / "ready-0").unlink()
-    (first.folder / "stop").unlink()
     second = launched("run")
     second.wait_ready()
-    assert not marked(instance)
+    assert not mark.processes()
     assert "an earlier miner of this run folder left behind" in second.output
     second.process.send_signal(signal.SIGTERM)
     assert second.wait() == 0
+
+
+@pytest.mark.parametrize("victim", ["a rank", "the server"])
+def test_what_is_killed_starts_again_under_the_same_launcher(
+    launched: Callable[..., Launched], victim: str
+) -> None:
+    run = launched("run", ranks=2, restarts=2)
+    run.wait_ready(2)
+    (rank_1,) = (psutil.Process(pid) for r, pid in run.listening.items() if r == 1)
+    server = rank_1.parent()
+    assert server is not None and server in run.mark.processes()
+    before = run.listening
+    (rank_1 if victim == "a rank" else server).kill()
+    wait_for(lambda: len(run.listening) == 2 and run.listening != before, "new ranks")
+    again = psutil.Process(run.listening[1]).parent()
+    assert (again == server) == (victim == "a rank")
+    assert ("ended with SIGKILL" if victim == "a rank" else "forked from ended") in run.output
+    assert "Starting the ranks again" in run.output and "(1 of 2)" in run.output
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+    assert not run.mark.processes()
+
+
+def test_a_fault_that_stays_is_left_to_pm2(launched: Callable[..., Launched]) -> None:
+    run = launched("crash", restarts=1)
+    assert run.wait() == 1
+    assert "The ranks failed 2 times in a row: giving up" in run.output
+
+
+def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> None:
+    run = launched("slow", ranks=2)
+    wait_for(lambda: "Starting 2 ranks" in run.output, "the launcher")
+    wait_for(lambda: bool(run.mark.processes()), "the server")
+    began = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0, run.output
+    assert time.monotonic() - began < 10
+    assert not run.mark.processes() and "Traceback" not in run.output
 
 
 def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> None:

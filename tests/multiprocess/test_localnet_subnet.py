@@ -10,18 +10,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 
+from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import Mark
 from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.command import main
-from distributed_training.localnet.plan import SubnetOptions, free_ports, parse_ranks, plan_neurons
-from distributed_training.localnet.processes import marked
+from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
+from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,11 +36,8 @@ def options(folder: Path, behaviour: str = "good") -> SubnetOptions:
     )
 
 
-def until(condition: Callable[[], object], seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the awaited state did not come"
-        time.sleep(0.05)
+def mark_of(folder: Path) -> Mark:
+    return Mark(MARK, json.loads((folder / "localnet.json").read_text())["id"])
 
 
 def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
@@ -80,9 +79,9 @@ class TestSubnet:
         with subnet:
             subnet.wait_for_outer_steps(2, timedelta(seconds=30))
             subnet.wait_for_figures(timedelta(seconds=10))
-            lines = [p.cmdline() for p in marked(subnet.subnet_id)]
+            lines = [p.cmdline() for p in subnet.mark.processes()]
         assert subnet.problems == [] and subnet.strays == []
-        assert not marked(subnet.subnet_id)
+        assert not subnet.mark.processes()
         summary = subnet.summary()
         assert summary.ok, summary.text()
         assert [s.participants for s in summary.outer_steps] == [
@@ -116,7 +115,7 @@ class TestSubnet:
         ):
             subnet.wait_for_outer_steps(2, timedelta(seconds=30))
         assert "something is very wrong" in str(error.value)
-        assert not marked(subnet.subnet_id)
+        assert not subnet.mark.processes()
 
     def test_a_miner_that_misses_a_step(self, tmp_path: Path) -> None:
         subnet = LocalSubnet(
@@ -131,11 +130,11 @@ class TestSubnet:
         subnet = LocalSubnet(options=options(tmp_path / "run"))
         with pytest.raises(SubnetFailure, match="outer step 3 did not come within 3 s"), subnet:
             subnet.wait_for_outer_steps(3, timedelta(seconds=3))
-        assert not marked(subnet.subnet_id)
+        assert not subnet.mark.processes()
 
     def test_kill_and_restart(self, tmp_path: Path) -> None:
         with LocalSubnet(options=options(tmp_path / "run")) as subnet:
-            until(lambda: subnet.miners[0].child.last_lines() == ["ready"])
+            wait_for(lambda: subnet.miners[0].child.last_lines() == ["ready"], "the miner")
             subnet.kill_miner(0)
             subnet.poll()  # a death we caused is no failure
             assert subnet.miners[0].child.exit_status == -signal.SIGKILL
@@ -167,7 +166,7 @@ class TestSubnet:
         with pytest.raises(SubnetFailure, match="chain"):
             with LocalSubnet(options=options(tmp_path / "run")) as subnet:
                 (chain,) = [
-                    p for p in marked(subnet.subnet_id) if "chain_server" in " ".join(p.cmdline())
+                    p for p in subnet.mark.processes() if "chain_server" in " ".join(p.cmdline())
                 ]
                 chain.kill()
                 subnet.wait_for_outer_steps(9, timedelta(seconds=20))
@@ -227,29 +226,28 @@ class TestCommand:
         self, tmp_path: Path
     ) -> None:
         run = self.start(tmp_path / "run", "stubborn", "--outer-steps", "9")
-        state = tmp_path / "run" / "localnet.json"
         logs = [tmp_path / "run" / name / "log.txt" for name in ("miner-000", "miner-011")]
-        until(lambda: all(log.exists() and log.read_text() for log in logs))
-        identity = json.loads(state.read_text())["id"]
+        wait_for(lambda: all(log.exists() and log.read_text() for log in logs), "the miners")
+        mark = mark_of(tmp_path / "run")
         second = self.start(tmp_path / "run", "good")
         text, _ = second.communicate(timeout=60)
         assert second.returncode == 2 and "is running in" in text, text
-        assert len(marked(identity)) >= 5
+        assert len(mark.processes()) >= 5
         began = time.monotonic()
         run.send_signal(signal.SIGINT)
         text, _ = run.communicate(timeout=60)
         assert time.monotonic() - began < 15
         assert run.returncode == 130, text
         assert "miner-000 did not stop" in text
-        assert not marked(identity)
+        assert not mark.processes()
 
     def test_a_killed_orchestrator_leaves_nothing(self, tmp_path: Path) -> None:
         run = self.start(tmp_path / "run", "good", "--outer-steps", "9")
         log = tmp_path / "run" / "miner-011" / "log.txt"
-        until(lambda: log.exists() and log.read_text())
-        identity = json.loads((tmp_path / "run" / "localnet.json").read_text())["id"]
-        assert len(marked(identity)) >= 5
+        wait_for(lambda: log.exists() and log.read_text(), "the miners")
+        mark = mark_of(tmp_path / "run")
+        assert len(mark.processes()) >= 5
         run.kill()
         run.communicate(timeout=10)
-        until(lambda: not marked(identity), seconds=30)
+        wait_for(lambda: not mark.processes(), "the end of all")
         assert not psutil.pid_exists(run.pid)

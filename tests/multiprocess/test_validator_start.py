@@ -21,9 +21,9 @@ from pydantic import SecretStr
 
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import create_wallet
+from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.localnet.plan import free_ports
 from distributed_training.protocol import keys
 from distributed_training.protocol.commitment import parse_commitment
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata

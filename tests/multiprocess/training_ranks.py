@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from training_world import sequences, train, trainer, whole_weights
 
-from distributed_training.miner.process import leave
+from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 from distributed_training.training.checkpoint import Checkpointer

@@ -1,0 +1,34 @@
+"""Free TCP ports of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from pathlib import Path
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that are free, all different.
+
+    They lie below the range from which the system takes ports for outgoing connections, or one of
+    these might take a port between now and its use. Another program still may.
+    """
+    try:
+        low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        low = 32768
+    candidates = list(range(min(15000, low // 2), low))
+    random.SystemRandom().shuffle(candidates)
+    with contextlib.ExitStack() as held:  # until all are found, or one might be found twice
+        found: list[int] = []
+        for port in candidates:
+            if len(found) == count:
+                break
+            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            found.append(port)
+        return found

@@ -1,0 +1,216 @@
+"""The ranks of one miner: forks of one process that has imported everything already.
+
+A rank needs torch, the Llama model and hivemind, seconds of imports and 300 MB. Python's fork
+server imports them once (:data:`PRELOAD`) and forks each rank from there; it stays, so a rank that
+died is back in the time of a fork. Processes that a rank starts may come from the same server.
+
+Hazard: the server must stay fit to be forked. Nothing in the preload may start a thread, touch CUDA
+or open a socket, and what libraries read from the environment when they are imported must be set
+before it starts (:func:`rank_environment_defaults`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import psutil
+
+from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import (
+    Mark,
+    end_with_starter,
+    is_running,
+    reap_orphans,
+    send,
+)
+
+log = logging.getLogger(__name__)
+
+#: Imported once by the server. The order matters only for who pays for what is shared.
+PRELOAD = (
+    "torch",
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "hivemind",
+    "distributed_training.miner.rank",
+)
+
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SERVER_ENDED = 255  # what multiprocessing says of a rank whose server cannot tell its status
+_TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+
+
+def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
+    """What the server and the ranks need in their environment, where the operator set nothing."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks)),
+        # numpy's and scipy's own: a thread of theirs in the server would be lost in each fork.
+        "OPENBLAS_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Large tensors in huge pages where the kernel gives them on request: copies of the whole
+        # model (checkpoints, snapshots, the outer step) mostly wait for first touches of pages.
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+    if sys.platform == "linux":  # all ranks are on this machine; its name may resolve to nothing
+        wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    found = {name: os.environ.get(name, value) for name, value in wanted.items()}
+    path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
+    return found | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+
+
+def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
+    """What torch.distributed (``env://``) reads. ``port``: a free one, the same for all ranks."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class _Rank:
+    number: int
+    process: ForkServerProcess
+    handle: psutil.Process
+
+    @property
+    def running(self) -> bool:
+        # The server tells when a rank ended; without a server the handle still knows.
+        return self.process.exitcode is None or is_running(self.handle)
+
+    @property
+    def ending(self) -> str:
+        """How it ended, for the log."""
+        code = self.process.exitcode or 0
+        if code == _SERVER_ENDED:
+            how = "was told to stop, since the process it was forked from ended"
+        elif code < 0:
+            how = f"ended with {signal.Signals(-code).name}"
+        else:
+            how = f"ended with status {code}"
+        return f"rank {self.number} (pid {self.handle.pid}) {how}"
+
+
+class RankGroup:
+    """Starts ``world_size`` ranks, each running ``script`` with ``argv``, and ends them together.
+
+    May be started again once all ranks have ended.
+    """
+
+    def __init__(self, *, script: Path, argv: Sequence[str], world_size: int, mark: Mark) -> None:
+        self._script = script
+        self._argv = list(argv)
+        self._world_size = world_size
+        self._mark = mark
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(PRELOAD))
+        self._ranks: list[_Rank] = []
+        self._server: int | None = None  # pid
+
+    def start(self) -> None:
+        """Returns when every rank is forked, which takes seconds the first time (imports).
+
+        This process's environment becomes that of the ranks. Raises OSError or EOFError if the
+        server does not come up.
+        """
+        self._ranks = []
+        resource_tracker.ensure_running()  # before the mark: it ends by itself, with us
+        os.environ.update(rank_environment_defaults(ranks=self._world_size))
+        os.environ.update(self._mark.environment)
+        with _not_for_the_terminal():
+            forkserver.ensure_running()
+        port = free_ports(1)[0]
+        for number in range(self._world_size):
+            process = self._context.Process(
+                target=_become_rank,
+                args=(
+                    str(self._script),
+                    self._argv,
+                    rank_variables(number, world_size=self._world_size, port=port),
+                ),
+                name=f"rank {number}",
+            )
+            process.start()
+            assert process.pid is not None
+            handle = psutil.Process(process.pid)
+            with contextlib.suppress(psutil.Error):
+                self._server = handle.ppid()
+            self._ranks.append(_Rank(number, process, handle))
+
+    @property
+    def running(self) -> list[int]:
+        return [rank.number for rank in self._ranks if rank.running]
+
+    @property
+    def endings(self) -> list[str]:
+        """A line for each rank that failed."""
+        return [r.ending for r in self._ranks if not r.running and r.process.exitcode != 0]
+
+    def wait(self, timeout: timedelta) -> None:
+        """Until a rank ends, at most ``timeout``. Reaps descendants that lost their parent."""
+        sentinels = [r.process.sentinel for r in self._ranks if r.process.exitcode is None]
+        if sentinels:
+            multiprocessing.connection.wait(sentinels, timeout.total_seconds())
+        else:
+            time.sleep(timeout.total_seconds())
+        self.reap()
+
+    def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """To ``ranks`` (all by default) that still run."""
+        for rank in self._ranks:
+            if (ranks is None or rank.number in ranks) and rank.running:
+                send(rank.handle, number)
+
+    def sweep(self, *, settle: timedelta, grace: timedelta, server: bool) -> list[str]:
+        """End what bears the mark, ``server`` included or not; what did not end by itself."""
+        spare = () if server or self._server is None else (self._server,)
+        ended = self._mark.end(settle=settle, grace=grace, spare=spare, reap=self.reap)
+        own = f"{self._server} "
+        return [line for line in ended if not line.startswith(own)]
+
+    def reap(self) -> None:
+        reap_orphans(spare=() if self._server is None else (self._server,))
+
+
+@contextlib.contextmanager
+def _not_for_the_terminal() -> Iterator[None]:
+    """What is started here ignores Ctrl-C and a closed terminal: those are the launcher's."""
+    old = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _become_rank(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """In the fork: run ``script`` as this rank's program."""
+    os.setsid()
+    end_with_starter()
+    os.environ.update(environ)
+    sys.argv = [script, *argv]
+    runpy.run_path(script, run_name="__main__")

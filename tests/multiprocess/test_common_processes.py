@@ -1,0 +1,174 @@
+"""Finding one's own processes, and nothing left behind, whatever they do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.common.processes import (
+    Mark,
+    kill_tree,
+    reap_orphans,
+    send,
+)
+from tests.waiting import wait_for
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's"),
+]
+
+ROOT = Path(__file__).parents[2]
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
+NONE = timedelta(0)
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+
+@pytest.fixture
+def mark() -> Iterator[Mark]:
+    one = Mark("DT_TEST", secrets.token_hex(8))
+    yield one
+    one.end(settle=NONE, grace=NONE)
+
+
+@pytest.fixture
+def start(mark: Mark) -> Iterator[Start]:
+    """Starts a program that bears the mark; returns when it said it is ready."""
+    running: list[subprocess.Popen[bytes]] = []
+
+    def run(code: str, **environ: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**os.environ, **mark.environment, **environ},
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            cwd=ROOT,
+        )
+        running.append(process)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        return process
+
+    yield run
+    for process in running:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Start) -> None:
+    ours = start(SLEEP)
+    other = start(SLEEP, DT_TEST=mark.value + "0")
+    assert [p.pid for p in mark.processes()] == [ours.pid]
+    assert mark.processes(spare=[ours.pid]) == []
+    assert send(mark.processes()[0], signal.SIGKILL)
+    wait_for(lambda: not mark.processes(), "a zombie does not run")
+    assert other.poll() is None
+
+
+def test_who_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
+    start("import time; print('ready', flush=True); time.sleep(1)")
+    began = time.monotonic()
+    assert mark.end(settle=timedelta(seconds=20), grace=NONE) == []
+    assert time.monotonic() - began < 15
+
+
+def test_terminated_first_then_killed(mark: Mark, start: Start) -> None:
+    polite, stubborn = start(SLEEP), start(STUBBORN)
+    ended = mark.end(settle=NONE, grace=timedelta(seconds=1))
+    assert sorted(int(line.split()[0]) for line in ended) == sorted([polite.pid, stubborn.pid])
+    assert polite.wait(5) == -signal.SIGTERM and stubborn.wait(5) == -signal.SIGKILL
+
+
+def test_a_descendant_with_a_session_of_its_own_is_found(mark: Mark, start: Start) -> None:
+    child = (
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+        " start_new_session=True, stdout=subprocess.DEVNULL)\n"
+        "print('ready', flush=True)\n"
+    )
+    assert start(child).wait(20) == 0
+    (line,) = mark.end(settle=NONE, grace=NONE)
+    assert "sleep(600)" in line and not mark.processes()
+
+
+def test_kill_tree(mark: Mark, start: Start) -> None:
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {SLEEP!r}]).wait()"
+    parent = start(child)
+    assert len(mark.processes()) == 2
+    kill_tree(parent.pid)
+    wait_for(lambda: not mark.processes(), "the tree's end")
+    kill_tree(parent.pid)  # gone already
+
+
+def test_orphans_are_reaped_but_not_what_another_waits_for() -> None:
+    code = (
+        "import os, time\n"
+        "from distributed_training.common.processes import become_subreaper, reap_orphans\n"
+        "assert become_subreaper()\n"
+        "child = os.fork()\n"
+        "if not child:\n"
+        "    if not os.fork(): time.sleep(0.2)\n"
+        "    os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+        "deadline = time.monotonic() + 20\n"
+        "while time.monotonic() < deadline:\n"
+        "    reap_orphans(spare=())\n"
+        "    try: os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)\n"
+        "    except ChildProcessError: break\n"
+        "else: raise SystemExit('the orphan is there still')\n"
+        "ours = os.fork()\n"
+        "if not ours: os._exit(7)\n"
+        "os.waitid(os.P_PID, ours, os.WEXITED | os.WNOWAIT)\n"
+        "reap_orphans(spare=[ours])\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(ours, 0)[1]) == 7\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=40)
+    assert done.returncode == 0
+    reap_orphans(spare=())  # without any child: nothing
+
+
+def test_a_process_dies_with_its_parent(mark: Mark, start: Start) -> None:
+    child = (
+        "from distributed_training.common.processes import die_with_parent\n"
+        "import signal\n"
+        "die_with_parent(signal.SIGKILL)\n" + SLEEP
+    )
+    parent = start(f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]);"
+                   "import time; time.sleep(600)")  # fmt: skip
+    assert len(mark.processes()) == 2
+    parent.kill()
+    wait_for(lambda: not mark.processes(), "the child's end")
+
+
+def test_a_process_of_a_fork_server_ends_with_who_asked_for_it(
+    mark: Mark, start: Start, tmp_path: Path
+) -> None:
+    """Its parent is the server, which lives on while anybody may ask it again."""
+    module = tmp_path / "forked.py"
+    module.write_text(
+        "import time\n"
+        "from distributed_training.common.processes import end_with_starter\n"
+        "def work():\n"
+        "    end_with_starter()\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    asker = start(
+        "import multiprocessing, time, forked\n"
+        "multiprocessing.get_context('forkserver').Process(target=forked.work).start()\n"
+        "time.sleep(600)\n",
+        PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}",
+    )
+    asker.kill()
+    wait_for(lambda: not mark.processes(), "the end of all")
