@@ -29,10 +29,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from distributed_training.common.files import sha256_of, sync_folder, write_json
 from distributed_training.protocol.types import Progress
 
-from .files import sha256_of, sync_folder, write_json, write_safetensors
 from .shards import row_range
+from .tensor_files import write_safetensors
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distributed_training.common.files import atomic_file
+
 OUTER_LEARNING_RATE = 0.8
 OUTER_MOMENTUM = 0.9
 
@@ -56,8 +58,6 @@ def save_outer_optimizer(path: Path, state: OuterOptimizerState) -> None:
     ``state.momentum`` are whole float32 tensors in state-dict order. Written to a temporary name,
     synced, renamed.
     """
-    from .files import atomic_file  # outer.py stays importable without the rest of the room
-
     count = len(state.momentum) if state.momentum is not None else 0
     content = {
         "optimizer_state_dict": {

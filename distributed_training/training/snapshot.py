@@ -26,19 +26,12 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from distributed_training.common.files import atomic_file, sha256_of, sync_folder, write_json
 from distributed_training.protocol import keys
 
 from .feedback import Code, Codec
-from .files import (
-    SafetensorsLayout,
-    atomic_file,
-    sha256_of,
-    sync_folder,
-    tensor_bytes,
-    write_json,
-    write_safetensors,
-)
 from .shards import ParameterShard
+from .tensor_files import SafetensorsLayout, tensor_bytes, write_safetensors
 
 _PARTS = ".parts"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.chain.base import Neuron
+from distributed_training.common.files import write_json
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
     RESET,
     ScoreBoard,
     moving_average,
 )
-from distributed_training.training.files import write_json
 from distributed_training.validator.evaluator import Judgement
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distributed_training.common.files import atomic_file, sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -26,7 +27,6 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.training.files import atomic_file, sync_folder
 from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
 from distributed_training.training.outer import (
     OuterOptimizerState,

@@ -14,7 +14,6 @@ from torch import nn
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
 from distributed_training.training import loss as loss_module
-from distributed_training.training.files import write_safetensors
 from distributed_training.training.loss import linear_cross_entropy
 from distributed_training.training.model import (
     build_meta_model,
@@ -40,6 +39,7 @@ from distributed_training.training.plan import (
 from distributed_training.training.schedule import CosineSchedule
 from distributed_training.training.shards import row_range
 from distributed_training.training.sizes import local_llama_config, named_config
+from distributed_training.training.tensor_files import write_safetensors
 from distributed_training.training.throughput import flops_per_token, peak_flops
 
 pytestmark = pytest.mark.timeout(60)

@@ -1,55 +1,21 @@
-"""Durable files (temporary name, sync, rename) and safetensors files written piece by piece."""
+"""Safetensors files written piece by piece: by several ranks at once, or hashed on the way."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed_training.common.files import atomic_file
+
 _NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-@contextlib.contextmanager
-def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """A file that appears under ``path`` complete or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def write_json(path: Path, content: Any) -> None:
-    with atomic_file(path) as handle:
-        handle.write(json.dumps(content, indent=4, sort_keys=True).encode())
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
