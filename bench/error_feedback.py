@@ -65,7 +65,7 @@ def compare(trainer: Trainer, start: list[torch.Tensor], path: Path) -> tuple[fl
     """Cosine and ratio of norms of what is sent and outer_lr x the pseudo-gradient."""
     code = torch.load(path, weights_only=True)
     dot = ours = true = 0.0
-    for item, before in zip(trainer.shards, start, strict=True):
+    for item, before in zip(trainer.sharded.shards, start, strict=True):
         sent = gradients.decode(code[item.name + "idxs"], code[item.name + "vals"], item.shape)
         gradient = before - item.local
         dot += float((sent.double() * gradient.double()).sum())
@@ -100,7 +100,7 @@ def run(
     generator = torch.Generator().manual_seed(1)
     found = []
     for epoch in range(args.epochs):
-        start = [item.local.clone() for item in trainer.shards]
+        start = [item.local.clone() for item in trainer.sharded.shards]
         for step in range(1, args.steps + 1):
             for _ in range(EFFECTIVE // MICRO):
                 picked = torch.randint(len(train), (MICRO,), generator=generator)

@@ -58,7 +58,7 @@ class AsThePublicMiner:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        low = trainer.compute_dtype
+        low = trainer.sharded.compute_dtype
         model: Any = build_meta_model(config)
         buffers = {n: b.clone() for n, b in model.named_buffers()}
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, output_dtype=low)
@@ -67,7 +67,7 @@ class AsThePublicMiner:
         model.to_empty(device=device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
-        for mine, theirs in zip(model.parameters(), trainer.shards, strict=True):
+        for mine, theirs in zip(model.parameters(), trainer.sharded.shards, strict=True):
             mine.data.to_local().copy_(theirs.local)
         self.model = model.eval()
         s = trainer.settings
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, world: int
                 peak[name] = max(peak.get(name, 0), used)
             if step >= options.warm_up:
                 seconds[name].append(time.perf_counter() - started)
-    flops = flops_per_token(trainer.model, options.sequence_length)
+    flops = flops_per_token(trainer.sharded.model, options.sequence_length)
     ceiling = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     count = plan.effective * options.sequence_length
     say(f"\n{options.model}: {plan.micro_batch} x {options.sequence_length} tokens, "

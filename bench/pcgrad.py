@@ -91,7 +91,9 @@ def run(
             report = trainer.add_micro_batch(domains[domain][picked], domain=domain)
         seconds.append(time.perf_counter() - began)
         conflicts += report is not None and "PCGrad" in report.note
-    return [trainer.evaluate(d[-HELD:]) for d in domains], statistics.median(seconds), conflicts
+    tokens = HELD * (SEQUENCE - 1)
+    losses = [float(trainer.sharded.loss_of(d[-HELD:])) / tokens for d in domains]
+    return losses, statistics.median(seconds), conflicts
 
 
 def main() -> int:

@@ -78,9 +78,21 @@ def whole_weights(made: Trainer) -> list[torch.Tensor] | None:
     """All parameters on rank 0, None elsewhere. Collective."""
     lead = made.rank == 0
     out = [torch.zeros(shape) for _, shape in made.schema] if lead else None
-    for i, item in enumerate(made.shards):
+    for i, item in enumerate(made.sharded.shards):
         made.stream.gather(item.shape, item.local, out[i] if out is not None else None)
     return out
+
+
+def evaluate(made: Trainer, batches: torch.Tensor) -> float:
+    """Mean loss in nats per predicted token of (sequences, length), equal on all ranks, which all
+    pass the same sequences; each evaluates its share of them. Collective."""
+    total = 0.0
+    for i in range(0, len(batches), made.world_size):
+        # Gathers are collective: a rank without a sequence runs one that does not count.
+        index = i + made.rank if i + made.rank < len(batches) else i
+        value = float(made.sharded.loss_of(batches[index : index + 1]))
+        total += value if index == i + made.rank else 0.0
+    return made.stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
 
 
 class Ranks:

@@ -20,7 +20,12 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.config import Config, ConfigError, load_config
-from distributed_training.diagnostics import cuda_state, gpu_report_lines, step_warnings
+from distributed_training.diagnostics import (
+    NvmlSampler,
+    cuda_state,
+    gpu_report_lines,
+    step_warnings,
+)
 from distributed_training.miner import network
 from distributed_training.miner import state as st
 from distributed_training.miner.blocks import BlockFeed
@@ -157,12 +162,14 @@ def _run(
     from distributed_training.data import DataPipeline, WorkerSpec
     from distributed_training.training import Checkpointer, Trainer
 
+    sampler = NvmlSampler.open(me.local_rank) if device.type == "cuda" else None
     trainer = Trainer(
         settings=config.training,
         model_config=facts.model_config,
         device=device,
         rank=me.rank,
         world_size=me.world_size,
+        utilization=sampler.utilization if sampler else lambda: None,
     )
     checkpointer = Checkpointer(
         trainer=trainer, folder=folder / "checkpoints", keep=config.miner.keep_checkpoints

@@ -68,3 +68,23 @@ def implementation(device: torch.device, sequence_length: int, dropout: float) -
 
 def _no_mask(*_: Any, **__: Any) -> None:
     return None
+
+
+def kernel_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """Which of PyTorch's SDPA kernels runs, and why not flash attention."""
+    if device.type != "cuda":
+        short = config._attn_implementation == NAME
+        return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q = torch.empty(1, heads, 128, head_dim, device=device, dtype=dtype)
+    params = SDPAParams(q, q, q, None, 0.0, True, False)
+    if can_use_flash_attention(params):
+        return "attention: SDPA, flash kernel"
+    kernel = "memory-efficient" if can_use_efficient_attention(params) else "math"
+    return (
+        f"attention: SDPA, {kernel} kernel: flash attention does not take {dtype} with head_dim "
+        f"{head_dim} on this GPU"
+    )

@@ -2,9 +2,10 @@
 
 Each rank writes its own row blocks and then ``rank-R.json``, which names them with their SHA-256.
 A checkpoint counts when all ranks' are there; so no rank waits for another, and a kill at any
-moment leaves the one before intact. torch.distributed.checkpoint does the same with collectives,
-which a background thread cannot share with training; and since every state here is rows of the
-first dimension, loading at another world size is reading other rows.
+moment leaves the one before intact. torch.distributed.checkpoint could do this too (its
+``async_save`` takes a gloo group of its own, so that its collectives do not meet training's). It
+saves no work here: every state is rows of the first dimension, so loading at another world size is
+reading other rows, and no rank has to plan with another.
 
 Epoch-start weights and outer momentum change once per outer step. They are written once, into a
 folder named by the epoch's identity, which checkpoints refer to.
@@ -33,6 +34,7 @@ from distributed_training.common.files import sha256_of, sync_folder, write_json
 from distributed_training.protocol.types import Progress
 
 from .shards import row_range
+from .state import load_state, state_of
 from .tensor_files import write_safetensors
 from .trainer import Trainer
 
@@ -83,9 +85,9 @@ class Checkpointer:
         """
         self.wait()
         started = time.perf_counter()
-        self._trainer.vote(None)  # no rank writes any more
-        name = cast(str, self._trainer.from_rank_0(self._next_name()))
-        state = self._trainer.state()
+        self._trainer.stream.first_error(None)  # no rank writes any more
+        name = cast(str, self._trainer.stream.from_rank_0(self._next_name()))
+        state = state_of(self._trainer)
         state["python_rng"] = random.getstate()
         state["numpy_rng"] = np.random.get_state()
         content = json.dumps({"extra": extra, "progress": asdict(progress)})
@@ -124,20 +126,20 @@ class Checkpointer:
         world size the ``extra`` of a rank that did not exist is ``{}``, and random states stay.
         """
         self.wait()
-        names = cast("list[str]", self._trainer.from_rank_0(self._names()))
+        names = cast("list[str]", self._trainer.stream.from_rank_0(self._names()))
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             problem, read = None, None
             try:
                 read = self._read(name)
             except (CheckpointError, OSError, SafetensorError, KeyError, ValueError) as error:
                 problem = f"{type(error).__name__}: {error}"
-            problem = self._trainer.vote(problem)
+            problem = self._trainer.stream.first_error(problem)
             if problem is not None:
                 log.warning("Checkpoint %s is skipped, the one before is tried: %s", name, problem)
                 continue
             assert read is not None
             state, content, same = read
-            self._trainer.load_state(state, same_world_size=same)
+            load_state(self._trainer, state, same_world_size=same)
             if same:
                 version, numbers, gauss = state["python_rng"]
                 random.setstate((version, tuple(numbers), gauss))

@@ -1,31 +1,20 @@
-"""The model as ranks hold it: built without memory, sharded by FSDP2, names as Hugging Face has."""
+"""The Hugging Face model: built without memory from a ``config.json``, names as it has them."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from distributed_training.config.flags import ConfigError
-
-log = logging.getLogger(__name__)
 
 Schema = list[tuple[str, tuple[int, ...]]]
 
 # Keys of the published config.json that are not the model's (protocol page, section 3).
 CONFIG_EXTRAS = ("block_list", "inner_step", "outer_step", "last_allreduce_block")
-
-# Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
-# over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
-# CPU ranks, one group takes 0.81 s a step where a group per block takes 1.04 s.
-ROOT_ONLY_BELOW = 50_000_000
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
@@ -140,95 +129,3 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
             "sharded: use a Llama-like model"
         )
     return layers
-
-
-def checkpoint_activations(model: nn.Module, mode: str) -> None:
-    """``full``: every block recomputes its activations in backward; ``selective``: every second."""
-    if mode == "none":
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    layers = blocks_of(model)
-    for index in range(0, len(layers), 2 if mode == "selective" else 1):
-        layers[index] = checkpoint_wrapper(layers[index])
-
-
-def compile_blocks(model: nn.Module, device: torch.device) -> str | None:
-    """``torch.compile`` each block in place; None, or the reason why it was left out."""
-    try:
-        # The usual failure, no C compiler or no Triton, shows with any function.
-        probe = torch.compile(lambda x: x * 2 + 1)
-        probe(torch.ones(8, device=device))
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-    for block in blocks_of(model):
-        block.compile()
-    return None
-
-
-def uncompile_blocks(model: nn.Module) -> None:
-    for block in blocks_of(model):
-        block._compiled_call_impl = None
-
-
-def shard(
-    root: nn.Module,
-    model: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
-    per_block: bool,
-    compute_dtype: torch.dtype,
-    reshard_after_forward: bool,
-) -> list[FSDPModule]:
-    """``fully_shard`` blocks (if ``per_block``) and root; the shards get memory on ``device``.
-
-    Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees stay
-    float32. Gradients are accumulated and reduced in float32: a step adds hundreds of
-    micro-batches, and bf16 would round the late ones away. Returns the FSDP modules, root last.
-    """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    modules: list[FSDPModule] = []
-    if per_block:
-        for block in blocks_of(model):
-            modules.append(
-                fully_shard(
-                    block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
-                )
-            )
-        for before, after in itertools.pairwise(modules):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
-    modules.append(fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
-    root.to_empty(device=device)
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    return modules
-
-
-def discard_gradients(modules: list[FSDPModule]) -> None:
-    """Drop gathered weights and every gradient accumulated so far, also after a failed backward.
-
-    Use it when weights were changed under FSDP or a step is abandoned. ``modules``: root last.
-    """
-    root = modules[-1]
-    if root._get_fsdp_state()._is_root is None:
-        return  # no forward yet: FSDP sets itself up in the first one, and there is nothing to drop
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-    for module in modules:
-        # torch < 2.12 has no reset_iter_state, and a gradient kept in the gathered parameter
-        # survives a reshard in every version.
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
-            groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
-        for group in groups:
-            for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
-        module.reshard()
-    for parameter in root.parameters():  # type: ignore[attr-defined]
-        parameter.grad = None

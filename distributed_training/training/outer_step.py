@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -69,11 +69,29 @@ class OuterStep:
         self._prepared = self._ahead = None
         self.epoch_id = self._new_epoch_id()
 
-    def load(self, path: Path | None, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def trained(self) -> list[Tensor]:
+        """What was trained since the epoch began: current - epoch start, rows in host memory."""
+        assert self.epoch_start is not None
+        return [
+            now.sub_(start) for now, start in zip(self.current(), self.epoch_start, strict=True)
+        ]
+
+    def load(self, path: Path | None, *, then: Callable[[], None]) -> None:
         """Momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: a fresh start.
 
-        Raises ValueError on all ranks alike when rank 0 cannot read it; nothing changes then.
+        ``then`` loads the weights that belong to it. Raises ValueError on all ranks alike when
+        rank 0 cannot read the file, and what ``then`` raises; nothing changes then.
         """
+        before = self.momentum, self.learning_rate, self.mu
+        self._load(path)
+        try:
+            then()
+        except ValueError:
+            self.momentum, self.learning_rate, self.mu = before
+            raise
+
+    def _load(self, path: Path | None) -> None:
+        schema = [(shard.name, shard.shape) for shard in self._shards]
         error, facts, source = None, None, None
         if self._stream.rank == 0 and path is not None:
             try:

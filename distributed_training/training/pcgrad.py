@@ -7,28 +7,74 @@ negative product, g_i <- g_i - (g_i.g_j / |g_j|^2) g_j; the projected gradients 
 Each g_i' stays a combination of the g_k, so the projections need only the products g_i.g_j: one
 small matrix, summed over the ranks in one collective, from which every rank computes the same
 weight for each g_k. The gradients themselves never travel.
+
+Optional (``--train.pcgrad``): nothing else in the room knows of it. Every micro-batch is reduced by
+itself and added to its domain's gradient: one more gradient in float32 shards for each domain, and
+a reduction for each micro-batch.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-try:
-    from torch.distributed.tensor import DTensor
-except ImportError:  # a torch without distributed
-    DTensor = None  # type: ignore[assignment,misc]
+from .micro_batches import MicroBatches
+from .plan import BatchPlan
+
+
+class SurgeryMicroBatches(MicroBatches):
+    """Micro-batches whose gradients are kept apart by domain until the step's end."""
+
+    reduces_each = True
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._by_domain: dict[int, list[Any]] = {}
+
+    def combine(self, seed: int) -> None:
+        domains = [self._by_domain[domain] for domain in sorted(self._by_domain)]
+        self._by_domain = {}
+        if len(domains) > 1:
+            # pcgrad overwrites the first domain's tensors with the result.
+            _, projections = pcgrad(domains, seed=seed, group=self.stream.group)
+            if projections:
+                self.notes.append(f"PCGrad: {projections} of {len(domains)} domains' conflicts")
+        for shard, gradient in zip(self.sharded.shards, domains[0], strict=True):
+            shard.dtensor.grad = gradient
+
+    def forget(self) -> None:
+        super().forget()
+        self._by_domain = {}
+
+    def discard(self) -> None:
+        super().discard()
+        self._by_domain = {}
+
+    @torch.no_grad()
+    def _run(self, batch: Tensor, domain: int, plan: BatchPlan, *, last: bool) -> None:
+        """Also moves what FSDP just reduced to its domain's gradient."""
+        with torch.enable_grad():
+            super()._run(batch, domain, plan, last=last)
+        new: list[Any] = []
+        for shard in self.sharded.shards:
+            grad = shard.dtensor.grad
+            new.append(torch.zeros_like(shard.dtensor) if grad is None else grad)
+            shard.dtensor.grad = None
+        held = self._by_domain.setdefault(domain, new)
+        if held is not new:
+            for total, part in zip(held, new, strict=True):
+                total.add_(part)
 
 
 def local_gradient(gradient: Tensor) -> Tensor:
     """This rank's rows of a gradient: what FSDP2 keeps, or the tensor itself."""
-    if DTensor is not None and isinstance(gradient, DTensor):
-        return gradient.to_local()
-    return gradient
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 @torch.no_grad()

@@ -20,8 +20,10 @@ from distributed_training.common.memory import (
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
 
-from .model import ROOT_ONLY_BELOW
-
+# Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
+# over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
+# CPU ranks, one group takes 0.81 s a step where a group per block takes 1.04 s.
+ROOT_ONLY_BELOW = 50_000_000
 MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
 
 

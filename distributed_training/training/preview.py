@@ -7,7 +7,7 @@ once per epoch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,32 +15,23 @@ from torch import Tensor
 from distributed_training.protocol import gradients
 
 from .feedback import Code, ErrorFeedback
-from .shards import ParameterShard, RowStream
+from .sharding import ShardedModel
+from .shards import RowStream
 
 #: Of the decoded gradient times the outer learning rate (protocol page, section 4).
 APPLIED_FRACTION = 0.5
 
 
 class Preview:
-    """One rank's part. ``loss``: a collective forward over int64 (micro-batch, sequence), summed.
-
-    ``dropped``: called after weights changed, so that no gathered copy of others is left.
-    """
+    """One rank's part."""
 
     def __init__(
-        self,
-        *,
-        shards: Sequence[ParameterShard],
-        stream: RowStream,
-        feedback: ErrorFeedback,
-        loss: Callable[[Tensor], Tensor],
-        dropped: Callable[[], None],
+        self, *, sharded: ShardedModel, stream: RowStream, feedback: ErrorFeedback
     ) -> None:
-        self._shards = shards
+        self._sharded = sharded
+        self._shards = sharded.shards
         self._stream = stream
         self._feedback = feedback
-        self._loss = loss
-        self._dropped = dropped
         self._before: tuple[str, float] | None = None  # epoch, loss without a gradient
 
     @torch.no_grad()
@@ -72,7 +63,7 @@ class Preview:
         finally:
             for shard, rows in zip(self._shards, current, strict=True):
                 shard.local.copy_(rows)
-            self._dropped()
+            self._sharded.discard_gradients()
 
     def _apply(self, start: Sequence[Tensor], codes: Sequence[Code | None], factor: float) -> None:
         codec = self._feedback.codec
@@ -95,11 +86,11 @@ class Preview:
             shard.local.copy_(torch.add(start[i], rows, alpha=-factor))
 
     def _mean(self, held: Sequence[Tensor], count: float) -> float:
-        self._dropped()
-        total = sum(float(self._loss(batch)) for batch in held) if count else 0.0
+        self._sharded.discard_gradients()
+        total = sum(float(self._sharded.loss_of(batch)) for batch in held) if count else 0.0
         if not count:
             for batch in held:
-                self._loss(batch)
+                self._sharded.loss_of(batch)
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
         summed, counted = self._stream.sum([total, count * tokens])
         return summed / counted if counted else float("nan")

@@ -1,4 +1,4 @@
-"""How fast training is, told truthfully: MFU against a known peak, utilization from NVML.
+"""How fast training is, told truthfully: MFU against a known peak.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
@@ -17,13 +17,11 @@ AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-
-log = logging.getLogger(__name__)
 
 # Longer names first: "H100 PCIe" must be found before "H100".
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -76,26 +74,17 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 class DeviceGauge:
-    """Peak memory and utilization of this rank's GPU; None for what cannot be measured."""
+    """Peak memory, utilization and MFU of this rank's GPU; None for what cannot be measured.
 
-    def __init__(self, device: torch.device) -> None:
+    ``utilization``: percent of the last sampling period in which a kernel ran.
+    """
+
+    def __init__(self, device: torch.device, utilization: Callable[[], float | None]) -> None:
         self._device = device
-        self._nvml: Any = None
-        self._handle: Any = None
+        self.utilization = utilization
         self.peak: float | None = None
-        if device.type != "cuda":
-            return
-        self.peak = peak_flops(torch.cuda.get_device_name(device))
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            # Not by index: CUDA_VISIBLE_DEVICES renumbers CUDA's devices but not NVML's.
-            uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-            self._nvml = pynvml
-        except Exception as error:  # noqa: BLE001 - NVML is a measurement; training goes on without
-            log.info("GPU utilization is not reported: NVML is not usable (%s)", error)
+        if device.type == "cuda":
+            self.peak = peak_flops(torch.cuda.get_device_name(device))
 
     def memory_gb(self) -> float | None:
         """Peak allocated since the last call, GB = 1e9 bytes."""
@@ -105,11 +94,6 @@ class DeviceGauge:
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
-    def utilization(self) -> float | None:
-        """Percent of the last sampling period in which a kernel ran."""
-        if self._nvml is None:
-            return None
-        try:
-            return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
-        except self._nvml.NVMLError:
-            return None
+    def mfu(self, flops_per_second: float) -> float | None:
+        """0 to 1; ``flops_per_second``: the model's, of this one GPU."""
+        return None if self.peak is None else flops_per_second / self.peak

@@ -10,23 +10,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .sharding import ShardedModel
 from .shards import ParameterShard, RowStream
 
 
 @torch.no_grad()
-def load(
-    shards: Sequence[ParameterShard],
-    path: Path | None,
-    stream: RowStream,
-    *,
-    tied: Mapping[str, str],
-    config: Any,
-    seed: int,
-) -> None:
-    """Collective; ``path`` is rank 0's. Raises ValueError on all ranks alike, changing nothing."""
+def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
+    """Collective; ``path`` is rank 0's, None for initial weights. All ranks are on one machine:
+    each reads its own rows. Raises ValueError on all ranks alike, changing nothing."""
+    shards, tied = sharded.shards, sharded.tied
     shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
     if shared is None:
-        _initialize(shards, float(getattr(config, "initializer_range", 0.02)), seed)
+        spread = getattr(sharded.model.config, "initializer_range", 0.02)
+        _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
         return
     error, problem = None, None
     try:

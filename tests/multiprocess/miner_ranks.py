@@ -361,7 +361,7 @@ def vote(folder: Path) -> None:
     roll_back, commit = miner.trainer.roll_back_outer_step, miner.trainer.commit_outer_step
 
     def before() -> None:
-        kept["before"] = [s.local.clone() for s in miner.trainer.shards]
+        kept["before"] = [s.local.clone() for s in miner.trainer.sharded.shards]
 
     write = miner.trainer.write_pseudo_gradient
 
@@ -371,12 +371,12 @@ def vote(folder: Path) -> None:
 
     def rolled_back() -> None:
         roll_back()
-        outer = miner.trainer._outer
+        outer = miner.trainer.outer
         kept["same"] = all(
             torch.equal(a, s.local)
-            for a, s in zip(kept["before"], miner.trainer.shards, strict=True)
+            for a, s in zip(kept["before"], miner.trainer.sharded.shards, strict=True)
         )
-        kept["untouched"] = outer.momentum is None and miner.trainer._feedback.residual is None
+        kept["untouched"] = outer.momentum is None and miner.trainer.outer.feedback.residual is None
         kept["steps"] = [miner.trainer.outer_step, miner.trainer.inner_step]
 
     def committed() -> None:
@@ -472,13 +472,13 @@ def refused(folder: Path) -> None:
 
     def anticipating() -> None:
         anticipate()
-        held.append(miner.trainer._outer._ahead is not None)
+        held.append(miner.trainer.outer._ahead is not None)
         if RANK == 0:
             miner.swarm.release.set()  # only now the round fails
 
     miner.trainer.anticipate_outer_step = anticipating  # type: ignore[method-assign]
     miner.run("refused")
-    assert held == [True] * 5 and miner.trainer._outer._ahead is None
+    assert held == [True] * 5 and miner.trainer.outer._ahead is None
 
 
 def full_disk(folder: Path) -> None:

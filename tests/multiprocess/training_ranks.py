@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from training_world import sequences, train, trainer, whole_weights
+from training_world import evaluate, sequences, train, trainer, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
@@ -29,7 +29,7 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 def losses(folder: Path) -> None:
     made = trainer(rank=RANK, world_size=WORLD)
     reports = train(made, 0, 20)
-    evaluated = made.evaluate(sequences(99, count=3))
+    evaluated = evaluate(made, sequences(99, count=3))
     if RANK == 0:
         content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
         (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
@@ -68,50 +68,50 @@ def outer(folder: Path) -> None:
         square = sum(float(g.double().square().sum()) for g in buffers)
         assert abs(norm - square**0.5) < 1e-6 * norm
     made.prepare_outer_step(buffers)
-    late = made._outer._prepared
+    late = made.outer._prepared
     made.roll_back_outer_step()
     made.anticipate_outer_step()
-    ahead = made._outer._ahead
+    ahead = made.outer._ahead
     made.prepare_outer_step(buffers)
-    early = made._outer._prepared
-    assert early.feedback is ahead and made._feedback.residual is None
+    early = made.outer._prepared
+    assert early.feedback is ahead and made.outer.feedback.residual is None
     same(late.feedback, early.feedback)
     same(late.weights, early.weights)
     made.roll_back_outer_step()
-    assert made._outer._ahead is None
+    assert made.outer._ahead is None
     bad = [b.clone() for b in buffers] if buffers is not None else None
     if bad is not None:
         bad[-1][0] = float("nan")
     expect(AllReduceFault.NOT_FINITE, lambda: made.prepare_outer_step(bad))
     expect(AllReduceFault.SCHEMA, lambda: made.prepare_outer_step(bad[1:] if bad else None))
-    shard = made.shards[0]
+    shard = made.sharded.shards[0]
     kept = shard.local.clone()
     if RANK == WORLD - 1:
         shard.local[0, 0] = float("inf")
     expect(AllReduceFault.LOCAL, lambda: made.write_pseudo_gradient(buffers))
     shard.local.copy_(kept)
-    assert made._feedback.residual is None and made._outer.momentum is None
+    assert made.outer.feedback.residual is None and made.outer.momentum is None
     same(before, whole_weights(made))
     assert (made.outer_step, made.inner_step) == (0, 2)
     made.write_pseudo_gradient(buffers)
     made.anticipate_outer_step()
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
-    assert made._outer._ahead is None and made._feedback.residual is not None
-    same(made._feedback.residual, early.feedback)
+    assert made.outer._ahead is None and made.outer.feedback.residual is not None
+    same(made.outer.feedback.residual, early.feedback)
     assert (made.outer_step, made.inner_step, made.total_inner_steps) == (1, 0, 2)
     after = whole_weights(made)
     if RANK == 0:
         same(after, [nesterov_sgd(a, g, None)[0] for a, g in zip(start, buffers, strict=True)])
     zero = made.write_pseudo_gradient(buffers)
     assert zero == 0.0, zero  # epoch start moved with the weights
-    assert made._feedback.residual is not None
+    assert made.outer.feedback.residual is not None
     # training goes on from the committed weights, not from gathered copies of the old ones
     fresh = trainer(rank=RANK, world_size=WORLD)
-    for item, other in zip(fresh.shards, made.shards, strict=True):
+    for item, other in zip(fresh.sharded.shards, made.sharded.shards, strict=True):
         item.local.copy_(other.local)
-    fresh._drop_step()
-    assert fresh.evaluate(sequences(5)) == made.evaluate(sequences(5))
+    fresh.drop_step()
+    assert evaluate(fresh, sequences(5)) == evaluate(made, sequences(5))
 
 
 def snapshot(folder: Path) -> None:
@@ -127,7 +127,7 @@ def snapshot(folder: Path) -> None:
             train(made, 2, 3)  # goes on while files are written
             handle.wait(timedelta(seconds=60))
             dist.barrier()
-            for item, rows in zip(made.shards, made._outer.current(), strict=True):
+            for item, rows in zip(made.sharded.shards, made.outer.current(), strict=True):
                 item.local.copy_(rows)
             if mode != "upload":
                 break
@@ -149,11 +149,11 @@ def rebase(folder: Path) -> None:
         save_file(theirs, folder / "global.safetensors")
         save_file({"model.norm.weight": torch.zeros(3)}, folder / "bad.safetensors")
     dist.barrier()
-    now = made._outer.current()
+    now = made.outer.current()
     try:
         made.rebase(folder / "bad.safetensors" if RANK == 0 else None, None)
     except ValueError:
-        same(now, made._outer.current())
+        same(now, made.outer.current())
     else:
         raise AssertionError("a file of another model was taken")
     made.rebase(folder / "global.safetensors" if RANK == 0 else None, None)
@@ -163,7 +163,7 @@ def rebase(folder: Path) -> None:
         assert start is not None and before is not None and after is not None
         for a, b in zip(before, after, strict=True):
             assert torch.allclose(a, b, atol=1e-6)
-    for item, rows in zip(made.shards, made._outer.epoch_start, strict=True):
+    for item, rows in zip(made.sharded.shards, made.outer.epoch_start, strict=True):
         with safe_open(folder / "global.safetensors", "pt") as file:
             assert torch.equal(rows, file.get_slice(item.name)[item.start : item.stop])
     assert (made.outer_step, made.inner_step, made.total_inner_steps) == (0, 3, 3)
@@ -179,7 +179,7 @@ def preview(folder: Path) -> None:
     for each in (made, other):
         each.hold_back(held)
         train(each, 0, 3)
-    start, now = [t.clone() for t in made._outer.epoch_start], made._outer.current()
+    start, now = [t.clone() for t in made.outer.epoch_start], made.outer.current()
 
     def snapshot_of(step: int) -> SnapshotHandle:
         handle = made.snapshot(
@@ -193,13 +193,13 @@ def preview(folder: Path) -> None:
     code = torch.load(folder / "preview" / "gradients.pt", weights_only=True)
     delta = made.preview(handle)
     assert delta is not None and delta < 0
-    same(now, made._outer.current())
+    same(now, made.outer.current())
     assert [r.loss for r in train(made, 3, 5)] == [r.loss for r in train(other, 3, 5)]
     # the same by hand, from the file
     spread = torch.cat([sequences(99, count=4 * WORLD)[r * 4 : (r + 1) * 4] for r in range(WORLD)])
     before = evaluated(other, start, spread)
     applied = []
-    for item, rows in zip(other.shards, start, strict=True):
+    for item, rows in zip(other.sharded.shards, start, strict=True):
         idxs, vals = code[item.name + "idxs"], code[item.name + "vals"]
         whole = gradients.decode(idxs, vals, item.shape)
         applied.append(rows - 0.8 * 0.5 * whole[item.start : item.stop])
@@ -225,10 +225,10 @@ def preview(folder: Path) -> None:
 
 def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:
     with torch.no_grad():
-        for item, part in zip(made.shards, rows, strict=True):
+        for item, part in zip(made.sharded.shards, rows, strict=True):
             item.local.copy_(part)
-    made._drop_step()
-    return made.evaluate(batches)
+    made.drop_step()
+    return evaluate(made, batches)
 
 
 def until_killed(folder: Path) -> None:

@@ -17,7 +17,6 @@ from distributed_training.training import loss as loss_module
 from distributed_training.training.loss import linear_cross_entropy
 from distributed_training.training.model import (
     build_meta_model,
-    checkpoint_activations,
     hf_config,
     parameter_schema,
     plain_name,
@@ -37,6 +36,7 @@ from distributed_training.training.plan import (
     plan_memory,
 )
 from distributed_training.training.schedule import CosineSchedule
+from distributed_training.training.sharding import checkpoint_activations
 from distributed_training.training.shards import row_range
 from distributed_training.training.sizes import local_llama_config, named_config
 from distributed_training.training.tensor_files import write_safetensors

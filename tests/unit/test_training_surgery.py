@@ -15,6 +15,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from training_world import sequences, tiny, train, trainer, whole_weights
 
+from distributed_training.training.state import load_state, state_of
 from distributed_training.training.trainer import Trainer
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,7 +77,7 @@ def test_the_gradient_is_that_of_the_published_algorithm_in_one_process(
     apply = made._apply_step
 
     def applied(norm: float, rate: float) -> None:
-        got.extend(g.clone() for g in made._step.gradients())
+        got.extend(g.clone() for g in made.step.gradients())
         apply(norm, rate)
 
     monkeypatch.setattr(made, "_apply_step", applied)
@@ -92,9 +93,9 @@ def test_a_step_under_way_is_in_the_checkpoint_with_its_domains() -> None:
     step(made, conflicting(0))
     for batch, domain in conflicting(1)[:3]:
         made.add_micro_batch(batch, domain=domain)
-    state = made.state()
+    state = state_of(made)
     again = trainer(pcgrad=True, seed=9)
-    again.load_state(state, same_world_size=True)
+    load_state(again, state, same_world_size=True)
     last = conflicting(1)[3:]
     assert step(made, last).grad_norm == step(again, last).grad_norm
     for a, b in zip(whole_weights(made) or [], whole_weights(again) or [], strict=True):
@@ -105,7 +106,7 @@ def test_out_of_memory_runs_the_step_again_with_domains_apart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, plain = trainer(pcgrad=True), trainer(pcgrad=True)
-    real, seen = made._root.forward, [0]
+    real, seen = made.sharded.root.forward, [0]
 
     def forward(ids: Tensor) -> Tensor:
         seen[0] += 1
@@ -113,7 +114,7 @@ def test_out_of_memory_runs_the_step_again_with_domains_apart(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(ids)
 
-    monkeypatch.setattr(made._root, "forward", forward)
+    monkeypatch.setattr(made.sharded.root, "forward", forward)
     one, two = step(made, conflicting(0)), step(plain, conflicting(0))
     assert one.grad_norm == pytest.approx(two.grad_norm, rel=1e-4)
     assert "retried with 1 instead of 2" in one.note and "PCGrad: 2" in one.note

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from device_stand_in import OnDevice
-from training_world import SEQUENCE, sequences, tiny, train, trainer, whole_weights
+from training_world import SEQUENCE, evaluate, sequences, tiny, train, trainer, whole_weights
 
 from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.hardware import find_micro_batch
+from distributed_training.training.micro_batch_size import find_micro_batch
 from distributed_training.training.outer import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
 
@@ -116,9 +116,9 @@ def test_offloaded_optimizer_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(inner_optimizer, "OFFLOAD_BUCKET", 5000)  # several buckets
     here, there = trainer(), trainer(offload_optimizer="on")
-    assert len(there._optimizer._buckets) > 2
+    assert len(there.optimizer._buckets) > 2
     assert losses(here) == losses(there)
-    for a, b in zip(here._optimizer.exp_avg_sq, there._optimizer.exp_avg_sq, strict=True):
+    for a, b in zip(here.optimizer.exp_avg_sq, there.optimizer.exp_avg_sq, strict=True):
         assert torch.equal(a, b)
 
 
@@ -128,7 +128,7 @@ def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(plan, "_cpu_has_bf16", lambda: True)
     low = trainer(precision="bf16")
     assert losses(low, 0, 6) == pytest.approx(losses(trainer(), 0, 6), abs=0.02)
-    assert all(item.local.dtype == torch.float32 for item in low.shards)
+    assert all(item.local.dtype == torch.float32 for item in low.sharded.shards)
 
 
 def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
@@ -140,14 +140,14 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     keeper.save({}, Progress(0, 2, 2, [1]))
     keeper.wait()
     good = whole_weights(made)
-    made.shards[-1].local[0] = float("nan")
-    made._drop_step()
-    before = made._optimizer.step_count
+    made.sharded.shards[-1].local[0] = float("nan")
+    made.drop_step()
+    before = made.optimizer.step_count
     for n in range(1, 4):
         report = train(made, 2, 3)[0]
         assert report.skipped and report.inner_step == 2 and report.grad_norm is None
         assert made.skipped_in_a_row == n and made.wants_roll_back == (n == 3)
-    assert made._optimizer.step_count == before and made.skipped_steps == 3
+    assert made.optimizer.step_count == before
     normal = made.schedule.rate(2)
     restored = keeper.roll_back()
     assert restored is not None and restored[0].inner_step == 2
@@ -162,7 +162,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
 
 def out_of_memory_once(made: Trainer, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ``at``-th forward runs out of memory in its backward."""
-    real, seen = made._root.forward, [0]
+    real, seen = made.sharded.root.forward, [0]
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         seen[0] += 1
@@ -171,7 +171,7 @@ def out_of_memory_once(made: Trainer, at: int, monkeypatch: pytest.MonkeyPatch) 
             loss.register_hook(_raise_out_of_memory)
         return loss
 
-    monkeypatch.setattr(made._root, "forward", forward)
+    monkeypatch.setattr(made.sharded.root, "forward", forward)
 
 
 def _raise_out_of_memory(_: torch.Tensor) -> None:
@@ -205,8 +205,8 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
 
     said: list[str] = []
     made = trainer()
-    made._step.say, made._step.compiled = said.append, True
-    real, seen = made._root.forward, [0]
+    made.step.say, made.step.compiled = said.append, True
+    real, seen = made.sharded.root.forward, [0]
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         seen[0] += 1
@@ -214,7 +214,7 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
             raise Unsupported("no such graph")
         return real(ids)
 
-    monkeypatch.setattr(made._root, "forward", forward)
+    monkeypatch.setattr(made.sharded.root, "forward", forward)
     assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
     assert len(said) == 1 and "torch.compile: off from here" in said[0]
 
@@ -255,7 +255,7 @@ def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.roll_back_outer_step()
-    assert made.evaluate(sequences(9)) > 0  # also leaves the step under way alone
+    assert evaluate(made, sequences(9)) > 0  # also leaves the step under way alone
     ends = []
     for m in (made, same):
         for part in sequences(2)[4:].split(2):
@@ -293,7 +293,7 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_
         assert torch.equal(state[name], mine)
     ids = sequences(50)
     assert float(loaded(input_ids=ids, labels=ids).loss) == pytest.approx(
-        made.evaluate(ids), rel=1e-5
+        evaluate(made, ids), rel=1e-5
     )
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["block_list"] == [4, 6] and config["inner_step"] == 2
@@ -305,7 +305,7 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_
     first = made.schema[0][0]
     entry = inner["optimizer_state_dict"]["state"][first]
     assert isinstance(entry["exp_avg"], DTensor) and float(entry["step"]) == 2.0
-    assert torch.equal(entry["exp_avg"].to_local(), made._optimizer.exp_avg[0])
+    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.exp_avg[0])
     assert inner["optimizer_state_dict"]["param_groups"][0]["params"] == [n for n, _ in made.schema]
 
 
@@ -337,7 +337,7 @@ def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: 
 
     made = trainer()
     train(made, 0, 1)
-    before, start = whole_weights(made), made._outer.epoch_start
+    before, start = whole_weights(made), made.outer.epoch_start
     momentum = [torch.ones(shape) for _, shape in made.schema]
     save_outer_optimizer(tmp_path / "good.pt", OuterOptimizerState(momentum, 0.5, 0.8, 4))
     save_outer_optimizer(tmp_path / "bad.pt", OuterOptimizerState(momentum[1:], 0.5, 0.8, 4))
@@ -350,13 +350,13 @@ def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: 
             made.load_global(*files, 4)
         with pytest.raises(ValueError, match="not loaded"):
             made.rebase(*files)
-        assert made._outer.momentum is None and made._outer.epoch_start is start
-        assert (made._outer.learning_rate, made._outer.mu) == (0.8, 0.9)
+        assert made.outer.momentum is None and made.outer.epoch_start is start
+        assert (made.outer.learning_rate, made.outer.mu) == (0.8, 0.9)
         assert (made.outer_step, made.inner_step) == (0, 1)
         now = whole_weights(made)
         assert all(torch.equal(a, b) for a, b in zip(before or [], now or [], strict=True))
     made.load_global(tmp_path / "good.safetensors", tmp_path / "good.pt", 4)
-    assert (made.outer_step, made.inner_step, made._outer.learning_rate) == (4, 0, 0.5)
+    assert (made.outer_step, made.inner_step, made.outer.learning_rate) == (4, 0, 0.5)
     assert not any(t.any() for t in whole_weights(made) or [])
 
 
@@ -397,7 +397,7 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
         m.write_pseudo_gradient(buffers)
         m.prepare_outer_step(buffers)
         m.commit_outer_step()
-        ends.append((report.loss, whole_weights(m), m._feedback.residual, m._outer.momentum))
+        ends.append((report.loss, whole_weights(m), m.outer.feedback.residual, m.outer.momentum))
     assert ends[0][0] == ends[1][0]
     for kind in (1, 2, 3):
         for a, b in zip(ends[0][kind], ends[1][kind], strict=True):  # type: ignore[arg-type]
@@ -419,7 +419,7 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
         made = trainer()
         keeper = Checkpointer(trainer=made, folder=tmp_path)
         assert keeper.restore() is not None and made.pending_micro_batches == expected
-        pending = made._step.pending()
+        pending = made.step.pending()
         assert pending is not None and torch.equal(pending, torch.stack(batches[:expected]))
         made.add_micro_batch(OnDevice(batches[expected]))
     assert made.inner_step == 1

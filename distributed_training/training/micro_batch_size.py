@@ -1,17 +1,12 @@
-"""What this machine can do: process mesh, attention kernel, largest micro-batch."""
+"""``--neuron.local_batch_size_train auto``: the micro-batch is measured instead of guessed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from distributed_training.config.flags import ConfigError
-
-from . import attention
 
 OUT_OF_MEMORY_ADVICE = (
     "lower --neuron.local_batch_size_train (or give auto), add --neuron.activation_checkpointing "
@@ -19,52 +14,6 @@ OUT_OF_MEMORY_ADVICE = (
     "change memory"
 )
 _MARGIN = 0.92  # a micro-batch that fills more of the GPU than this is not taken
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
-
-
-def is_compiler_error(error: BaseException) -> bool:
-    """Whether torch.compile failed, and not the model it compiled."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return isinstance(error, TorchDynamoException)
-
-
-def make_mesh(group: dist.ProcessGroup | None, device: torch.device, world_size: int) -> DeviceMesh:
-    """One dimension over all ranks. A rank alone gets a process group if there is none."""
-    if not dist.is_initialized():
-        if world_size != 1:
-            raise ConfigError(
-                f"world size {world_size} but no process group, so ranks cannot meet: start the "
-                "miner through its launcher or torchrun"
-            )
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if group is not None:
-        return DeviceMesh.from_group(group, device.type)
-    return init_device_mesh(device.type, (world_size,))
-
-
-def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Which of PyTorch's SDPA kernels runs, and why not flash attention."""
-    if device.type != "cuda":
-        short = config._attn_implementation == attention.NAME
-        return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
-    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    q = torch.empty(1, heads, 128, head_dim, device=device, dtype=dtype)
-    params = SDPAParams(q, q, q, None, 0.0, True, False)
-    if can_use_flash_attention(params):
-        return "attention: SDPA, flash kernel"
-    kernel = "memory-efficient" if can_use_efficient_attention(params) else "math"
-    return (
-        f"attention: SDPA, {kernel} kernel: flash attention does not take {dtype} with head_dim "
-        f"{head_dim} on this GPU"
-    )
 
 
 def find_micro_batch(

@@ -1,0 +1,175 @@
+"""What a miner publishes, as far as training has to do with it: the snapshot, and its preview.
+
+Both run on the training thread of every rank at an inner step's boundary. A snapshot copies to host
+memory what must not change any more and hands it to a thread (snapshot.py); a preview tries the
+gradient of a finished snapshot on sequences held back from training (preview.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed_training.config.training import TrainingSettings
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
+
+from .feedback import Code
+from .inner_optimizer import InnerOptimizer
+from .outer_step import OuterStep
+from .preview import Preview
+from .schedule import CosineSchedule
+from .sharding import ShardedModel
+from .shards import RowStream
+from .snapshot import SnapshotHandle, SnapshotState, prepare_folder, write_snapshot
+
+PARTS_TIMEOUT = timedelta(
+    minutes=10
+)  # covers rank 0's wait for the other ranks' parts of a snapshot
+
+
+class Publication:
+    """``model_config``: content of the ``config.json`` to publish."""
+
+    def __init__(
+        self,
+        *,
+        settings: TrainingSettings,
+        model_config: Mapping[str, Any],
+        sharded: ShardedModel,
+        stream: RowStream,
+        optimizer: InnerOptimizer,
+        schedule: CosineSchedule,
+        outer: OuterStep,
+    ) -> None:
+        self._settings = settings
+        published: Any = sharded.model.config
+        self._config = {**model_config, **published.to_dict()}
+        self._sharded = sharded
+        self._stream = stream
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._outer = outer
+        self._preview = Preview(sharded=sharded, stream=stream, feedback=outer.feedback)
+        self._held: Tensor | None = None
+
+    @torch.no_grad()
+    def snapshot(
+        self, folder: Path, *, progress: Progress, block: int, last_loss: float, steps: int
+    ) -> SnapshotHandle:
+        """Everything a publication needs, of this step boundary, written in the background.
+
+        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
+        inner steps in total. Training is held for the copy to host memory and the codes of vectors
+        only (under ``--neuron.error_feedback upload`` and with DCT for all codes). Raises OSError
+        on all ranks alike when ``folder`` cannot be made; what fails later is in the handle.
+        """
+        started = time.perf_counter()
+        start = self._outer.epoch_start
+        if start is None:
+            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
+        current = self._outer.current()
+        problem = None
+        if self._stream.rank == 0:
+            try:
+                prepare_folder(folder)
+            except OSError as error:
+                problem = f"{folder} cannot hold a snapshot: {error}"
+        problem = self._stream.first_error(problem)  # also: no rank writes before it is there
+        if problem is not None:
+            raise OSError(problem)
+        metadata = {
+            "block": int(block),
+            "inner_step": int(progress.inner_step),
+            "outer_step": int(progress.outer_step),
+            "loss": float(last_loss),
+        }
+        config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        state = self._state(self._codes(start, current), current, steps, config, metadata)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
+        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
+        return handle
+
+    def _state(
+        self,
+        codes: Sequence[Callable[[], Code] | Code | None],
+        current: Sequence[Tensor],
+        steps: int,
+        config: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+    ) -> SnapshotState:
+        shards, optimizer = self._sharded.shards, self._optimizer
+        rate = self._schedule.rate(steps)
+        names = [item.name for item in shards]
+        return SnapshotState(
+            rank=self._stream.rank,
+            world_size=self._stream.world_size,
+            shards=shards,
+            weights=current,
+            codes=codes,
+            codec=self._outer.feedback.codec,
+            config=config,
+            gradients_metadata=metadata,
+            mesh=self._sharded.mesh,
+            exp_avg=[t.to("cpu", copy=True) for t in optimizer.exp_avg],
+            exp_avg_sq=[t.to("cpu", copy=True) for t in optimizer.exp_avg_sq],
+            steps=optimizer.step_count,
+            param_group=optimizer.published_group(names, rate, self._schedule.peak),
+            scheduler_state=self._schedule.published_state(steps),
+        )
+
+    def _codes(
+        self, start: Sequence[Tensor], current: Sequence[Tensor]
+    ) -> list[Callable[[], Code] | Code | None]:
+        feedback, rate = self._outer.feedback, self._outer.learning_rate
+        if feedback.mode == "upload":
+            residual, made = feedback.advance(start, rate)
+            feedback.residual = residual
+            return list(made)
+        codes: list[Callable[[], Code] | Code | None] = []
+        for i in range(len(self._sharded.shards)):
+            if feedback.by_rows(i):
+                codes.append(feedback.encoder(i, start[i], current[i], rate))
+            else:
+                rows = feedback.accumulated(i, start[i], current[i], rate)
+                codes.append(feedback.encode_whole(i, rows, subtract=False))
+        return codes
+
+    def hold_back(self, sequences: Tensor | None) -> None:
+        """int64 (n, sequence) of this rank that are never trained on; None: it has none."""
+        self._held = sequences
+
+    def preview(self, handle: SnapshotHandle, *, micro_batch: int, batches: int) -> float | None:
+        """Loss with minus without the gradient of a finished snapshot, on what is held back.
+
+        ``batches`` of ``micro_batch`` sequences are run on each rank. In nats per token; below 0 is
+        good. None when no rank holds anything back, or the epoch the gradient belongs to is over.
+        Collective, at an inner step's boundary; rank 0 must have seen ``handle.done()``. Nothing of
+        the training state changes.
+        """
+        wanted = batches * micro_batch
+        usable = self._held is not None and len(self._held) >= wanted > 0
+        problem = float(handle.codes is None or handle.epoch_id != self._outer.epoch_id)
+        there, problems = self._stream.sum([float(usable), problem])
+        if not there or problems:
+            return None
+        assert handle.codes is not None and self._outer.epoch_start is not None
+        held = self._held if usable else None
+        if held is None:
+            held = torch.zeros((wanted, self._settings.sequence_length), dtype=torch.int64)
+        delta = self._preview.measure(
+            epoch_id=self._outer.epoch_id,
+            start=self._outer.epoch_start,
+            codes=handle.codes,
+            learning_rate=self._outer.learning_rate,
+            held=held[:wanted].split(micro_batch),
+            count=float(usable),
+        )
+        handle.codes = None
+        return delta
