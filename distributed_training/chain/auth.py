@@ -9,7 +9,6 @@ The legacy signature covers the hash of nothing in place of the body (protocol/s
 
 from __future__ import annotations
 
-import enum
 import math
 import re
 import time
@@ -26,6 +25,7 @@ from distributed_training.protocol.synapses import (
     legacy_signed_text,
 )
 
+from .refusals import Refusal, Refused
 from .wallet import Wallet
 
 BTAUTH = "btauth"
@@ -39,42 +39,6 @@ _HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
 _SIGNATURE = re.compile(r"0x[0-9a-fA-F]{128}")
 _TOKEN = re.compile(r"[0-9A-Za-z-]{1,64}")
-
-
-class Refusal(enum.Enum):
-    """Why a request is refused: name of the counter, HTTP status, text for the caller."""
-
-    TOO_LARGE = ("too_large", 413, "request too large")
-    HEADERS = ("headers_too_large", 431, "headers too large")
-    LENGTH = ("no_length", 411, "send Content-Length, not Transfer-Encoding")
-    TIMEOUT = ("timeout", 408, "request not received in time")
-    SILENT = ("silent", 408, "nothing was sent")
-    MALFORMED = ("malformed", 400, "malformed request")
-    ROUTE = ("unknown_route", 404, "unknown synapse")
-    METHOD = ("method", 405, "only POST is answered")
-    UNSIGNED = ("unsigned", 401, "signature headers are missing or of a scheme not accepted here")
-    UNKNOWN_HOTKEY = ("unknown_hotkey", 403, "hotkey is not registered")
-    RATE = ("rate", 429, "too many requests")
-    STALE = ("stale", 401, "nonce is too old")
-    FUTURE = ("future", 401, "nonce is in the future")
-    REPLAY = ("replay", 401, "nonce was used before")
-    RECEIVER = ("receiver", 401, "signed for another receiver")
-    SIGNATURE = ("signature", 401, "signature does not verify")
-    NO_PERMIT = ("no_permit", 403, "validator permit is missing")
-    LOW_STAKE = ("low_stake", 403, "stake is below the minimum")
-    NOT_DUE = ("not_due", 403, "no round is due, and the legacy signature covers no call")
-    OWN_HOTKEY = ("own_hotkey", 403, "signed by this server's own hotkey")
-
-    def __init__(self, reason: str, status: int, message: str) -> None:
-        self.reason = reason
-        self.status = status
-        self.message = message
-
-
-class Refused(Exception):
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.message)
-        self.refusal = refusal
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from distributed_training.protocol.types import RoundRequest
 
 from . import auth
 from .base import Neuron
+from .refusals import Refusal
 from .wallet import Wallet
 
 log = logging.getLogger(__name__)
@@ -89,8 +90,8 @@ class SignedClient:
         asked = replace(neuron, hotkey=self._wallet.ss58)
         reply = self._sweep([asked], synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
         status, fields = reply[neuron.uid] or (0, {})
-        if status == auth.Refusal.OWN_HOTKEY.status:
-            return fields.get("message") == auth.Refusal.OWN_HOTKEY.message
+        if status == Refusal.OWN_HOTKEY.status:
+            return fields.get("message") == Refusal.OWN_HOTKEY.message
         return status == 200 and fields.get("completion") == "True"
 
     def _sweep(

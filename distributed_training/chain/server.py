@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,9 +26,11 @@ from distributed_training.protocol.types import RoundRequest
 
 from . import auth
 from .admission import Admission, Buckets
-from .auth import Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
-from .http import Head, HttpThread, bind, parse_fields
+from .http import Handlers, Head, parse_fields
+from .kept import Kept, KeptFile
+from .listener import HttpThread, bind
+from .refusals import Refusal, RefusalLog, Refused
 from .replay import NonceMemory
 from .trust import TrustedAddresses
 from .wallet import Wallet
@@ -38,8 +40,6 @@ log = logging.getLogger(__name__)
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
 _KEEP_INTERVAL = 2.0
-_LOG_INTERVAL = 60.0
-_LOG_LINES = 20  # per interval, all callers together
 # The refusals of somebody who has proven who they are, or who is merely early: no strikes.
 _NO_STRIKE = frozenset({Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE})
 
@@ -62,9 +62,8 @@ class MinerCallbacks:
 class SignedServer:
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
-    ``folder`` keeps over a restart which calls were accepted (``nonces.json``) and where validators
-    called from (``validator_addresses.json``); None: nothing is kept. ``clock``: wall clock in ns,
-    for the freshness of calls; ``monotonic`` in seconds, for everything else.
+    ``folder`` holds ``callers.json``, which survives a restart (:mod:`.kept`); None: nothing does.
+    ``clock``: wall clock in ns, for the freshness of calls; ``monotonic`` in seconds, for all else.
     """
 
     def __init__(
@@ -91,20 +90,19 @@ class SignedServer:
         self._round: tuple[RoundRequest, float] | None = None  # accepted at (monotonic)
         self._round_lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._logged: OrderedDict[str, float] = OrderedDict()
-        self._log_window = (0.0, 0)
+        self._refusals = RefusalLog()
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
         self._bounds = round_bounds(settings)
+        self._file = KeptFile(folder / "callers.json" if folder is not None else None)
+        kept = self._file.load()
         self._nonces = NonceMemory(
             window=_oldest_call(settings) + settings.clock_skew,
             skew=settings.clock_skew,
-            file=folder / "nonces.json" if folder is not None else None,
+            kept=kept,
             clock=clock,
             monotonic=monotonic,
         )
-        self._trusted = TrustedAddresses(
-            folder / "validator_addresses.json" if folder is not None else None
-        )
+        self._trusted = TrustedAddresses(kept.validators)
         self._admission = Admission(
             trusted=self._trusted,
             max_connections=settings.max_connections,
@@ -114,34 +112,30 @@ class SignedServer:
         sock = bind(ip=settings.axon_ip, port=settings.axon_port)
         self.port: int = sock.getsockname()[1]
         self._http = HttpThread(
-            application=self,
+            handlers=Handlers(self._check_head, self._answer, self._refused),
             sock=sock,
             admission=self._admission,
             read_timeout=settings.read_timeout,
-            name="signed-server",
         )
-        self._stopping = False
-        self._keep_now = threading.Event()
+        self._stopping = threading.Event()
         self._keeper = threading.Thread(target=self._keep, name="server-files", daemon=True)
 
     # life
 
     def start(self) -> None:
-        self._nonces.save()  # on the disk before the first call: see the module replay
+        self._save(clean=False)  # before the first call: see the module kept
         self._trust_endpoints()
         self._http.start()
         self._keeper.start()
 
     def close(self) -> None:
-        """Idempotent; ends the threads and writes the files for the next start."""
+        """Idempotent; ends the threads and writes the file for the next start."""
         self._http.stop()
-        self._stopping = True
-        self._keep_now.set()
+        self._stopping.set()
         if self._keeper.ident is not None:
             self._keeper.join(5)
             if not self._keeper.is_alive():  # else a disk hangs
-                self._nonces.save(clean=True)
-                self._trusted.save()
+                self._save(clean=True)
 
     def __enter__(self) -> SignedServer:
         self.start()
@@ -152,12 +146,12 @@ class SignedServer:
 
     def _keep(self) -> None:
         # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
-        while not self._stopping:
-            self._keep_now.wait(_KEEP_INTERVAL)
-            self._keep_now.clear()
+        while not self._stopping.wait(_KEEP_INTERVAL):
             self._trust_endpoints()
-            self._nonces.save()
-            self._trusted.save()
+            self._save(clean=False)
+
+    def _save(self, *, clean: bool) -> None:
+        self._file.save(Kept(self._nonces.highest, clean, self._trusted.callers()))
 
     def _trust_endpoints(self) -> None:
         try:
@@ -198,7 +192,7 @@ class SignedServer:
 
     # one request
 
-    def check_head(self, head: Head) -> auth.Claim:
+    def _check_head(self, head: Head) -> auth.Claim:
         """What can be decided without the body. Raises Refused."""
         if head.path not in synapses.ROUTES:
             raise Refused(Refusal.ROUTE)
@@ -208,7 +202,7 @@ class SignedServer:
         self._check_claim(claim)
         return claim
 
-    async def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
+    def _answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """The effect of a whole request and the fields of its reply. Raises Refused."""
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
         if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
@@ -299,7 +293,6 @@ class SignedServer:
             first, lasted = running
             return f"round running for {lasted:.0f} s, called by {first.caller}: {phase}"
         self._counts["accepted.AllReduce"] += 1
-        self._keep_now.set()
         self._miner.on_all_reduce(request)
         return None
 
@@ -315,30 +308,13 @@ class SignedServer:
 
     # refusals
 
-    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+    def _refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
         """Count, remember and (rarely) log a refused request."""
         self._counts[f"refused.{refusal.reason}"] += 1
         if refusal not in _NO_STRIKE:
             self._admission.strike(address)
         claimed = auth.claimed_hotkey(head.headers) if head is not None else None
-        self._log_refusal(refusal.reason, claimed or address)
-
-    def _log_refusal(self, reason: str, caller: str) -> None:
-        """At most one line a minute for each caller, and few for all of them together."""
-        now = time.monotonic()
-        if now - self._logged.get(caller, -_LOG_INTERVAL) < _LOG_INTERVAL:
-            return
-        start, lines = self._log_window
-        if now - start > _LOG_INTERVAL:
-            start, lines = now, 0
-        if lines >= _LOG_LINES:
-            return
-        self._log_window = (start, lines + 1)
-        self._logged[caller] = now
-        self._logged.move_to_end(caller)
-        if len(self._logged) > 1024:
-            self._logged.popitem(last=False)
-        log.warning("Refused a call of %s: %s", caller, reason)
+        self._refusals.tell(refusal.reason, claimed or address)
 
 
 def _oldest_call(settings: ChainSettings) -> timedelta:

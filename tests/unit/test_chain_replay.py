@@ -1,11 +1,9 @@
-"""Nobody calls twice: the replay memory and the files that survive a server."""
+"""Nobody calls twice: the replay memory and the file that survives a server."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import replay
+from distributed_training.chain.kept import MOST_VALIDATORS, Kept, KeptFile
 from distributed_training.chain.replay import NonceMemory
-from distributed_training.chain.trust import MOST, TrustedAddresses, normalize
+from distributed_training.chain.trust import TrustedAddresses, normalize
 
 pytestmark = pytest.mark.timeout(60)
 NS = 10**9
@@ -44,7 +43,7 @@ class Clocks:
         return NonceMemory(
             window=timedelta(seconds=AGE + SKEW),
             skew=timedelta(seconds=SKEW),
-            file=file,
+            kept=KeptFile(file).load(),
             clock=lambda: self.wall,
             monotonic=lambda: self.monotonic,
         )
@@ -52,6 +51,11 @@ class Clocks:
     def fresh(self, nonce: int) -> bool:
         """As the server decides it."""
         return -SKEW * NS <= self.wall - nonce <= AGE * NS
+
+
+def save(memory: NonceMemory, file: Path, *, clean: bool) -> None:
+    """As the server does."""
+    KeptFile(file).save(Kept(memory.highest, clean))
 
 
 def test_a_call_is_accepted_once() -> None:
@@ -121,7 +125,7 @@ def test_after_a_clean_end_only_what_was_accepted_is_refused(tmp_path: Path) -> 
     clocks, file = Clocks(), tmp_path / "nonces.json"
     first = clocks.memory(file)
     first.use("a", clocks.wall)
-    first.save(clean=True)
+    save(first, file, clean=True)
     second = clocks.memory(file)
     assert second.used("a", START) and second.used("b", START)
     assert second.use("a", START + 1)
@@ -130,7 +134,7 @@ def test_after_a_clean_end_only_what_was_accepted_is_refused(tmp_path: Path) -> 
 def test_after_a_kill_what_could_have_been_signed_before_is_refused(tmp_path: Path) -> None:
     clocks, file = Clocks(), tmp_path / "nonces.json"
     first = clocks.memory(file)
-    first.save()  # as the server does before it answers
+    save(first, file, clean=False)  # as the server does before it answers
     accepted = clocks.wall + SKEW * NS  # a caller whose clock is ahead
     assert first.use("a", accepted)  # and killed: it never reached the file
     clocks.pass_(1.2)
@@ -142,16 +146,18 @@ def test_after_a_kill_what_could_have_been_signed_before_is_refused(tmp_path: Pa
 
 def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path: Path) -> None:
     clocks, file = Clocks(), tmp_path / "nonces.json"
-    clocks.memory(file).save()
+    save(clocks.memory(file), file, clean=False)
     clocks.wall += 3600 * NS  # as after a boot, before the time is known
     memory = clocks.memory(file)
     clocks.wall -= 3600 * NS
     assert not memory.use("a", clocks.wall)
     clocks.pass_(AGE + SKEW)
     assert memory.use("a", clocks.wall)
-    memory.save(clean=True)
+    save(memory, file, clean=True)
     # Written while the clock was ahead: no floor for an hour.
-    file.write_text(json.dumps({"highest": clocks.wall + 3600 * NS, "clean": True}))
+    file.write_text(
+        json.dumps({"highest": clocks.wall + 3600 * NS, "clean": True, "validators": []})
+    )
     later = clocks.memory(file)
     clocks.pass_(AGE + SKEW)
     assert later.use("a", clocks.wall)
@@ -159,53 +165,30 @@ def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path:
 
 def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("")
-    memory = Clocks().memory(tmp_path / "file" / "nonces.json")
-    memory.use("a", START)
-    memory.save()
-    assert "replayed after a restart" in caplog.text
-    trusted = TrustedAddresses(tmp_path / "file" / "addresses.json")
-    trusted.add("1.2.3.4")
-    trusted.save()
-    assert "could be kept out" in caplog.text and "1.2.3.4" in trusted
+    kept = KeptFile(tmp_path / "file" / "callers.json")
+    kept.save(Kept())
+    assert "replayed" in caplog.text and "kept out by a flood" in caplog.text
 
 
-def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path: Path, monkeypatch) -> None:
-    memory = Clocks().memory(tmp_path / "nonces.json")
-    memory.use("a", START)
-    syncing, done = threading.Event(), threading.Event()
-
-    def slow(descriptor: int) -> None:
-        syncing.set()
-        assert done.wait(10)
-
-    monkeypatch.setattr(os, "fsync", slow)
-    saver = threading.Thread(target=memory.save)
-    saver.start()
-    try:
-        assert syncing.wait(10)
-        found: list[bool] = []
-        caller = threading.Thread(target=lambda: found.append(memory.use("b", START)))
-        caller.start()
-        caller.join(5)
-        assert found == [True]
-    finally:
-        done.set()
-        saver.join(10)
+def test_the_file_is_written_when_it_changes(tmp_path: Path) -> None:
+    kept = KeptFile(tmp_path / "callers.json")
+    kept.save(Kept(5))
+    (tmp_path / "callers.json").unlink()
+    kept.save(Kept(5))
+    assert not (tmp_path / "callers.json").exists()
+    kept.save(Kept(6))
+    assert KeptFile(tmp_path / "callers.json").load() == Kept(6)
 
 
 def test_trusted_addresses_survive_and_the_latest_are_kept(tmp_path: Path) -> None:
-    file = tmp_path / "addresses.json"
-    first = TrustedAddresses(file)
-    keys = [normalize(f"10.0.{i // 250}.{i % 250}") for i in range(MOST + 10)]
+    first = TrustedAddresses()
+    keys = [normalize(f"10.0.{i // 250}.{i % 250}") for i in range(MOST_VALIDATORS + 10)]
     for key in [*keys, normalize("2001:db8::1"), normalize("::ffff:1.2.3.4")]:
         first.add(key)
-    first.save()
-    written = file.stat().st_mtime_ns
-    first.add(keys[-1])  # known
-    first.save()
-    assert file.stat().st_mtime_ns == written
-    second = TrustedAddresses(file)
-    assert len(second) == MOST and keys[0] not in second and keys[-1] in second
+    KeptFile(tmp_path / "callers.json").save(Kept(validators=first.callers()))
+    second = TrustedAddresses(KeptFile(tmp_path / "callers.json").load().validators)
+    assert len(second.callers()) == MOST_VALIDATORS
+    assert keys[0] not in second and keys[-1] in second
     assert "2001:db8::/64" in second and "1.2.3.4" in second
     second.set_endpoints(["5.6.7.8"])
     assert "5.6.7.8" in second
@@ -213,7 +196,7 @@ def test_trusted_addresses_survive_and_the_latest_are_kept(tmp_path: Path) -> No
     assert "5.6.7.8" not in second
 
 
-# What a crash, a disk or a hand may have left in either file.
+# What a crash, a disk or a hand may have left in the file.
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner),
@@ -224,7 +207,7 @@ _FIELDS = st.fixed_dictionaries(
     optional={
         "highest": _JSON | st.just(START),
         "clean": _JSON,
-        "addresses": _JSON | st.lists(st.ip_addresses().map(str)),
+        "validators": _JSON | st.lists(st.ip_addresses().map(str)),
     },
 )
 _CONTENT = st.one_of(
@@ -239,7 +222,9 @@ _CONTENT = st.one_of(
             b'{"highest": ' * 100_000,
             b'{"highest": ' + b"9" * 10_000 + b', "clean": true}',
             b'{"highest": 1e999, "clean": true}',
-            b'{"addresses": [' + b'"1.2.3.4",' * 50_000 + b'"1.2.3.4"]}',
+            b'{"highest": 1, "clean": true, "validators": ['
+            + b'"1.2.3.4",' * 50_000
+            + b'"1.2.3.4"]}',
             b"\0" * 10_000_000,
         ]
     ),
@@ -248,52 +233,39 @@ _CONTENT = st.one_of(
 
 @PROPERTY
 @given(content=_CONTENT)
-def test_a_damaged_nonce_file_refuses_for_seconds_and_heals(
+def test_a_damaged_file_is_told_once_refuses_for_seconds_trusts_nobody_and_heals(
     tmp_path: Path, caplog, content: bytes
 ) -> None:
-    clocks, file = Clocks(), tmp_path / "nonces.json"
+    clocks, file = Clocks(), tmp_path / "callers.json"
     file.write_bytes(content)
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        memory = clocks.memory(file)
-    assert len(caplog.messages) <= 1 and all(str(file) in m for m in caplog.messages)
-    if caplog.messages:
-        assert "\n" not in caplog.messages[0]
+        kept = KeptFile(file).load()
+    memory = clocks.memory(file)
+    if kept.clean or kept.highest >= 0 or kept.validators:
+        assert not caplog.messages and kept == Kept(**_as_fields(content))
+    elif caplog.messages:
+        (line,) = caplog.messages[:1]
+        assert str(file) in line and "\n" not in line
         assert memory.used("a", START - 1)  # it may have been accepted before
     clocks.pass_(AGE + SKEW)
     assert memory.use("a", clocks.wall)
-    memory.save(clean=True)
+    save(memory, file, clean=True)
     caplog.clear()
     assert not clocks.memory(file).use("a", clocks.wall)
     assert not caplog.messages
 
 
-@PROPERTY
-@given(content=_CONTENT)
-def test_a_damaged_address_file_trusts_nobody_and_heals(
-    tmp_path: Path, caplog, content: bytes
-) -> None:
-    file = tmp_path / "addresses.json"
-    file.write_bytes(content)
-    caplog.clear()
-    with caplog.at_level(logging.WARNING):
-        trusted = TrustedAddresses(file)
-    assert len(caplog.messages) <= 1 and all(str(file) in m for m in caplog.messages)
-    if caplog.messages:
-        assert len(trusted) == 0
-    assert all(normalize(key.removesuffix("/64")) == key for key in trusted._callers)
-    trusted.add("9.9.9.9")
-    trusted.save()
-    caplog.clear()
-    assert "9.9.9.9" in TrustedAddresses(file) and not caplog.messages
+def _as_fields(content: bytes) -> dict[str, Any]:
+    fields = json.loads(content)
+    fields = {name: fields[name] for name in ("highest", "clean", "validators")}
+    return {**fields, "validators": tuple(fields["validators"])}
 
 
 @pytest.mark.parametrize("make", ["folder", "dangling link"])
 def test_what_is_no_file_is_no_crash(tmp_path: Path, make: str) -> None:
     path = tmp_path / "state.json"
     path.mkdir() if make == "folder" else path.symlink_to(tmp_path / "nowhere" / "file")
-    memory, trusted = Clocks().memory(path), TrustedAddresses(path)
-    trusted.add("1.2.3.4")
-    memory.save()
-    trusted.save()
+    memory = Clocks().memory(path)
+    save(memory, path, clean=False)
     assert memory.use("a", START + 60 * NS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 
 import httpx
 import pytest
 
+from distributed_training.chain import kept
+from distributed_training.chain import server as server_module
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config.flags import ConfigError
 from tests.chain_world import (
@@ -228,6 +231,25 @@ def test_is_alive_by_flags() -> None:
     stranger = sign("btauth", STRANGER, "/IsAlive", ALIVE)
     with world(replace(SETTINGS, allow_non_registered=True)) as made:
         assert post(made, "/IsAlive", ALIVE, stranger).status_code == 200
+
+
+def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.01)
+    syncing, done = threading.Event(), threading.Event()
+    made = World(folder=tmp_path)
+    with made.server:
+
+        def slow(path: object, content: object) -> None:
+            syncing.set()
+            assert done.wait(10)
+
+        monkeypatch.setattr(kept, "write_json", slow)
+        call = lambda: post(made, "/IsAlive", ALIVE, sign("btauth", PEER, "/IsAlive", ALIVE))
+        try:
+            assert call().status_code == 200 and syncing.wait(10)
+            assert call().status_code == 200
+        finally:
+            done.set()
 
 
 def test_the_master_is_heard_before_the_chain_answers() -> None:
