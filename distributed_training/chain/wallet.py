@@ -41,7 +41,7 @@ class Wallet:
 def _open(name: str, hotkey: str, path: str) -> Any:
     import bittensor
 
-    return bittensor.Wallet(name=name, hotkey=hotkey, path=str(Path(path).expanduser()))
+    return bittensor.Wallet(name=name, hotkey=hotkey, path=os.path.expanduser(path))
 
 
 def require_hotkey(settings: ChainSettings) -> None:
@@ -49,8 +49,8 @@ def require_hotkey(settings: ChainSettings) -> None:
 
     Takes no time, so a start asks it before torch and bittensor are imported.
     """
-    path = Path(settings.wallet_path).expanduser() / settings.wallet_name
-    path = path / "hotkeys" / settings.wallet_hotkey
+    folder = Path(os.path.expanduser(settings.wallet_path)) / settings.wallet_name
+    path = folder / "hotkeys" / settings.wallet_hotkey
     if not os.path.isfile(path):  # False also where a folder on the way may not be entered
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol import names
 
 from .flags import DAY, HOUR, SECOND, SETTINGS, ConfigError, flag
-from .values import Duration, Text, WebUrl
+from .values import Duration, File, Text, WebUrl
 
 #: Kinds of ``--data.source``; those that are True need a folder after the colon.
 SOURCE_KINDS = {
@@ -49,7 +49,13 @@ def _parse_spec(name: str, text: str) -> SourceSpec:
             f"--data.source {text} {'names no folder' if SOURCE_KINDS[kind] else 'takes no folder'}"
             f", so there is nothing to train on: give {kind}{':DIR' if SOURCE_KINDS[kind] else ''}"
         )
-    return SourceSpec(name, kind, Path(folder).expanduser() if colon else None)
+    try:
+        return SourceSpec(name, kind, Path(folder).expanduser() if colon else None)
+    except RuntimeError:
+        raise ConfigError(
+            f"--data.source {text}: no user has this name, so there is nothing to train on: give "
+            "the whole path"
+        ) from None
 
 
 def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
@@ -146,7 +152,7 @@ class DataSettings:
     """all attempts for one page together, waits asked for by the server included"""
     connections: int = flag("data.connections", 4, ge=1, le=256)
     """pages of a block fetched at once"""
-    cache_dir: Path | None = flag("data.cache_dir", None)
+    cache_dir: File | None = flag("data.cache_dir", None)
     """folder for fetched pages; default: data/ in the run folder"""
     cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
     """size bound of the fetched pages, GB; 0: no cache"""

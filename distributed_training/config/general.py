@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
 
 from .flags import SETTINGS, flag
-from .values import Secret, Text
+from .values import File, Secret, Text
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -17,7 +16,7 @@ class GeneralSettings:
 
     preset: Literal["public", "local"] = flag("preset", "public", env="DT_PRESET")
     """defaults for the public network, or for a subnet on this machine"""
-    config: Path | None = flag("config", None)
+    config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -10,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol import names
 
 from .flags import DAY, SECOND, SETTINGS, flag
-from .values import Bucket, Duration, FileName, Hotkey
+from .values import Bucket, Duration, File, FileName, Hotkey
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -19,7 +18,7 @@ class MinerSettings:
 
     name: FileName = flag("neuron.name", "miner")
     """name of this neuron: names the default run folder and the log lines"""
-    run_folder: Path | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
+    run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
     """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
     ./runs/<neuron.name>-<wallet.hotkey>)"""
     nproc_per_node: int | None = flag(

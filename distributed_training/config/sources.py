@@ -13,6 +13,7 @@ import shutil
 import stat
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -43,6 +44,7 @@ class _Parser(argparse.ArgumentParser):
         )
 
 
+@lru_cache
 def parser_of(known: Schema) -> argparse.ArgumentParser:
     """The command line of one kind of neuron; ``format_help()`` is its ``--help``."""
     from distributed_training import __version__

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic.dataclasses import dataclass
 
 from .flags import SETTINGS, flag
-from .values import Bytes
+from .values import Bytes, File
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -22,7 +20,7 @@ class TelemetrySettings:
     """log information lines; off: warnings and errors only"""
     record_log: bool = flag("logging.record_log", False)
     """also write the log to a file in --logging.logging_dir"""
-    logging_dir: Path | None = flag("logging.logging_dir", None)
+    logging_dir: File | None = flag("logging.logging_dir", None)
     """folder for the log file (default: the run folder)"""
     show_all_rank_logs: bool = flag(
         "neuron.show_all_rank_logs", False, aliases=("show_all_rank_logs",)

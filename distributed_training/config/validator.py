@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic.dataclasses import dataclass
 
 from .flags import DAY, HOUR, MINUTE, SECOND, SETTINGS, flag
-from .values import Duration
+from .values import Duration, File
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -54,7 +52,7 @@ class ValidatorSettings:
     """how long the publication of an outer step is tried again before the step is given up"""
 
     # the initial model, only when the global bucket is empty
-    model_config: Path | None = flag("validator.model_config", None)
+    model_config: File | None = flag("validator.model_config", None)
     """config.json of the model to publish when the global bucket is empty (default: a Llama of
     about 2 million parameters)"""
     initial_seed: int = flag("validator.initial_seed", 42, ge=0, le=2**63 - 1)

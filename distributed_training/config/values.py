@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -67,6 +68,13 @@ def _holds(wanted: str, condition: Any) -> AfterValidator:
     return AfterValidator(check)
 
 
+def _expand(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("a path: no user has this name") from None
+
+
 def _is_ip(text: str) -> bool:
     try:
         ipaddress.ip_address(text.strip("[]"))
@@ -101,6 +109,7 @@ def _is_file_name(text: str) -> bool:
 
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Bytes = ByteSize
+File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 Range = Annotated[tuple[T, T], _from_text(parse_range)]
 Secret = Annotated[SecretStr, _from_text(str.strip)]
 Words = Annotated[tuple[T, ...], _from_text(_split)]

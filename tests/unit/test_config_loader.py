@@ -162,6 +162,14 @@ def test_durations_and_sizes() -> None:
     assert config.telemetry.events_retention_size == 2**30
 
 
+def test_a_tilde_is_the_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/operator")
+    config = load("--neuron.run_folder", "~/run", "--data.source", "jsonl:~/text")
+    assert config.run_folder == Path("/home/operator/run")
+    assert config.data.sources[0].folder == Path("/home/operator/text")
+    assert "no user has this name" in refused("--data.source", "jsonl:~nobody-x/a")
+
+
 def test_durations_and_sizes_have_an_end() -> None:
     assert "is not a duration" in refused("--neuron.stop_timeout", "99999999999d")
     assert "is more than 1PiB" in refused("--neuron.events_retention_size", "9" * 400)

@@ -1,0 +1,236 @@
+"""Whatever an operator, a script or a copied line gives for a flag: refused in one line that names
+the flag, or accepted and inside what the flag declares. For every flag there is.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from annotated_types import Ge, Le
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config.schema import Setting, schema
+from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
+}
+SETTINGS = list(schema("validator"))
+FLAGS = [setting for setting in SETTINGS if not setting.secret]
+
+# Each has opened something, crashed something or hidden something, here or elsewhere.
+HOSTILE = [
+    *("", " ", "none", "0", "-0", "1", "-1", "2", "00", "1.5", "1e3", "1_0", "0x10", "٣", "½"),
+    *("nan", "NaN", "-nan", "inf", "-inf", "Infinity", "1e999", "-1e999", "1e-400", "9" * 30),
+    *("9" * 400, "2147483648", "18446744073709551616", "99999999999d", "1ms", "0s", "-5s"),
+    *("PT5M", "9999d", "10GiB", "9EiB", "-1GiB", "0:0", "5:2", "1:2", "nan:nan", "1:inf", ":"),
+    *("true", "false", "maybe", "auto", "public", "local", "cpu", "[1, 2]", "{}", "null"),
+    *("../../etc", "/etc/passwd", "/dev/zero", "/dev/null", "/", ".", "..", "~", "~nobody-x/a"),
+    *("a\nb", "a\rb", "a\0b", "\x1b[2J", "a\u202eb", "\ud800", "ä", "🦙", "a b", "a,b", "'", '"'),
+    *("${R2_WRITE_SECRET_ACCESS_KEY}", "$(reboot)", "`reboot`", "%s%n", "{0}", "\\"),
+    *("0.0.0.0", "127.0.0.1", "::1", "[::]", "999.1.1.1", "1.2.3", "localhost", "2130706433"),
+    *("http://", "http://a", "http://a:b@c", "http://a:99999", "file:///etc", "wss://a:b"),
+    *("https://a\nb", MASTER_HOTKEY, MASTER_HOTKEY[:-1] + "Q", MASTER_HOTKEY[1:]),
+    *(BOOTSTRAP_PEERS[0], BOOTSTRAP_PEERS[0][:-1], "/ip4/1.2.3.4/tcp/1/p2p/x", "/ip4/1.2.3.4"),
+    *("x" * 300, "x" * 5000, "-", "--", "-x", "=", "a=b", "hf,stdlib", "web=hf,web=hf"),
+    *("jsonl:~nobody-x/a", "shards:", "hf:x", "parquet:/nowhere", "a=nan"),
+]
+texts = st.one_of(
+    st.sampled_from(HOSTILE),
+    st.text(max_size=40),
+    st.floats().map(str),
+    st.integers().map(str),
+    st.tuples(st.integers(-10, 10**12), st.sampled_from(["s", "m", "d", "GiB", ":5"])).map(
+        lambda pair: f"{pair[0]}{pair[1]}"
+    ),
+)
+
+
+def refusal_or_config(kind: str, argv: list[str], environ: dict[str, str]) -> str | Config:
+    try:
+        return load_config(kind, argv, environ=environ, dotenv=None)  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error)
+
+
+def holds(setting: Setting, value: Any) -> bool:
+    """Whether ``value`` is one that ``setting`` declares; not by pydantic, which is on trial."""
+    if value is None:
+        return setting.optional
+    if isinstance(value, bool):
+        return bool in setting.parts
+    values = list(value) if isinstance(value, tuple) else [value]
+    if all(isinstance(v, (int, float, timedelta)) for v in values) and values:
+        low = next(part.ge for part in setting.parts if isinstance(part, Ge))
+        high = next(part.le for part in setting.parts if isinstance(part, Le))
+        finite = all(isinstance(v, timedelta) or math.isfinite(v) for v in values)
+        return finite and all(low <= v <= high for v in values)
+    if setting.choices:
+        return all(v in setting.choices for v in values)
+    return all(len(str(v)) <= 4096 and str(v).isprintable() for v in values)
+
+
+def assert_refused_or_right(setting: Setting, result: str | Config, source: str) -> None:
+    if isinstance(result, str):
+        assert source in result or (setting.env and setting.env in result), result
+        assert "\n" not in result and result.isprintable() and len(result) < 9000
+        assert ": " in result and ("so " in result or "needs" in result), result
+        return
+    value = result.get(setting.name)
+    assert holds(setting, value), f"{setting.name}: {value!r} is accepted"
+    if setting.name != "neuron.run_folder":
+        assert result.run_folder.parts[0] == "runs" and len(result.run_folder.parts) == 2
+    for line in describe(result):
+        assert line.isprintable(), line
+
+
+@pytest.mark.parametrize("setting", FLAGS, ids=lambda setting: setting.name)
+def test_every_flag_with_every_hostile_value(setting: Setting) -> None:
+    for text in HOSTILE:
+        result = refusal_or_config("validator", [f"--{setting.name}={text}"], KEYS)
+        assert_refused_or_right(setting, result, f"--{setting.name}")
+
+
+@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@given(setting=st.sampled_from(FLAGS), words=st.lists(texts, max_size=3))
+@example(setting=schema("miner").settings["blacklist.min_stake"], words=["nan"])
+def test_any_flag_with_any_words(setting: Setting, words: list[str]) -> None:
+    words = [word for word in words if not word.startswith("-")]  # another flag
+    result = refusal_or_config("validator", [f"--{setting.name}", *words], KEYS)
+    if isinstance(result, str) and " is not a flag" in result:
+        assert "\n" not in result  # a word too many
+        return
+    assert_refused_or_right(setting, result, f"--{setting.name}")
+
+
+@settings(max_examples=300, deadline=None)
+@given(setting=st.sampled_from([s for s in SETTINGS if s.env]), text=texts)
+def test_any_variable_with_any_text(setting: Setting, text: str) -> None:
+    variable = str(setting.env)
+    result = refusal_or_config("miner", [], {**KEYS, variable: text})
+    if not isinstance(result, str):
+        value = result.get(setting.name)
+        assert setting.secret or holds(setting, value)
+        return
+    assert_refused_or_right(setting, result, variable)
+    if setting.secret and len(text.strip()) > 8:
+        assert text.strip() not in result
+
+
+values = st.recursive(
+    st.one_of(
+        st.floats(), st.integers(-(2**63), 2**63 - 1), st.booleans(), st.text(max_size=20),
+        st.datetimes(),
+    ),
+    lambda inner: st.lists(inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(
+    max_examples=400,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(setting=st.sampled_from(FLAGS), value=values)
+def test_any_flag_with_any_value_in_a_file(tmp_path: Path, setting: Setting, value: Any) -> None:
+    path = tmp_path / "flags.toml"
+    path.write_text(f'"{setting.name}" = {toml(value)}\n', encoding="utf-8")
+    result = refusal_or_config("validator", ["--config", str(path)], KEYS)
+    if setting.name == "config":
+        assert isinstance(result, str) or result.general.config == path  # the command line's
+        return
+    assert_refused_or_right(setting, result, setting.name)
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        escaped = "".join(
+            c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08X}"
+            for c in value
+            if not 0xD800 <= ord(c) < 0xE000
+        )
+        return f'"{escaped}"'
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(content=st.one_of(st.binary(max_size=200), st.text(max_size=100).map(str.encode)))
+@example(content=b"R2_ACCOUNT_ID=\xe4")
+@example(content="R2_ACCOUNT_ID=a".encode("utf-16"))
+@example(content=b"=\nexport\n'\n\"\nDT_PRESET='")
+def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    for argv, dotenv in (([], path), (["--config", str(path)], None)):
+        try:
+            load_config("miner", argv, environ=KEYS, dotenv=dotenv)
+        except ConfigError as error:
+            assert "\n" not in str(error) and str(error).isprintable()
+
+
+def commands() -> Iterator[list[str]]:
+    miner, validator = (str(ROOT / "neurons" / f"{name}.py") for name in ("miner", "validator"))
+    yield [miner, "--blacklist.min_stake", "nan"]
+    yield [miner, "--neuron.stop_timeout", "99999999999d"]
+    yield [miner, "--neuron.name", "../../etc"]
+    yield [miner, "--config", "/dev/zero"]
+    yield [validator, "--axon.port", "99999"]
+
+
+@pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command[1:]))
+def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={"PATH": os.environ["PATH"], **KEYS},
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and command[1] in line
+    # Of the processor, since the machine may be busy with other tests.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+    assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def test_no_secret_is_printed_whatever_is_wrong() -> None:
+    secrets = {name: f"hunter2{name}".ljust(64, "h") for name in KEYS}
+    for argv in (["--dht.port", "x"], ["--preset", "local"], ["--netuid", "1"]):
+        result = refusal_or_config("miner", argv, secrets)
+        text = result if isinstance(result, str) else repr(result) + "".join(describe(result))
+        hidden = [v for name, v in secrets.items() if name != "R2_ACCOUNT_ID"]
+        assert not any(value in text for value in hidden)
+        if isinstance(result, Config):
+            assert sum(isinstance(v, SecretStr) for v in result.values.values()) == 4
