@@ -19,6 +19,7 @@ from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.protocol.types import RoundRequest
 from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.waiting import wait_for
 
 VECTORS = json.loads(
     (Path(__file__).parent / "vectors" / "legacy_dendrite_requests.json").read_text()
@@ -48,15 +49,11 @@ SETTINGS = replace(
 )
 
 
-def until(condition: Callable[[], Any], seconds: float = 10.0) -> Any:
-    """Wait for a true result; AssertionError after ``seconds``."""
-    deadline = time.monotonic() + seconds
-    while True:
-        result = condition()
-        if result:
-            return result
-        assert time.monotonic() < deadline, f"did not come true within {seconds} s"
-        time.sleep(0.01)
+def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
+    """:func:`tests.waiting.wait_for`, returning the result that was true."""
+    results: list[Any] = []
+    wait_for(lambda: (results.append(condition()), results[-1])[1], "true", seconds, every=0.01)
+    return results[-1]
 
 
 class World:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_json_object, remove_leftovers, write_json
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,10 @@ class KeptFile:
 
     def load(self) -> Kept:
         """A file that is missing was never there; one that is damaged is told, and not clean."""
-        if self._path is None or not self._path.exists():
+        if self._path is None:
+            return Kept()
+        remove_leftovers(self._path)
+        if not self._path.exists():
             return Kept()
         found = _parse(read_json_object(self._path, at_most=_LARGEST_FILE) or {})
         if found is None:

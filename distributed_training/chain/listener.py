@@ -35,37 +35,26 @@ def bind(*, ip: str, port: int) -> socket.socket:
     Raises ConfigError with one line when the port or address cannot be had.
     """
     host = ip.strip("[]") or "::"
-    try:
-        return _bind(host, port)
-    except OSError as error:
-        first = error
-        if host == "::":
-            try:
-                return _bind("0.0.0.0", port)
-            except OSError as second:
-                first = second
-    raise ConfigError(
-        f"cannot listen on {ip} port {port} ({first.strerror or first}), so no validator could "
-        "reach this miner: stop what uses the port, or choose another one with --axon.port "
-        "(and --axon.ip)"
-    ) from None
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    problem = ""
+    for candidate in (host, "0.0.0.0") if host == "::" else (host,):
+        family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
+        try:
+            sock = socket.create_server(
+                (candidate, port),
+                family=family,
+                backlog=BACKLOG,
+                dualstack_ipv6=host == candidate == "::",
+            )
+        except (OSError, ValueError) as error:  # ValueError: no socket for both families
+            problem = getattr(error, "strerror", None) or str(error)
+            continue
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if host == "::" else 1)
-        sock.bind((host, port))
-        sock.listen(BACKLOG)
         sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+        return sock
+    raise ConfigError(
+        f"cannot listen on {ip} port {port} ({problem}), so no validator could reach this miner: "
+        "stop what uses the port, or choose another one with --axon.port (and --axon.ip)"
+    )
 
 
 class HttpThread:

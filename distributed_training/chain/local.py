@@ -49,7 +49,7 @@ class LocalChain(LastKnown):
     ) -> int:
         """Only here: the local chain lets a hotkey choose. Returns the uid."""
         fields = {"uid": uid, "stake": stake, "validator_permit": validator_permit}
-        return int(self._write("register", fields)["uid"])
+        return int(self._write("register", fields))
 
     def deregister(self) -> None:
         self._write("deregister", {})
@@ -63,12 +63,12 @@ class LocalChain(LastKnown):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
-    def _write(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of the reply; the state after the write is known then."""
+    def _write(self, kind: str, fields: Mapping[str, Any]) -> Any:
+        """What the server returns; the state after the write is known then."""
         with self._writing():
             return self._post(kind, fields)
 
-    def _post(self, kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    def _post(self, kind: str, fields: Mapping[str, Any]) -> Any:
         from bittensor import http_auth
 
         if self._wallet is None:
@@ -78,11 +78,11 @@ class LocalChain(LastKnown):
         try:
             with self._client() as client:
                 reply = client.post(self._url + path, content=raw, headers=headers)
-            result: dict[str, Any] = reply.json()
+            content = reply.json()
             if reply.status_code == 200:
-                self._see(result["state"])
-                return result
-            raise ChainError(f"{kind}: {str(result['message'])[:300]}")
+                self._see(content["state"])
+                return content["result"]
+            raise ChainError(f"{kind}: {str(content['message'])[:300]}")
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ChainError(f"{kind}: {type(error).__name__} at {self._url}") from error
 

@@ -6,7 +6,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -86,9 +86,9 @@ class RegistrationWatcher:
     A second miner with our hotkey shows itself by overwriting what we wrote: once the chain has
     shown our endpoint (or commitment), another one in its place was written by somebody else who
     holds the key. What stood there before ours, or nothing, is different: a reorganization took
-    back our write, and ``on_lost`` is called with ``endpoint`` or ``commitment`` to write it again;
-    only when that happens more than twice within an hour it is a second miner after all.
-    ``endpoint`` and ``commitment`` are what this miner writes; None: not watched.
+    back our write, and ``on_lost`` is called with its name to write it again; only when that
+    happens more than twice within an hour it is a second miner after all. ``ours``: what this miner
+    writes, an ``endpoint`` (address and port), a ``commitment`` or both.
     """
 
     def __init__(
@@ -98,9 +98,8 @@ class RegistrationWatcher:
         hotkey: str,
         uid: int,
         on_event: Callable[[RegistrationEvent], None],
-        on_lost: Callable[[str], None] = lambda what: None,
-        endpoint: tuple[str, int] | None = None,
-        commitment: str | None = None,
+        on_lost: Callable[[str], None] = lambda name: None,
+        ours: Mapping[str, object],
         interval: timedelta = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,8 +108,7 @@ class RegistrationWatcher:
         self._uid = uid
         self._on_event = on_event
         self._on_lost = on_lost
-        self._endpoint = _Written("endpoint", endpoint, clock) if endpoint else None
-        self._commitment = _Written("commitment", commitment, clock) if commitment else None
+        self._written = [_Written(name, value, clock) for name, value in ours.items()]
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
         self._suspicion: Suspicion | None = None
@@ -181,17 +179,14 @@ class RegistrationWatcher:
             return Suspicion(Change.DEREGISTERED, None)
         if me.uid != self._uid:
             return Suspicion(Change.UID_CHANGED, me.uid)
-        shown: list[tuple[_Written | None, object]] = [
-            (self._endpoint, (me.ip, me.port) if me.port is not None else None),
-            (self._commitment, self._chain.commitment(self._hotkey)),
-        ]
-        verdicts = [(written, written.look(value)) for written, value in shown if written]
-        if any(verdict == "foreign" for _, verdict in verdicts):
+        shown = {
+            "endpoint": (me.ip, me.port) if me.port is not None else None,
+            "commitment": self._chain.commitment(self._hotkey),
+        }
+        verdicts = {w.look(shown[w.name]): w for w in reversed(self._written)}
+        if "foreign" in verdicts:
             return Suspicion(Change.DOUBLE, me.uid)
-        for written, verdict in verdicts:
-            if verdict == "lost":
-                return Suspicion(None, me.uid, written)
-        return None
+        return Suspicion(None, me.uid, verdicts["lost"]) if "lost" in verdicts else None
 
     def _line(self, change: Change) -> str:
         if change is Change.DEREGISTERED:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import hashlib
 import json
 import os
@@ -51,6 +52,13 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what killed writers of ``path`` left under temporary names; for its only writer."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        with contextlib.suppress(OSError):
+            left.unlink()
 
 
 def write_bytes(path: Path, data: bytes, *, durable: bool = True) -> None:

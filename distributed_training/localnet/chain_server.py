@@ -55,56 +55,47 @@ def _text(value: Any, name: str, longest: int) -> str:
     return value
 
 
-class Writes:
-    """What a signed request may change, by path; raises ChainError for fields that are wrong."""
+def _writes(ledger: Ledger) -> dict[str, Callable[[str, Fields], Any]]:
+    """What a signed request may change, by path: functions of the hotkey and the request's fields.
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self.by_path: dict[str, Callable[[str, Fields], Fields]] = {
-            "/register": self._register,
-            "/deregister": self._deregister,
-            "/commit": self._commit,
-            "/serve": self._serve,
-            "/weights": self._weights,
-        }
+    They raise ChainError for fields that are wrong.
+    """
 
-    def _register(self, hotkey: str, fields: Fields) -> Fields:
-        wanted = fields.get("uid")
-        uid = self._ledger.register(
+    def register(hotkey: str, fields: Fields) -> int:
+        return ledger.register(
             hotkey,
-            uid=None if wanted is None else _uid(wanted),
+            uid=None if fields.get("uid") is None else _uid(fields["uid"]),
             stake=_number(fields.get("stake", 0.0), "stake", 0.0, 1e12),
             validator_permit=bool(fields.get("validator_permit", False)),
         )
-        return {"uid": uid}
 
-    def _deregister(self, hotkey: str, fields: Fields) -> Fields:
-        self._ledger.deregister(hotkey)
-        return {}
+    def serve(hotkey: str, fields: Fields) -> None:
+        port = int(_number(fields.get("port"), "port", 1, 65535))
+        ledger.serve(hotkey, _text(fields.get("ip"), "ip", 64), port)
 
-    def _commit(self, hotkey: str, fields: Fields) -> Fields:
-        self._ledger.commit(hotkey, _text(fields.get("text"), "text", MAX_BODY))
-        return {}
-
-    def _serve(self, hotkey: str, fields: Fields) -> Fields:
-        ip = _text(fields.get("ip"), "ip", 64)
-        self._ledger.serve(hotkey, ip, int(_number(fields.get("port"), "port", 1, 65535)))
-        return {}
-
-    def _weights(self, hotkey: str, fields: Fields) -> Fields:
+    def weights(hotkey: str, fields: Fields) -> None:
         given = fields.get("weights")
         if not isinstance(given, dict) or len(given) > MAX_UIDS:
             raise ChainError("weights: uids and numbers")
-        weights = {_uid(u): _number(w, "weight", 0.0, 1e12) for u, w in given.items()}
-        self._ledger.set_weights(hotkey, weights)
-        return {}
+        row = {_uid(u): _number(w, "weight", 0.0, 1e12) for u, w in given.items()}
+        ledger.set_weights(hotkey, row)
+
+    return {
+        "/register": register,
+        "/deregister": lambda hotkey, fields: ledger.deregister(hotkey),
+        "/commit": lambda hotkey, fields: ledger.commit(
+            hotkey, _text(fields.get("text"), "text", MAX_BODY)
+        ),
+        "/serve": serve,
+        "/weights": weights,
+    }
 
 
 def build_app(ledger: Ledger) -> Starlette:
     from bittensor import http_auth
 
     nonces = http_auth.InMemoryNonceStore()
-    writes = Writes(ledger).by_path
+    writes = _writes(ledger)
 
     def state(request: Request) -> JSONResponse:  # starlette runs a `def` in a thread
         return JSONResponse(ledger.snapshot())
@@ -136,7 +127,7 @@ def build_app(ledger: Ledger) -> Starlette:
             result = await run_in_threadpool(writes[path], caller.hotkey_ss58, fields)
         except (ChainError, ValueError) as error:
             return JSONResponse({"message": str(error)}, 400)
-        return JSONResponse({**result, "state": ledger.snapshot()})
+        return JSONResponse({"result": result, "state": ledger.snapshot()})
 
     routes = [Route("/state", state)]
     routes += [Route(path, write, methods=["POST"]) for path in writes]

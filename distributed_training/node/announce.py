@@ -87,8 +87,7 @@ def follow_registration(
         uid=member.uid,
         on_event=changed,
         on_lost=lost,
-        endpoint=endpoint,
-        commitment=commitment,
+        ours={"endpoint": endpoint, "commitment": commitment},
         interval=interval,
     )
     watcher.start()

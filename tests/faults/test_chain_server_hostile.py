@@ -8,6 +8,7 @@ import logging
 import random
 import socket
 import sys
+import threading
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -561,3 +562,22 @@ def test_memory_for_strangers_is_bounded() -> None:
     assert len(admission._requests) <= 4096 and len(admission._strikes) <= 4096
     assert len(admission._blocked) <= 4096
     assert not admission._open and admission.connections == 0
+
+
+def test_many_starts_and_calls_leave_nothing_behind(tmp_path: Path) -> None:
+    def live(calls: int) -> None:
+        with world(SETTINGS, tmp_path) as made:
+            for _ in range(calls):
+                assert is_alive_from(made, "127.0.0.1") == 200
+                send(made, JUNK, "127.0.0.9", 0.1)
+
+    def left() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    (tmp_path / ".callers.json.1.2.tmp").write_text("of a writer that was killed")
+    live(1)
+    before = left()
+    for calls in (1, 20, 1, 1, 1):
+        live(calls)
+    assert left() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["callers.json"]

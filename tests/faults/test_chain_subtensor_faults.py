@@ -215,6 +215,7 @@ def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> N
         hotkey=nodes.wallet.ss58,
         uid=0,
         on_event=events.append,
+        ours={},
         interval=timedelta(milliseconds=2),
     )
     try:
@@ -246,6 +247,7 @@ def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monk
         hotkey=nodes.wallet.ss58,
         uid=0,
         on_event=events.append,
+        ours={},
         interval=timedelta(milliseconds=2),
     )
     try:

@@ -122,7 +122,7 @@ def test_the_memory_is_bounded_by_time_and_by_number(monkeypatch) -> None:
 
 
 def test_after_a_clean_end_only_what_was_accepted_is_refused(tmp_path: Path) -> None:
-    clocks, file = Clocks(), tmp_path / "nonces.json"
+    clocks, file = Clocks(), tmp_path / "callers.json"
     first = clocks.memory(file)
     first.use("a", clocks.wall)
     save(first, file, clean=True)
@@ -132,7 +132,7 @@ def test_after_a_clean_end_only_what_was_accepted_is_refused(tmp_path: Path) -> 
 
 
 def test_after_a_kill_what_could_have_been_signed_before_is_refused(tmp_path: Path) -> None:
-    clocks, file = Clocks(), tmp_path / "nonces.json"
+    clocks, file = Clocks(), tmp_path / "callers.json"
     first = clocks.memory(file)
     save(first, file, clean=False)  # as the server does before it answers
     accepted = clocks.wall + SKEW * NS  # a caller whose clock is ahead
@@ -145,7 +145,7 @@ def test_after_a_kill_what_could_have_been_signed_before_is_refused(tmp_path: Pa
 
 
 def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path: Path) -> None:
-    clocks, file = Clocks(), tmp_path / "nonces.json"
+    clocks, file = Clocks(), tmp_path / "callers.json"
     save(clocks.memory(file), file, clean=False)
     clocks.wall += 3600 * NS  # as after a boot, before the time is known
     memory = clocks.memory(file)

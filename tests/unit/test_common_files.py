@@ -14,6 +14,7 @@ from distributed_training.common.files import (
     atomic_file,
     is_full,
     read_json_object,
+    remove_leftovers,
     sha256_of,
     write_bytes,
     write_json,
@@ -67,3 +68,13 @@ def test_waits_double_up_to_the_longest() -> None:
         assert wanted / 2 <= backoff.failed().total_seconds() <= wanted
     backoff.succeeded()
     assert backoff.failures == 0 and backoff.failed() <= first
+
+
+def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
+    path = tmp_path / "state[1].json"
+    kept = [path, tmp_path / ".state.json.1.2.tmp", tmp_path / ".other.tmp"]
+    for file in [*kept, tmp_path / ".state[1].json.77.88.tmp"]:
+        file.write_text("x")
+    remove_leftovers(path)
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    remove_leftovers(tmp_path / "no folder" / "file")
