@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
-import signal
 import sys
-import threading
-import types
 import webbrowser
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,14 +14,13 @@ from pathlib import Path
 from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from distributed_training.localnet.summary import Summary
 from distributed_training.localnet.view import LiveView
+from distributed_training.node.signals import Stopped, StopSignals
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
-
-
-class Interrupted(Exception):
-    """Ctrl-C or SIGTERM."""
+INTERRUPTED = 130  # exit status
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,56 +50,56 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
+    view = LiveView()
     try:
         options = _options(arguments)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    view = LiveView()
-    subnet = LocalSubnet(
-        options=options,
-        tell=view.say,
-        refresh=lambda s: view.update(_headline(s), [n.state for n in s.neurons]),
-    )
-    interrupts = _Interrupts(subnet)
-    problems: list[str] = []
-    status = 0
-    try:
-        subnet.start()
-        subnet.wait_for_outer_steps(
-            options.outer_steps, deadline=timedelta(seconds=arguments.timeout)
+        subnet = LocalSubnet(
+            options=options,
+            tell=view.say,
+            refresh=lambda s: view.update(_headline(s), [n.state for n in s.neurons]),
         )
-        subnet.wait_for_figures(timedelta(seconds=20))
-        view.say("done; stopping")
+        with StopSignals(interrupts=True) as signals:
+            failure = _run(subnet, view, signals, timedelta(seconds=arguments.timeout))
     except ConfigError as error:
-        view.close()
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except SubnetFailure as failure:
-        view.say(str(failure), style="red")
-        problems.append(str(failure).splitlines()[0])
-    except Interrupted:
-        view.say("interrupted; stopping")
-        status = 130
     finally:
-        interrupts.stopping()
-        # Exceptions not named above are defects: they pass, but the subnet is stopped first.
-        subnet.stop(INTERRUPT_GRACE if status == 130 else None)
         view.close()
+    interrupted = signals.stop.is_set()
+    failures = [failure.splitlines()[0]] if failure else []
     if not subnet.neurons:
-        for line in [*problems, *subnet.problems]:
+        for line in [*failures, *subnet.problems]:
             print(f"PROBLEM: {line}")
-        return status or 1
-    summary = subnet.summary(problems)
+        return INTERRUPTED if interrupted else 1
+    summary = subnet.summary(failures)
     summary.write(subnet.folder)
     print(summary.text(), end="")
-    report = _draw(subnet)
-    if summary.ok and not status and not arguments.keep:
+    report = _draw(subnet, summary)
+    if summary.ok and not interrupted and not arguments.keep:
         _drop_bulk(subnet)
     if arguments.open and report is not None:
         webbrowser.open(report.as_uri())
-    print("interrupted" if status else summary.verdict)
-    return status or (0 if summary.ok else 1)
+    print("interrupted" if interrupted else summary.verdict)
+    return INTERRUPTED if interrupted else int(not summary.ok)
+
+
+def _run(subnet: LocalSubnet, view: LiveView, signals: StopSignals, timeout: timedelta) -> str:
+    """Start, follow and stop the subnet; what failed, or "". Raises ConfigError."""
+    try:
+        subnet.start()
+        subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
+        subnet.wait_for_figures(timedelta(seconds=20))
+        view.say("done; stopping")
+    except SubnetFailure as failure:
+        view.say(str(failure), style="red")
+        return str(failure)
+    except Stopped:
+        view.say("interrupted; stopping")
+    finally:
+        signals.interrupts = False  # a stop is bounded: let it end
+        # Exceptions not named above are defects: they pass, but the subnet is stopped first.
+        subnet.stop(INTERRUPT_GRACE if signals.stop.is_set() else None)
+    return ""
 
 
 def _options(arguments: argparse.Namespace) -> SubnetOptions:
@@ -131,14 +127,14 @@ def _headline(subnet: LocalSubnet) -> str:
     return f"local subnet: outer step {done} of {subnet.options.outer_steps}  (Ctrl-C stops it)"
 
 
-def _draw(subnet: LocalSubnet) -> Path | None:
+def _draw(subnet: LocalSubnet, summary: Summary) -> Path | None:
     from distributed_training.localnet.plot import draw
 
     try:
         png, report = draw(
             subnet.folder,
             started_at=subnet.started_at,
-            summary=subnet.summary(),
+            summary=summary,
             validator=subnet.validator.state,
             miners=[m.state for m in subnet.miners],
         )
@@ -154,23 +150,3 @@ def _drop_bulk(subnet: LocalSubnet) -> None:
     assert subnet.services is not None
     for folder in subnet.services.bulk_folders():
         shutil.rmtree(folder, ignore_errors=True)
-
-
-class _Interrupts:
-    """SIGINT and SIGTERM become :class:`Interrupted`, once; during the stop a second one kills."""
-
-    def __init__(self, subnet: LocalSubnet) -> None:
-        self._subnet = subnet
-        self._is_stopping = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._handle)
-
-    def stopping(self) -> None:
-        self._is_stopping.set()
-
-    def _handle(self, number: int, frame: types.FrameType | None) -> None:
-        if not self._is_stopping.is_set():
-            self._is_stopping.set()
-            raise Interrupted
-        for neuron in self._subnet.neurons:
-            neuron.child.kill_tree()

@@ -3,9 +3,9 @@
     python -m distributed_training.localnet.object_store --folder DIR --port 9000
 
 reads the credentials from ``DIR/credentials.json`` (written by :class:`ObjectStoreServer`, mode
-0600) and prints ``READY`` when it answers. There are two keys of one account: one that may do
-everything and one that may only read. Objects survive a SIGKILL. Linux only: Swift keeps metadata
-in extended attributes.
+0600) and prints ``READY`` and its pid when it answers. There are two keys of one account: one that
+may do everything and one that may only read. Objects survive a SIGKILL. Linux only: Swift keeps
+metadata in extended attributes.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pwd
 import secrets
 import signal
-import subprocess
 import sys
-import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import die_with_parent
-
-_REPOSITORY = Path(__file__).resolve().parents[2]
+from distributed_training.localnet.processes import Child, stop_together
 
 
 @dataclass(frozen=True)
@@ -56,25 +54,29 @@ class StoreCredentials:
 class ObjectStoreServer:
     """Starts and stops the server; its data lies in ``folder`` and is there at the next start.
 
-    ``start_timeout`` covers imports and the first answer. Raises RuntimeError with the log's last
-    lines if it does not come up.
+    ``start_timeout`` covers imports and the first answer.
     """
 
     def __init__(
-        self, *, folder: Path, port: int = 0, start_timeout: timedelta = timedelta(seconds=60)
+        self,
+        *,
+        folder: Path,
+        port: int = 0,
+        environment: Mapping[str, str] | None = None,
+        start_timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         self.folder = folder
         self.port = port or free_ports(1)[0]
+        self.credentials = _credentials(folder)
         self._start_timeout = start_timeout
-        self._process: subprocess.Popen[bytes] | None = None
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "credentials.json"
-        if path.exists():
-            self.credentials = StoreCredentials(**json.loads(path.read_text()))
-        else:
-            self.credentials = StoreCredentials.generate()
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                json.dump(asdict(self.credentials), file)
+        where = ["--folder", str(folder.absolute()), "--port", str(self.port)]
+        inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
+        self._child = Child(
+            name="object store",
+            command=[sys.executable, "-m", __name__, *where],
+            environment=inherited if environment is None else environment,
+            folder=folder,
+        )
 
     @property
     def endpoint(self) -> str:
@@ -82,57 +84,37 @@ class ObjectStoreServer:
 
     @property
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._child.running
+
+    @property
+    def log(self) -> Path:
+        return self._child.log
 
     def start(self) -> None:
-        log_path = self.folder / "log.txt"
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", __name__),
-                    *("--folder", str(self.folder), "--port", str(self.port)),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                cwd=_REPOSITORY,
-                start_new_session=True,
-            )
-        ready = threading.Event()
-        stdout = self._process.stdout
-        assert stdout is not None
+        """Raises RuntimeError with the log's last lines if it does not come up."""
+        self.launch()
+        self.wait_ready()
 
-        def follow() -> None:
-            with stdout:
-                for line in stdout:
-                    if line.startswith(b"READY"):
-                        ready.set()
+    def launch(self) -> None:
+        self._child.start()
 
-        threading.Thread(target=follow, name="object-store-output", daemon=True).start()
+    def wait_ready(self) -> None:
+        """As :meth:`start`, which begins with :meth:`launch`."""
         deadline = time.monotonic() + self._start_timeout.total_seconds()
-        while not ready.wait(0.05):
-            if self._process.poll() is not None or time.monotonic() > deadline:
+        while f"READY {self._child.pid}" not in self._child.last_lines():
+            if not self.running or time.monotonic() > deadline:
+                obituary = self._child.obituary
                 self.stop()
-                tail = log_path.read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"the object store did not start on port {self.port}:\n{tail}")
+                raise RuntimeError(obituary)
+            time.sleep(0.05)
 
     def stop(self) -> None:
         """Idempotent."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(5)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        stop_together([self._child], timedelta(seconds=5))
 
     def kill(self) -> None:
         """SIGKILL, for tests of what survives it."""
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        self._child.kill_tree()
 
     def __enter__(self) -> ObjectStoreServer:
         self.start()
@@ -140,6 +122,18 @@ class ObjectStoreServer:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _credentials(folder: Path) -> StoreCredentials:
+    """Those of the folder, made if there are none."""
+    path = folder / "credentials.json"
+    if path.exists():
+        return StoreCredentials(**json.loads(path.read_text()))
+    folder.mkdir(parents=True, exist_ok=True)
+    credentials = StoreCredentials.generate()
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+        json.dump(asdict(credentials), file)
+    return credentials
 
 
 # --- the server process --------------------------------------------------------------------------
@@ -152,7 +146,6 @@ _FILTERS = {
     "bulk": "",
     "s3api": "auth_pipeline_check = false\nlocation = auto\nmax_upload_part_num = 10000\n"
     "max_bucket_listing = 1000\n",
-    "tempauth": None,  # filled in: the keys
     "copy": "",
     "slo": "allow_async_delete = false\n",  # else a delete never frees the space of its segments
     "dlo": "",
@@ -166,12 +159,21 @@ _PIPELINE = (
 )
 
 
-def _write_configuration(folder: Path, port: int, credentials: StoreCredentials) -> dict[str, Path]:
-    """swift.conf, one ring and one file per service. Returns the services' files, proxy last."""
-    import pwd
-
+def _ring(folder: Path, service: str, port: int) -> None:
+    """One device holds everything. Ports differ from start to start; the ring says nothing else."""
     from swift.common.ring import RingBuilder
 
+    builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
+    here = {"ip": "127.0.0.1", "port": port}
+    replication = {"replication_ip": "127.0.0.1", "replication_port": port}
+    place = {"id": 0, "region": 1, "zone": 1, "device": "disk", "weight": 1, "meta": ""}
+    builder.add_dev({**place, **here, **replication})
+    builder.rebalance()
+    builder.get_ring().save(str(folder / f"{service}.ring.gz"))
+
+
+def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
+    """swift.conf, a ring and a file per service. Returns port -> file, the proxy last."""
     (folder / "devices" / "disk").mkdir(parents=True, exist_ok=True)
     # Prefix and suffix take part in where objects lie: they must never change for this folder.
     (folder / "swift.conf").write_text(
@@ -183,78 +185,59 @@ def _write_configuration(folder: Path, port: int, credentials: StoreCredentials)
     files = {}
     services = ("account", "container", "object")
     for service, service_port in zip(services, free_ports(3), strict=True):
-        # Ports differ from start to start; with one device the ring holds nothing else.
-        builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
-        builder.add_dev(
-            {
-                "id": 0,
-                "region": 1,
-                "zone": 1,
-                "ip": "127.0.0.1",
-                "port": service_port,
-                "replication_ip": "127.0.0.1",
-                "replication_port": service_port,
-                "device": "disk",
-                "weight": 1,
-                "meta": "",
-            }
-        )
-        builder.rebalance()
-        builder.get_ring().save(str(folder / f"{service}.ring.gz"))
-        files[service] = folder / f"{service}.conf"
-        files[service].write_text(
+        _ring(folder, service, service_port)
+        files[service_port] = folder / f"{service}.conf"
+        files[service_port].write_text(
             f"[DEFAULT]\n{common}bind_port = {service_port}\ndevices = {folder / 'devices'}\n"
             f"mount_check = false\n[pipeline:main]\npipeline = {service}-server\n"
             f"[app:{service}-server]\nuse = egg:swift#{service}\n"
         )
-    keys = ""
+    text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {_PIPELINE}\n"
+    text += "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\n"
+    text += "account_autocreate = true\n"
+    for name, settings in _FILTERS.items():
+        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings}"
+    text += f"[filter:tempauth]\nuse = egg:swift#tempauth\n{_users(_credentials(folder))}"
+    files[port] = folder / "proxy.conf"
+    with open(os.open(files[port], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
+        handle.write(text)
+    return files
+
+
+def _users(credentials: StoreCredentials) -> str:
+    """tempauth's lines for the two keys."""
+    lines = ""
     for key, secret, group in (
         (credentials.write_key, credentials.write_secret, ".admin"),
         (credentials.read_key, credentials.read_secret, ".reseller_reader"),
     ):
         account, name = key.split(":")
-        keys += f"user_{account}_{name} = {secret} {group}\n"
-    text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {_PIPELINE}\n"
-    text += "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\n"
-    text += "account_autocreate = true\n"
-    for name, settings in _FILTERS.items():
-        body = keys if settings is None else settings
-        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{body}"
-    files["proxy"] = folder / "proxy.conf"
-    with open(os.open(files["proxy"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
-        handle.write(text)
-    return files
+        lines += f"user_{account}_{name} = {secret} {group}\n"
+    return lines
 
 
 def serve(folder: Path, port: int) -> None:
-    """Runs until SIGTERM or SIGINT."""
+    """Runs until SIGTERM."""
     import eventlet
 
     eventlet.monkey_patch(os=True, select=True, socket=True, thread=True, time=True)
-    credentials = StoreCredentials(**json.loads((folder / "credentials.json").read_text()))
     os.environ["SWIFT_CONF"] = str(folder / "swift.conf")
     import swift.common.utils as swift_utils
 
     swift_utils.SWIFT_CONF_FILE = str(folder / "swift.conf")
     if hasattr(swift_utils, "config"):
         swift_utils.config.SWIFT_CONF_FILE = str(folder / "swift.conf")
-    files = _write_configuration(folder, port, credentials)
+    files = _write_configuration(folder, port)
     import swift.common.storage_policy as storage_policy
     from eventlet import wsgi as eventlet_wsgi
     from swift.common import wsgi
 
     storage_policy.reload_storage_policies()
-    for service, path in files.items():
-        app: Any = wsgi.loadapp(str(path), global_conf={"log_name": service})
-        bind_port = next(
-            int(line.split("=")[1])
-            for line in path.read_text().splitlines()
-            if line.startswith("bind_port")
-        )
-        listener = eventlet.listen(("127.0.0.1", bind_port), backlog=512)
+    for bind_port, path in files.items():
+        app = wsgi.loadapp(str(path), global_conf={"log_name": path.stem})
         eventlet.spawn(
             eventlet_wsgi.server,
-            listener,
+            eventlet.listen(("127.0.0.1", bind_port), backlog=512),
             app,
             custom_pool=eventlet.GreenPool(512),
             protocol=wsgi.SwiftHttpProtocol,
@@ -263,15 +246,11 @@ def serve(folder: Path, port: int) -> None:
             capitalize_response_headers=False,
             url_length_limit=8192,
         )
-    stopped = eventlet.Event()
-
-    def stop(*_: object) -> None:
-        os._exit(0)  # whatever was acknowledged is on disk
-
-    signal.signal(signal.SIGTERM, stop)
+    # Whatever was acknowledged is on disk.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the orchestrator's to handle
-    print("READY", flush=True)
-    stopped.wait()
+    print(f"READY {os.getpid()}", flush=True)
+    eventlet.Event().wait()
 
 
 def main() -> int:

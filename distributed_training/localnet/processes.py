@@ -21,7 +21,7 @@ MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
 
 
 class Child:
-    """One long-running command with its log file.
+    """One long-running command; what it says goes to ``log.txt`` in its folder.
 
     It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
     stops its children in order.
@@ -34,12 +34,11 @@ class Child:
         command: Sequence[str],
         environment: Mapping[str, str],
         folder: Path,
-        log: Path,
     ) -> None:
         self.name = name
         self.command = list(command)
         self.folder = folder
-        self.log = log
+        self.log = folder / "log.txt"
         self.environment = dict(environment)
         self._process: subprocess.Popen[bytes] | None = None
         self.stopping = False
@@ -97,8 +96,19 @@ class Child:
         except subprocess.TimeoutExpired:
             return None
 
+    @property
+    def obituary(self) -> str:
+        """How it ended, and what it said last."""
+        status = self.exit_status
+        if status is None:
+            how = "does not answer"
+        else:
+            how = f"ended with signal {-status}" if status < 0 else f"ended with status {status}"
+        lines = "\n".join(f"    {line}" for line in self.last_lines())
+        return f"{self.name} {how}; its log {self.log} ends:\n{lines}"
+
     def last_lines(self, count: int = 12) -> list[str]:
-        """The end of the log, for a message about a failure."""
+        """The end of the log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -133,9 +143,10 @@ class Guardian:
     gone, whatever ended it.
     """
 
-    def __init__(self, subnet_id: str) -> None:
+    def __init__(self, mark: Mark) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, subnet_id],
+            [sys.executable, "-m", __name__, mark.name, mark.value],
+            env={"PYTHONPATH": os.pathsep.join(sys.path), **os.environ, **mark.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -153,12 +164,12 @@ class Guardian:
             self._process.stdin.close()
 
 
-def guard(subnet_id: str) -> None:
+def guard(mark: Mark) -> None:
     """The guardian's program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.stdin.buffer.read()  # until the orchestrator is gone
-    Mark(MARK, subnet_id).end(settle=timedelta(0), grace=timedelta(seconds=10))
+    mark.end(settle=timedelta(0), grace=timedelta(seconds=10))
 
 
 if __name__ == "__main__":
-    guard(sys.argv[1])
+    guard(Mark(*sys.argv[1:]))

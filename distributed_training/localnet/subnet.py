@@ -14,31 +14,25 @@ Used by ``make run`` (``command.py``) and by tests::
 
 from __future__ import annotations
 
-import fcntl
 import os
 import secrets
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
-from typing import IO
 
-from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
-from distributed_training.config.flags import ConfigError
 from distributed_training.localnet.events import NeuronState
+from distributed_training.localnet.folder import RunFolder
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import MARK, Child, Guardian, stop_together
 from distributed_training.localnet.services import ServiceFailure, Services
 from distributed_training.localnet.summary import Summary, summarize
 from distributed_training.telemetry.follow import EventFollower
-
-STATE_FILE = "localnet.json"  # also marks a folder as ours: only such a folder is emptied
-LOCK_FILE = ".lock"
 
 
 class SubnetFailure(RuntimeError):
@@ -53,7 +47,6 @@ class Neuron:
     child: Child
     follower: EventFollower
     state: NeuronState
-    problems: list[str] = field(default_factory=list)
 
 
 class LocalSubnet:
@@ -76,22 +69,23 @@ class LocalSubnet:
         settle: timedelta = timedelta(seconds=15),
         start_timeout: timedelta = timedelta(seconds=120),
     ) -> None:
+        # what it was asked for
         self.options = options
-        self.folder = options.folder.absolute()
-        self.mark = Mark(MARK, secrets.token_hex(8))  # of every process of this subnet
-        self.problems: list[str] = []
-        self.strays: list[str] = []  # processes that outlived the one that should have ended them
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
         self._start_timeout = start_timeout
-        self.started_at = time.time()
-        self.neurons: list[Neuron] = []
-        self.services: Services | None = None
         self._tell = tell
         self._refresh = refresh
+        # what there is
+        self.mark = Mark(MARK, secrets.token_hex(8))  # of every process of this subnet
+        self.neurons: list[Neuron] = []
+        self.services: Services | None = None
+        self._folder = RunFolder(options.folder)
         self._guardian: Guardian | None = None
-        self._lock: IO[bytes] | None = None
-        self._previous_mark: str | None = None
+        # how it went
+        self.started_at = time.time()
+        self.problems: list[str] = []
+        self.strays: list[str] = []  # processes that outlived the one that should have ended them
         self._stopped = False
 
     # --- life ---------------------------------------------------------------------------------
@@ -102,27 +96,26 @@ class LocalSubnet:
         Raises ConfigError if the folder cannot be used, SubnetFailure if a service or the validator
         does not come.
         """
-        self._take_folder()
-        self._previous_mark = os.environ.get(MARK)
-        os.environ[MARK] = self.mark.value  # inherited by whatever is started from here on
+        self._folder.take(resume=self.options.resume)
         try:
-            self._guardian = Guardian(self.mark.value)
+            self._guardian = Guardian(self.mark)
             self.started_at = time.time()
             plans = plan_neurons(self.options, self.folder)
-            self.services = Services(folder=self.folder, options=self.options, plans=plans)
+            self.services = Services(
+                folder=self.folder, options=self.options, plans=plans, mark=self.mark
+            )
+            self._write_state()
             try:
                 self.services.start()
             except ServiceFailure as failure:
                 raise SubnetFailure(str(failure)) from failure
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
-            self.neurons = [self._prepare(plan) for plan in plans]
-            # The miners join the swarm at the validator's address and load the model it publishes.
-            self._start_neuron(self.validator)
+            self.neurons = [self._prepare(plan, self.services) for plan in plans]
+            for neuron in self.neurons:  # miners wait by themselves for a model to train
+                self._start_neuron(neuron)
             state = self.validator.state
             self.wait_until(lambda: state.starts > 0, self._start_timeout, "the validator's start")
-            for miner in self.miners:
-                self._start_neuron(miner)
         except BaseException:
             self.stop(timedelta(seconds=5))
             raise
@@ -136,11 +129,8 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
-        problems: list[str] = []
-        miners = [n.child for n in self.neurons if n.plan.kind == "miner"]
-        others = [n.child for n in self.neurons if n.plan.kind != "miner"]
-        problems += stop_together(miners, grace)
-        problems += stop_together(others, grace / 2)
+        problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
+        problems += stop_together([n.child for n in self.neurons], grace / 2)
         for neuron in self.neurons:
             self._read_events(neuron)
             neuron.follower.close()
@@ -154,12 +144,7 @@ class LocalSubnet:
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         if self._guardian is not None:
             self._guardian.close()
-        if self._previous_mark is None:
-            os.environ.pop(MARK, None)
-        else:
-            os.environ[MARK] = self._previous_mark
-        if self._lock is not None:
-            self._lock.close()
+        self._folder.release()
         self.problems += problems
         return problems
 
@@ -176,6 +161,10 @@ class LocalSubnet:
         self.stop()
 
     # --- what tests and the command line do with it ---------------------------------------------
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
 
     @property
     def validator(self) -> Neuron:
@@ -210,7 +199,7 @@ class LocalSubnet:
             self._read_events(neuron)
             child = neuron.child
             if not child.running and child.exit_status is not None and not child.stopping:
-                raise SubnetFailure(_obituary(neuron))
+                raise SubnetFailure(child.obituary)
         if self.services is not None:
             for line in self.services.dead():
                 raise SubnetFailure(line)
@@ -219,22 +208,15 @@ class LocalSubnet:
         self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
     ) -> None:
         """Follow the subnet until ``condition()``; SubnetFailure when ``deadline`` is over."""
-        end = time.monotonic() + deadline.total_seconds()
-        while True:
-            self.poll()
-            self._refresh(self)
-            if condition():
-                return
-            if time.monotonic() >= end:
-                raise SubnetFailure(
-                    f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
-                    + "; ".join(
-                        f"{n.plan.name} {n.state.phase}, outer step {n.state.outer_step}, "
-                        f"inner step {n.state.inner_step}"
-                        for n in self.neurons
-                    )
+        if not self._follow(condition, deadline):
+            raise SubnetFailure(
+                f"{what} did not come within {deadline.total_seconds():.0f} s; it stands at: "
+                + "; ".join(
+                    f"{n.plan.name} {n.state.phase}, outer step {n.state.outer_step}, "
+                    f"inner step {n.state.inner_step}"
+                    for n in self.neurons
                 )
-            time.sleep(0.1)
+            )
 
     def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
         """Until the validator and every running miner took ``count`` outer steps since the start.
@@ -251,14 +233,8 @@ class LocalSubnet:
 
         Scores come on the validator's schedule; a summary without them says so.
         """
-        end = time.monotonic() + deadline.total_seconds()
-        state = self.validator.state
-        while time.monotonic() < end:
-            self.poll()
-            self._refresh(self)
-            if all(m.plan.uid in state.scores and m.plan.uid in state.judged for m in self.miners):
-                return
-            time.sleep(0.1)
+        state, uids = self.validator.state, {m.plan.uid for m in self.miners}
+        self._follow(lambda: uids <= state.scores.keys() & state.judged.keys(), deadline)
 
     def summary(self, problems: Sequence[str] = ()) -> Summary:
         return summarize(
@@ -273,6 +249,18 @@ class LocalSubnet:
         )
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _follow(self, condition: Callable[[], bool], longest: timedelta) -> bool:
+        """Until ``condition()``; False if it does not come in time."""
+        end = time.monotonic() + longest.total_seconds()
+        while True:
+            self.poll()
+            self._refresh(self)
+            if condition():
+                return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.1)
 
     def _reached(self, target: int) -> bool:
         published = [at for step, at in self.validator.state.outer_steps if step >= target]
@@ -291,85 +279,38 @@ class LocalSubnet:
             if line and not (self._stopped and event["kind"] == "sweep"):
                 self._tell(f"{neuron.plan.name}: {line}")
 
-    def _start_neuron(self, neuron: Neuron) -> None:
-        assert self.services is not None
-        plan, child = neuron.plan, neuron.child
-        peers = () if plan.kind == "validator" else self.validator.state.maddrs
-        words = self.services.arguments(plan, initial_peers=peers)
-        child.command = [sys.executable, *words]
-        child.start()
-        self._tell(f"{plan.name} started (pid {child.pid}), log {child.log}")
-        self._write_state()
-
-    def _prepare(self, plan: NeuronPlan) -> Neuron:
-        assert self.services is not None
+    def _prepare(self, plan: NeuronPlan, services: Services) -> Neuron:
         plan.folder.mkdir(parents=True, exist_ok=True)
-        child = Child(
-            name=plan.name,
-            command=(),
-            environment=self.services.environment(plan),
-            folder=plan.folder,
-            log=plan.folder / "log.txt",
-        )
         return Neuron(
             plan=plan,
-            child=child,
+            child=Child(
+                name=plan.name,
+                command=[sys.executable, *services.arguments(plan)],
+                environment=services.environment(plan),
+                folder=plan.folder,
+            ),
             follower=EventFollower(plan.events, skip_existing=self.options.resume),
             state=NeuronState(name=plan.name, kind=plan.kind, uid=plan.uid),
         )
 
-    def _take_folder(self) -> None:
-        """Lock the run's folder and, unless resuming, empty it. Never empties a foreign folder."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # Open for the process's life: the lock goes when the orchestrator does, however it ends.
-        self._lock = (self.folder / LOCK_FILE).open("ab")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(
-                f"a local subnet is running in {self.folder}, so another cannot start there: "
-                "stop it, or give --folder another folder"
-            ) from None
-        contents = [p for p in self.folder.iterdir() if p.name != LOCK_FILE]
-        ours = (self.folder / STATE_FILE).exists()
-        if contents and not ours:
-            self._lock.close()
-            (self.folder / LOCK_FILE).unlink()
-            raise ConfigError(
-                f"{self.folder} holds files that no local subnet wrote, so it is left alone: "
-                "give --folder a new or empty folder"
-            )
-        if not self.options.resume:
-            for path in contents:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-        elif not ours:
-            self._lock.close()
-            raise ConfigError(f"nothing to resume in {self.folder}: start without --resume")
+    def _start_neuron(self, neuron: Neuron) -> None:
+        child = neuron.child
+        child.start()
+        self._tell(f"{neuron.plan.name} started (pid {child.pid}), log {child.log}")
         self._write_state()
 
     def _write_state(self) -> None:
-        write_json(
-            self.folder / STATE_FILE,
+        """For people and tests that look from outside."""
+        assert self.services is not None
+        self._folder.write_state(
             {
                 "id": self.mark.value,
                 "pid": os.getpid(),
-                "store": self.services.store_endpoint if self.services else None,
-                "chain": self.services.chain_endpoint if self.services else None,
+                "store": self.services.store_endpoint,
+                "chain": self.services.chain_endpoint,
                 "neurons": [
                     {"name": n.plan.name, "uid": n.plan.uid, "pid": n.child.pid}
                     for n in self.neurons
                 ],
-            },
-            durable=False,
+            }
         )
-
-
-def _obituary(neuron: Neuron) -> str:
-    status = neuron.child.exit_status or 0
-    how = f"signal {-status}" if status < 0 else f"status {status}"
-    lines = "\n".join(f"    {line}" for line in neuron.child.last_lines())
-    return f"{neuron.plan.name} ended with {how}; its log {neuron.child.log} ends:\n{lines}"

@@ -5,6 +5,7 @@ One subnet runs for all tests of this file (minutes); each test looks at one pro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from distributed_training.config import load_config
 from distributed_training.data import build_tokenizer, held_out_batches
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
-from distributed_training.localnet.services import s3_client
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 
@@ -42,12 +42,13 @@ class Run:
 def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
     """Everything in a neuron's bucket, with its read keys."""
     assert subnet.services is not None
-    client = s3_client(subnet.services.store_endpoint, subnet.services.environment(plan))
-    bucket = subnet.services.bucket(plan)
-    for entry in client.list_objects_v2(Bucket=bucket).get("Contents", []):
-        path = destination / bucket / entry["Key"]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        client.download_file(bucket, entry["Key"], str(path))
+    with contextlib.closing(subnet.services.open_bucket(plan)) as bucket:
+        for found in bucket.list_objects():
+            path = destination / bucket.bucket / found.key
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = bucket.get(found.key, limit=1 << 30)
+            assert data is not None
+            path.write_bytes(data)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
     assert subnet.stop_miner(0) == 0
     before = steps()[-1]
 
-    words = subnet.services.arguments(miner.plan, initial_peers=subnet.validator.state.maddrs)[1:]
+    words = subnet.services.arguments(miner.plan)[1:]
     environ = {
         **os.environ,
         **subnet.services.environment(miner.plan),

@@ -5,7 +5,7 @@ Against real services of a local subnet, through the real launcher.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 import secrets
 import socket
@@ -21,7 +21,7 @@ from distributed_training.chain.wallet import create_wallet
 from distributed_training.common.processes import Mark
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import MARK
-from distributed_training.localnet.services import Services, s3_client
+from distributed_training.localnet.services import Services
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -61,11 +61,9 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("world")
     mark = Mark(MARK, secrets.token_hex(8))
-    before = os.environ.get(MARK)
-    os.environ[MARK] = mark.value
     options = SubnetOptions(folder=folder, ranks=(1,))
     plans = plan_neurons(options, folder)
-    services = Services(folder=folder, options=options, plans=plans)
+    services = Services(folder=folder, options=options, plans=plans, mark=mark)
     try:
         services.start()
         for plan in plans:
@@ -73,9 +71,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield World(services, plans[1], folder, mark)
     finally:
         services.stop()
-        os.environ.pop(MARK)
-        if before is not None:
-            os.environ[MARK] = before
 
 
 def assert_one_line(run: Run, *words: str) -> None:
@@ -158,7 +153,5 @@ def test_a_read_key_that_can_write_is_never_committed(world: World) -> None:
 
 
 def test_the_services_were_untouched(world: World) -> None:
-    keys = world.services.environment(world.plan)
-    client = s3_client(world.services.store_endpoint, keys)
-    found = client.list_objects_v2(Bucket=world.services.bucket(world.plan))
-    assert found["KeyCount"] == 0
+    with contextlib.closing(world.services.open_bucket(world.plan)) as bucket:
+        assert bucket.list_objects() == []

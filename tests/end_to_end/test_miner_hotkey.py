@@ -28,7 +28,7 @@ def test_deregistration_ends_the_miner_with_status_3(tmp_path: Path) -> None:
         )
         assert subnet.services is not None
         chain = LocalChain(
-            url=subnet.services.chain_endpoint, wallet=subnet.services._wallets[miner.plan.name]
+            url=subnet.services.chain_endpoint, wallet=subnet.services.wallet(miner.plan)
         )
         try:
             chain.deregister()

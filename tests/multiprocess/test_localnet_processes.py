@@ -38,7 +38,6 @@ def child(tmp_path: Path, mark: Mark, code: str, name: str = "c") -> Child:
         command=[sys.executable, "-c", textwrap.dedent(code)],
         environment={**os.environ, **mark.environment},
         folder=tmp_path / name,
-        log=tmp_path / f"{name}.txt",
     )
 
 
@@ -93,11 +92,12 @@ def test_the_guardian_ends_everything_when_the_orchestrator_is_killed(
             textwrap.dedent(
                 f"""
                 import os, subprocess, sys, time
-                os.environ["{MARK}"] = "{mark.value}"
+                from distributed_training.common.processes import Mark
                 from distributed_training.localnet.processes import Guardian
-                guardian = Guardian("{mark.value}")
+                mark = Mark("{MARK}", "{mark.value}")
+                guardian = Guardian(mark)
                 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
-                                 start_new_session=True)
+                                 start_new_session=True, env=dict(os.environ, **mark.environment))
                 print("ready", flush=True)
                 time.sleep(600)
                 """
@@ -118,7 +118,7 @@ def test_the_guardian_ends_everything_when_the_orchestrator_is_killed(
 def test_a_closed_guardian_harms_nobody(tmp_path: Path, mark: Mark) -> None:
     c = child(tmp_path, mark, STUBBORN)
     c.start()
-    guardian = Guardian(mark.value)
+    guardian = Guardian(mark)
     guardian.close()
     assert c.running and not psutil.pid_exists(guardian.pid)
     c.kill_tree()
