@@ -13,34 +13,39 @@ Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from distributed_training.config import exit_with, load_config
-from distributed_training.config.flags import ConfigError
-from distributed_training.config.values import parse_duration
+from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config.arguments import Parser, argument
+from distributed_training.config.flags import DAY
+from distributed_training.config.values import Bucket, Duration, Text, WebUrl
 
 
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="List and abort multipart uploads that were never completed."
-    )
-    parser.add_argument("bucket", help="e.g. llama-4b-ws-4-007")
+def build_parser() -> Parser:
+    parser = Parser(description="List and abort multipart uploads that were never completed.")
+    parser.add_argument("bucket", type=argument(Bucket), help="e.g. llama-4b-ws-4-007")
     parser.add_argument(
         "--older-than",
-        type=parse_duration,
+        type=argument(Annotated[Duration, Field(ge=timedelta(0), le=365 * DAY)]),
         default=timedelta(hours=1),
         help="only uploads started longer ago, e.g. 30m, 1h, 2d (default 1h)",
     )
-    parser.add_argument("--prefix", default="", help="only keys that start with this")
+    parser.add_argument(
+        "--prefix", type=argument(Text), default="", help="only keys that start with this"
+    )
     parser.add_argument("--dry-run", action="store_true", help="list only")
     parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument("--endpoint-url", default=None, help="object store to use instead of R2")
-    return parser.parse_args()
+    parser.add_argument(
+        "--endpoint-url", type=argument(WebUrl), help="object store to use instead of R2"
+    )
+    return parser
 
 
 def _age(age: timedelta) -> str:
@@ -50,7 +55,7 @@ def _age(age: timedelta) -> str:
 
 
 def main() -> int:
-    arguments = _parse()
+    arguments = build_parser().parse_args()
     flags = ["--r2.endpoint_url", arguments.endpoint_url] if arguments.endpoint_url else []
     try:
         settings = load_config("miner", flags, check=False).store

@@ -15,7 +15,6 @@ flag is wrong.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -33,6 +32,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
@@ -42,6 +42,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, exit_with, load_config, problems
+from distributed_training.config.arguments import Parser, argument, ranged
 from distributed_training.diagnostics import Check, failed
 from distributed_training.diagnostics.checks import check_disk
 from distributed_training.diagnostics.doctor import (
@@ -65,14 +66,18 @@ MEASURE_START = timedelta(minutes=3)
 _MARKS = {"ok": "✓", "warn": "!", "fail": "✗"}
 
 
-def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(add_help=False)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--model")
-    parser.add_argument("--uid", type=int)
+    parser.add_argument("--model", type=argument(str))
+    parser.add_argument("--uid", type=ranged(0, 65535))
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
-    options, flags = parser.parse_known_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__)
         return 0
@@ -154,9 +159,9 @@ class Doctor:
         content, origin = self.model
         try:
             shape = ModelShape.from_config(content)
-        except KeyError as error:
+        except ValueError as error:
             remedy = "give --model with the config.json of a Llama-like model"
-            return [Check("model", "warn", f"{origin} lacks {error}: size not known", remedy)]
+            return [Check("model", "warn", f"{origin}: {error}: size not known", remedy)]
         training, miner = self.config.training, self.config.miner
         gpu = gpu_bytes() if miner.device != "cpu" else None
         how = Arrangement(
@@ -236,12 +241,14 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
             raise ConfigError(f"--model: {error}: give one of them or a config.json") from None
     if wanted:
         try:
-            return json.loads(Path(wanted).read_bytes()), wanted
-        except (OSError, ValueError) as error:
+            content = read_json_object(Path(wanted))
+            ModelShape.from_config(content or {})
+        except ValueError as error:
             raise ConfigError(
-                f"--model {wanted} is not a readable config.json ({error}), so the model's size "
-                "is not known: correct the path"
+                f"--model {wanted} is not the readable config.json of a Llama-like model ({error}),"
+                " so its size is not known: correct the path"
             ) from None
+        return content or {}, wanted
     found = sorted(config.run_folder.glob("**/config.json"), key=lambda p: p.stat().st_mtime)
     for path in reversed(found):
         with contextlib.suppress(OSError, ValueError):

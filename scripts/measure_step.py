@@ -24,6 +24,8 @@ WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill cach
 
 def main(argv: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
+    if "DT_MEASURE" not in os.environ:
+        raise ConfigError("DT_MEASURE is not set, so nothing is measured: run scripts/diagnose.py")
     order = json.loads(os.environ["DT_MEASURE"])
     config = load_config("miner", argv, check=False)
     me = rank_environment()

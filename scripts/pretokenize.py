@@ -22,53 +22,65 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from distributed_training.config import ConfigError, exit_with
+from distributed_training.config.arguments import Parser, argument, ranged
 from distributed_training.config.data import DataSettings, parse_sources
-from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
+from distributed_training.config.values import File
 
 
-def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Tokenize a source once into shards that train at memory speed."
+def build_parser() -> Parser:
+    parser = Parser(description="Tokenize a source once into shards that train at memory speed.")
+    parser.add_argument(
+        "source", type=argument(str), help="parquet:DIR, jsonl:DIR, text:DIR or stdlib"
     )
-    parser.add_argument("source", help="parquet:DIR, jsonl:DIR, text:DIR or stdlib")
-    parser.add_argument("out", type=Path, help="folder for the shards; train with shards:OUT")
+    parser.add_argument(
+        "out", type=argument(File), help="folder for the shards; train with shards:OUT"
+    )
     parser.add_argument(
         "--tokenizer",
+        type=argument(str),
         default="dstrbtd/llama-1b",
         help="Hugging Face name or folder; 'bytes' as the local subnet (default %(default)s)",
     )
     parser.add_argument(
-        "--sequence-length", type=int, default=TrainingSettings().sequence_length, metavar="N"
+        "--sequence-length",
+        type=ranged(2, 1_000_000),
+        default=TrainingSettings().sequence_length,
+        metavar="N",
     )
     parser.add_argument(
         "--max-length",
-        type=int,
+        type=ranged(1, 10_000_000),
         default=DataSettings().max_length,
         metavar="N",
         help="tokens of a row; the rest of it is dropped (default %(default)s)",
     )
     parser.add_argument(
-        "--vocabulary", type=int, metavar="N", help="the model's; rows with ids beyond are left out"
+        "--vocabulary",
+        type=ranged(2, 10_000_000),
+        metavar="N",
+        help="the model's; rows with ids beyond are left out",
     )
-    parser.add_argument("--text-column", default=DataSettings().text_column, metavar="NAME")
-    parser.add_argument("--rows-per-shard", type=int, default=20_000, metavar="N")
-    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), metavar="N")
+    parser.add_argument(
+        "--text-column", type=argument(str), default=DataSettings().text_column, metavar="NAME"
+    )
+    parser.add_argument(
+        "--rows-per-shard", type=ranged(1, 100_000_000), default=20_000, metavar="N"
+    )
+    parser.add_argument(
+        "--processes", type=ranged(1, 1024), default=len(os.sched_getaffinity(0)), metavar="N"
+    )
     parser.add_argument("--check", action="store_true", help="verify what is there, make nothing")
-    args = parser.parse_args(argv)
-    for name in ("sequence_length", "max_length", "rows_per_shard", "processes"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)} is less than 1")
-    return args
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    args = _parse(argv)
+    args = build_parser().parse_args(argv)
     try:
         return _run(args)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_with(error)
     except OSError as error:
         print(
             f"error: {error.filename or args.out}: {error.strerror or error}, so not all shards "

@@ -41,6 +41,16 @@ TOPK = 32  # values published per row (protocol.gradients)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index
 
 
+_LARGEST = 1 << 20  # of any size in a config.json
+
+
+def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
+    value = config.get(name) or default
+    if not isinstance(value, int) or not 1 <= value <= _LARGEST:
+        raise ValueError(f"{name} is {config.get(name)!r:.40} instead of 1 to {_LARGEST}")
+    return value
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """What the formulas need of a ``config.json``."""
@@ -55,17 +65,16 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Of a Hugging Face config of a Llama-like model. Raises KeyError if it is not one."""
-        hidden = int(config["hidden_size"])
-        heads = int(config["num_attention_heads"])
-        head_dim = int(config.get("head_dim") or hidden // heads)
+        """Of a Hugging Face config of a Llama-like model. Raises ValueError if it is not one."""
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        head_dim = _size(config, "head_dim", hidden // heads)
         return cls(
             hidden=hidden,
-            layers=int(config["num_hidden_layers"]),
+            layers=_size(config, "num_hidden_layers"),
             query_width=heads * head_dim,
-            kv_width=int(config.get("num_key_value_heads") or heads) * head_dim,
-            intermediate=int(config["intermediate_size"]),
-            vocab=int(config["vocab_size"]),
+            kv_width=_size(config, "num_key_value_heads", heads) * head_dim,
+            intermediate=_size(config, "intermediate_size"),
+            vocab=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings")),
         )
 

@@ -1,9 +1,10 @@
 """Every setting once: declared by the rooms' dataclasses here, loaded and checked at start."""
 
+from .arguments import exit_with
 from .checks import notices, problems
 from .flags import ConfigError
 from .help import describe, markdown
-from .loader import exit_with, load_config
+from .loader import load_config
 from .model import Config
 
 __all__ = [

@@ -11,7 +11,6 @@ merge as well, but does not say where from, and reads lists as JSON and ``${...}
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,15 +18,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from .arguments import Given, fault, unprintable
 from .checks import problems
 from .flags import ConfigError
 from .model import Config, Kind
 from .presets import PRESETS
-from .schema import Schema, Setting, schema
-from .sources import Given, open_to_others, read_argv, read_dotenv, read_environment, read_toml
-from .values import mask
-
-_LONGEST_TEXT = 4096  # characters of one value
+from .schema import Schema, schema
+from .sources import open_to_others, read_argv, read_dotenv, read_environment, read_toml
 
 
 def load_config(
@@ -86,9 +83,13 @@ def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ..
         try:
             rooms[room] = settings_class(**arguments[room])
         except ValidationError as refusal:
-            for error in refusal.errors(include_url=False):
+            for error in reversed(refusal.errors(include_url=False)):  # a field's first counts
                 setting = places[room, str(error["loc"][0])]
-                wrong.setdefault(setting.name, _wording(setting, given[setting.name], error))
+                text, source = given[setting.name]
+                remedy = f"give {setting.bounds}" if setting.bounds else f"correct {source}"
+                wrong[setting.name] = (
+                    f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
+                )
     _refuse(list(wrong.values()))
     values = {s.name: getattr(rooms[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(
@@ -100,37 +101,10 @@ def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ..
     )
 
 
-def _text(entry: Given) -> str:
-    """What was given, if it can be shown in one line at all. Raises ConfigError."""
-    text = entry.text.strip()
-    if len(text) > _LONGEST_TEXT:
-        what = f"has {len(text)} characters, more than {_LONGEST_TEXT}"
-    elif not text.isprintable():
-        what = "holds characters that cannot be printed"
-    else:
-        return text
-    raise ConfigError(f"{entry.source} {what}, so nothing was started: correct {entry.source}")
-
-
-def _wording(setting: Setting, entry: Given, error: Mapping[str, Any]) -> str:
-    """One line for the operator. It never holds the value of a secret."""
-    text = mask(entry.text)
-    text = text if len(text) <= 100 else f"{text[:100]}..."
-    context = error.get("ctx", {})
-    cause = context.get("error")
-    if isinstance(cause, ConfigError):
-        return f"{entry.source}: {cause}"
-    if error["type"] in ("greater_than_equal", "less_than_equal"):
-        low, _, high = setting.bounds.partition(" to ")
-        what = f"less than {low}" if "ge" in context else f"more than {high}"
-        return f"{entry.source} {text} is {what}, so nothing was started: give {low} to {high}"
-    shown = "its value" if setting.secret else repr(text)
-    wanted = str(cause or setting.wanted)
-    remedy = f"give {setting.bounds}" if setting.bounds else f"correct {entry.source}"
-    return f"{entry.source}: {shown} is not {wanted}, so nothing was started: {remedy}"
-
-
-def exit_with(error: ConfigError) -> int:
-    """Print the one line an operator sees for bad input; the exit status 2."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
-    return 2
+def _text(given: Given) -> str:
+    """Raises ConfigError if it cannot be shown in one line."""
+    text = given.text.strip()
+    why = unprintable(text)
+    if why is not None:
+        raise ConfigError(f"{given.source} {why}, so nothing was started: correct {given.source}")
+    return text

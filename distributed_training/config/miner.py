@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol import names
 
 from .flags import DAY, SECOND, SETTINGS, flag
-from .values import Bucket, Duration, File, FileName, Hotkey
+from .values import Duration, File, FileName, GlobalBucket, Hotkey
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -34,7 +34,7 @@ class MinerSettings:
     """blocks between two synchronizations with the metagraph"""
     blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
     """blocks between two all-reduce rounds, as the validator counts them (1 block = 12 s)"""
-    global_model_name: Bucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     global_tokenizer_name: str = flag("neuron.global_tokenizer_name", names.TOKENIZER_NAME)
     """tokenizer, by its Hugging Face name or as a folder"""

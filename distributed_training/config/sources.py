@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
+from .arguments import Given, Parser, refusal_of
 from .flags import ConfigError
 from .model import TITLES
 from .schema import Schema, Setting, canonical
@@ -27,30 +28,21 @@ _FLAG = re.compile(r"(?<=^--)[^=]+")
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
 
-class Given(NamedTuple):
-    """What stands in one place for one flag."""
-
-    text: str  # several words are separated by spaces
-    source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
-
-
 # --- command line -------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
+class _Flags(Parser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"{message.removeprefix('argument ')}, so nothing was started: see --help"
-        )
+        raise refusal_of(message)
 
 
 @lru_cache
-def parser_of(known: Schema) -> argparse.ArgumentParser:
+def parser_of(known: Schema) -> Parser:
     """The command line of one kind of neuron; ``format_help()`` is its ``--help``."""
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
-    parser = _Parser(
+    parser = _Flags(
         usage=f"neurons/{known.kind}.py [--flag value]...",
         description="Dashes and underscores in a flag are the same. Strongest first: flags, "
         "environment, .env, --config file, preset, default. Secrets come from the environment or "
@@ -59,7 +51,6 @@ def parser_of(known: Schema) -> argparse.ArgumentParser:
             prog, max_help_position=8, width=columns
         ),
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=__version__)
     for title, settings in groupby(known, key=lambda setting: TITLES[setting.group]):

@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol import names
 
 from .flags import DAY, HOUR, SECOND, SETTINGS, flag
-from .values import Bucket, Bytes, Duration, Secret, WebUrl
+from .values import Bytes, Duration, GlobalBucket, Secret, WebUrl
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -54,7 +54,7 @@ class StoreSettings:
     """wait for a connection to the object store"""
     read_timeout: Duration = flag("r2.read_timeout", 60 * SECOND, ge=SECOND / 10, le=HOUR)
     """wait for the object store's answer, or for the next bytes of a download"""
-    global_model_name: Bucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
     """publish at most every so many inner steps; with --neuron.error_feedback upload the error

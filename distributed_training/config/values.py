@@ -14,7 +14,6 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 
-from .flags import ConfigError
 from .identifiers import is_peer_address, is_ss58
 
 T = TypeVar("T")
@@ -35,16 +34,14 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_range(text: str) -> tuple[float, float]:
-    """``LOW:HIGH`` as two finite numbers, LOW <= HIGH. Raises ConfigError."""
-    low_text, separator, high_text = text.partition(":")
+    """``LOW:HIGH`` as two finite numbers, 0 <= LOW <= HIGH. Raises ValueError."""
+    low_text, _, high_text = text.partition(":")
     try:
         low, high = float(low_text), float(high_text)
     except ValueError:
         low, high = 1.0, 0.0
-    if not separator or not 0 <= low <= high < float("inf"):
-        raise ConfigError(
-            f"{text!r} is not a range, so values of a call cannot be bounded: give LOW:HIGH"
-        )
+    if not 0 <= low <= high < float("inf"):
+        raise ValueError("a range LOW:HIGH of two numbers")
     return low, high
 
 
@@ -100,7 +97,7 @@ def _is_subtensor(text: str) -> bool:
 
 
 _is_node = _is_url("ws", "wss", user=True)
-_is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,57}[a-z0-9]").fullmatch
+_is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 
 
 def _is_file_name(text: str) -> bool:
@@ -117,7 +114,10 @@ Words = Annotated[tuple[T, ...], _from_text(_split)]
 Text = Annotated[str, Field(min_length=0)]  # may be empty
 FileName = Annotated[str, _holds("a name without '/'", _is_file_name)]
 Bucket = Annotated[
-    str, _holds("3 to 59 lower-case letters, digits and '-', as buckets are named", _is_bucket)
+    str, _holds("3 to 63 lower-case letters, digits and '-', as buckets are named", _is_bucket)
+]
+GlobalBucket = Annotated[  # a miner's own is this and four characters more
+    Bucket, _holds("a bucket's name of at most 59 characters", lambda text: len(text) <= 59)
 ]
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.config.arguments import Parser, argument, ranged
 from distributed_training.config.flags import ConfigError
+from distributed_training.config.values import File, Text
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary
@@ -23,29 +25,39 @@ INTERRUPT_GRACE = timedelta(seconds=6)
 INTERRUPTED = 130  # exit status
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="localnet",
         description="Run a whole subnet on this machine: object store, chain, validator, miners.",
         epilog="Exit status: 0 all rounds worked and uploads were scored; 1 something did not; "
         "2 bad arguments; 130 interrupted.",
     )
     add = parser.add_argument
-    add("--miners", type=int, help="how many miners (default 2)")
-    add("--ranks", help="ranks of each miner, e.g. 2,1 (default: 2 for the first, 1 for the rest)")
-    add("--outer-steps", type=int, default=2, help="stop after so many outer steps (default 2)")
-    add("--folder", type=Path, default=Path("runs/localnet"), help="where everything is written")
-    add("--seconds-per-block", type=float, default=1.0, help="block time (default 1; public: 12)")
-    add("--blocks-per-allreduce", type=int, help="blocks between rounds (default: the preset's)")
-    add("--timeout", type=float, default=DEFAULT_TIMEOUT.total_seconds(), help="seconds for it all")
+    path, text, count = argument(File), argument(str), ranged(1, 1_000_000)
+    add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
+    add("--ranks", type=text, help="of each miner, e.g. 2,1 (default: 2 for the first, 1 for rest)")
+    add("--outer-steps", type=count, default=2, help="stop after so many outer steps (default 2)")
+    add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
+    block = ranged(0.01, 60.0)
+    add("--seconds-per-block", type=block, default=1.0, help="block time (default 1; public: 12)")
+    add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the preset's)")
+    limit = DEFAULT_TIMEOUT.total_seconds()
+    add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
     add("--resume", action="store_true", help="go on with what --folder holds")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--open", action="store_true", help="open the report in a browser at the end")
-    add("--miner-flags", default="", help="more flags for every miner, in quotes")
-    add("--validator-flags", default="", help="more flags for the validator, in quotes")
-    add("--miner-script", type=Path, help="another miner's program (default: neurons/miner.py)")
-    add("--validator-script", type=Path, help="another validator's (default: neurons/validator.py)")
+    add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
+    add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
+    add("--miner-script", type=path, help="another miner's program (default: neurons/miner.py)")
+    add("--validator-script", type=path, help="another validator's (default: neurons/validator.py)")
     return parser
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(argument(Text)(text)))
+    except ValueError as error:  # a quotation mark without its second
+        raise argparse.ArgumentTypeError(f"{text!r:.100}: {error}") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,10 +115,6 @@ def _run(subnet: LocalSubnet, view: LiveView, signals: StopSignals, timeout: tim
 
 
 def _options(arguments: argparse.Namespace) -> SubnetOptions:
-    if arguments.outer_steps < 1:
-        raise ConfigError(f"--outer-steps {arguments.outer_steps} leaves nothing to do: 1 or more")
-    if arguments.seconds_per_block <= 0:
-        raise ConfigError("--seconds-per-block must be more than 0, or no block ever comes")
     return SubnetOptions(
         folder=arguments.folder,
         ranks=parse_ranks(arguments.ranks, arguments.miners),
@@ -114,8 +122,8 @@ def _options(arguments: argparse.Namespace) -> SubnetOptions:
         seconds_per_block=arguments.seconds_per_block,
         blocks_per_allreduce=arguments.blocks_per_allreduce,
         resume=arguments.resume,
-        miner_flags=tuple(shlex.split(arguments.miner_flags)),
-        validator_flags=tuple(shlex.split(arguments.validator_flags)),
+        miner_flags=arguments.miner_flags,
+        validator_flags=arguments.validator_flags,
         miner_script=arguments.miner_script and arguments.miner_script.absolute(),
         validator_script=arguments.validator_script and arguments.validator_script.absolute(),
     )

@@ -115,10 +115,10 @@ def plan_memory(
     """
     try:
         shape = ModelShape.from_config(model_config)
-    except KeyError as error:
+    except ValueError as error:
         raise ConfigError(
-            f"config.json has no {error}, so the model's size is not known and it cannot be "
-            "trained here: use a Llama-like model"
+            f"config.json: {error}, so the model's size is not known and it cannot be trained "
+            "here: use a Llama-like model"
         ) from None
     per_block = settings.wrap == "block" or (
         settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW

@@ -13,7 +13,6 @@ import pytest
 from distributed_training.chain.wallet import create_wallet, load_wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.config.flags import ConfigError
-from distributed_training.config.values import parse_range
 
 ROOT = Path(__file__).parents[2]
 KEY_NAMES = [
@@ -75,10 +74,3 @@ def test_a_missing_wallet_is_told_before_torch_is_imported(tmp_path: Path, neuro
     (line,) = done.stderr.splitlines()
     assert done.returncode == 2
     assert line.startswith(f"error: no hotkey at {tmp_path}/default/hotkeys/default, so the miner")
-
-
-def test_ranges() -> None:
-    assert parse_range("1:2.5") == (1.0, 2.5)
-    for text in ("", "1", "2:1", "-1:2", "1:inf", "nan:1", "a:b"):
-        with pytest.raises(ConfigError):
-            parse_range(text)

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
@@ -142,9 +142,10 @@ def test_ranges() -> None:
     config = load("--clamp.timeout", "30:1000")
     assert config.chain.clamp_round_timeout == (30.0, 1000.0)
     assert round_bounds(config.chain)
-    for bad in ("30", "1000:30", "a:b"):
+    assert load("--clamp.timeout", "1:2.5").chain.clamp_round_timeout == (1.0, 2.5)
+    for bad in ("", "30", "1000:30", "-1:2", "1:inf", "nan:1", "a:b"):
         with pytest.raises(ConfigError, match=r"^--clamp\.timeout: .*LOW:HIGH"):
-            load("--clamp.timeout", bad)
+            load(f"--clamp.timeout={bad}")
 
 
 def test_switches_with_and_without_a_value() -> None:
@@ -342,15 +343,17 @@ def test_help_is_quick_grouped_and_without_torch() -> None:
         "    heavy = {'torch', 'transformers', 'hivemind', 'bittensor', 'boto3'}\n"
         "    assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )
-    times = []
+    seconds = []  # of the processor: other tests may keep the machine busy
     for _ in range(3):
-        start = time.monotonic()
+        before = os.times()
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=20
         )
-        times.append(time.monotonic() - start)
+        after = os.times()
+        spent = after.children_user - before.children_user
+        seconds.append(spent + after.children_system - before.children_system)
         assert done.returncode == 0, done.stderr
-    assert min(times) < 1.0
+    assert min(seconds) < 1.0
     for text in ("Loop and launcher:", "Training:", "--neuron.upload_steps N", "R2_ACCOUNT_ID"):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110

@@ -1,0 +1,124 @@
+"""Whatever is given to a script: refused in one line that names the argument with exit status 2, or
+inside what the argument declares. For every argument of every script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config.arguments import Parser
+from tests.unit.test_config_hostile import HOSTILE
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+# Of each script: the module with its parser, and positional arguments that are right.
+SCRIPTS = {
+    "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
+    "diagnose": ("scripts.diagnose", ()),
+    "localnet": ("distributed_training.localnet.command", ()),
+    "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
+}
+# These take the miner's flags and nothing else, or no arguments at all.
+OTHERS = {"measure_step", "bootstrap_pip"}
+
+
+def parser_of(script: str) -> Parser:
+    parser = importlib.import_module(SCRIPTS[script][0]).build_parser()
+    assert isinstance(parser, Parser)
+    return parser
+
+
+def options() -> list[tuple[str, str]]:
+    return [
+        (script, action.option_strings[-1])
+        for script in SCRIPTS
+        for action in parser_of(script)._actions
+        if action.option_strings and action.nargs != 0
+    ]
+
+
+def refused_in_one_line(error: str, name: str) -> None:
+    (line,) = error.splitlines()
+    assert line.startswith("error: ") and name in line and "so nothing was started" in line
+    assert len(line) < 1000
+
+
+def parse(script: str, argv: list[str], capfd: pytest.CaptureFixture) -> argparse.Namespace | str:
+    try:
+        return parser_of(script).parse_known_args(argv)[0]
+    except SystemExit as stop:
+        assert stop.code == 2
+        return capfd.readouterr().err
+
+
+def test_every_script_is_known() -> None:
+    assert {p.stem for p in (ROOT / "scripts").glob("[!_]*.py")} == {*SCRIPTS, *OTHERS}
+
+
+@pytest.mark.parametrize(("script", "option"), options())
+def test_every_option_with_every_hostile_value(script: str, option: str, capfd) -> None:
+    for text in HOSTILE:
+        result = parse(script, [*SCRIPTS[script][1], f"{option}={text}"], capfd)
+        if isinstance(result, str):
+            refused_in_one_line(result, option)
+            continue
+        value = getattr(result, option.strip("-").replace("-", "_"))
+        if isinstance(value, (int, float)):
+            assert math.isfinite(value) and 0 <= value <= 1e8, f"{option} {value} is accepted"
+        words = value if isinstance(value, tuple) else [value]
+        assert all(str(word).isprintable() and len(str(word)) <= 4096 for word in words)
+
+
+@pytest.mark.parametrize("script", [s for s, (_, positional) in SCRIPTS.items() if positional])
+def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
+    right = SCRIPTS[script][1]
+    for position in range(len(right)):
+        for text in HOSTILE:
+            if text.startswith("-"):
+                continue  # an option
+            result = parse(script, [*right[:position], text, *right[position + 1 :]], capfd)
+            if isinstance(result, str):
+                refused_in_one_line(result, "")
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (("abort_multipart_uploads", "../x"), "bucket"),
+        (("abort_multipart_uploads", "a-bucket", "--older-than", "99999999999d"), "--older-than"),
+        (("abort_multipart_uploads",), "bucket"),
+        (("diagnose", "--uid", "-1"), "--uid"),
+        (("diagnose", "--model", "MODEL.json"), "--model MODEL.json"),
+        (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
+        (("localnet", "--seconds-per-block", "nan"), "--seconds-per-block"),
+        (("localnet", "--miner-flags", "'"), "--miner-flags"),
+        (("measure_step",), "DT_MEASURE"),
+        (("pretokenize", "hf"), "out"),
+        (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
+    ],
+)
+def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -> None:
+    for content in ("[]", '{"hidden_size": "x"}', '{"num_attention_heads": 0}', "[" * 100_000):
+        (tmp_path / "MODEL.json").write_text(content)
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / f"{command[0]}.py"), *command[1:]],
+            env={"PATH": os.environ["PATH"]},
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            timeout=60,
+        )
+        assert done.returncode == 2, done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ") and name in line and "so " in line
+        if "MODEL.json" not in command:
+            break
