@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 def main(argv: list[str]) -> int:
     if "RANK" in os.environ:
         from distributed_training.common.processes import leave
-        from distributed_training.miner.rank import run_rank
+        from distributed_training.miner.start import run_rank
 
         leave(run_rank(argv))
     from distributed_training.miner.launcher import launch

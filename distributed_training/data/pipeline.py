@@ -85,6 +85,8 @@ class DataPipeline:
         self._train_seconds = 0.0
         self._begun_at: float | None = None
         self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
+        self._missed = 0.0  # seconds without anything to train on since the last batch
+        self.wait_seconds = 0.0  # for the last batch, what was missed before it included
         self._slow_line_at = -math.inf
         # What works for it
         self._counts: Counter[str] = Counter()
@@ -185,17 +187,25 @@ class DataPipeline:
         A rest smaller than a micro-batch is dropped. On the CPU, unless the pipeline was given a
         CUDA device.
         """
+        started = time.perf_counter()
         if self._buffer is None:
             batch = self._host_batch(self._offset)
         else:
             batch = self._buffer.take()
         if batch is not None:
+            self.wait_seconds = self._missed + time.perf_counter() - started
+            self._missed = 0.0
             self._offset += self._micro_batch_size
             self._served += 1
             self._served_at = time.monotonic()
             if self._buffer is not None:
                 self._stage()
         return batch
+
+    def missed(self, seconds: float) -> None:
+        """The loop had nothing to train on for so long; the next batch counts it as waited for."""
+        if self._served_at:  # what a start takes is no step's time
+            self._missed += seconds
 
     def _host_batch(self, offset: int) -> torch.Tensor | None:
         held = self._blocks.get(self._current)

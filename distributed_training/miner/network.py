@@ -20,15 +20,16 @@ from distributed_training.chain.base import Chain
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config import Config
+from distributed_training.miner import events as ev
 from distributed_training.miner.drift import Rows
-from distributed_training.miner.global_start import (
+from distributed_training.miner.global_bucket import (
+    GlobalBucket,
     first_global_state,
+    model_config,
     open_global_bucket,
 )
-from distributed_training.miner.global_state import GlobalBucket, model_config
-from distributed_training.miner.global_watch import GlobalWatch
+from distributed_training.miner.global_epoch import GlobalEpoch
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.miner.state import Event
 from distributed_training.node import announce, buckets
 from distributed_training.node.chain import (
     Member,
@@ -119,11 +120,13 @@ class Outside:
         )
 
     def watch(
-        self, post: Callable[[Event], None], epoch_start: Callable[[], tuple[int, Sequence[Rows]]]
-    ) -> GlobalWatch:
+        self,
+        post: Callable[[ev.Event], None],
+        epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
+    ) -> GlobalEpoch:
         blocks = self.config.miner.epoch_check_blocks
-        return GlobalWatch(
-            reader=self.global_bucket,
+        return GlobalEpoch(
+            bucket=self.global_bucket,
             post=post,
             interval=timedelta(seconds=blocks * seconds_per_block(self.config)),
             epoch_start=epoch_start,

@@ -46,7 +46,7 @@ PRELOAD = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "hivemind",
-    "distributed_training.miner.rank",
+    "distributed_training.miner.start",
 )
 
 

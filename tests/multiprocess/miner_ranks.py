@@ -1,35 +1,38 @@
 """One rank of a miner without a network: ``miner_ranks.py SCENARIO FOLDER``.
 
-Loop, leader, trainer, data, checkpoints and snapshots are the miner's own. The swarm averages with
-nobody, the publisher keeps what it is given, the chain's block moves when somebody looks.
+The miner is the product's, built by its own ``start.Miner``. Only what is outside of it is here: a
+swarm that averages with nobody, a publisher that keeps what it is given, a chain whose next block
+is there when somebody asks for it.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
+import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import jumping_clock
 import torch
-from training_world import SETTINGS, tiny, whole_weights
+from training_world import tiny, whole_weights
 
 from distributed_training.common.processes import leave
-from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, WorkerSpec, build_tokenizer
+from distributed_training.config import load_config
+from distributed_training.data import build_tokenizer
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
-from distributed_training.miner import state as st
-from distributed_training.miner.blocks import BlockFeed
-from distributed_training.miner.leader import Leader
-from distributed_training.miner.loop import MinerLoop
-from distributed_training.miner.orders import OrderKind, open_control_channel
-from distributed_training.miner.rank_zero import Cadence, RankZeroSide
+from distributed_training.miner import events as ev
+from distributed_training.miner import start
+from distributed_training.miner.decide import MinerState
+from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -40,14 +43,33 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.telemetry import MetricsFile
-from distributed_training.training import Checkpointer, Trainer
+from distributed_training.telemetry import MetricsFile, read_events
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+FLAGS = {
+    # as training_world.SETTINGS
+    "neuron.device": "cpu",
+    "neuron.sequence_length": "32",
+    "neuron.precision": "fp32",
+    "neuron.local_batch_size_train": "2",
+    "neuron.local_batch_size_train_effective": "16",
+    "neuron.learning_rate": "0.002",
+    "neuron.warmup_steps": "3",
+    "neuron.total_steps": "100",
+    "neuron.checkpoint_steps": "5",
+    # small blocks, one ahead: they come in order whatever the ranks' pace
+    "data.source": "stdlib",
+    "data.pages_per_block": "1",
+    "data.rows_per_page": "1",
+    "data.prefetch_blocks": "1",
+    "data.max_prefetch_blocks": "1",
+}
 
 
 class Alone:
     """A swarm of one: the average is what this miner wrote."""
+
+    peer_id = "me"
 
     def __init__(self, schema: Any) -> None:
         self.buffers = [torch.zeros(shape) for _, shape in schema]
@@ -55,13 +77,7 @@ class Alone:
         self.release.set()
         self.faults: list[AllReduceFault] = []  # of the next rounds
 
-    def average(
-        self,
-        request: RoundRequest,
-        *,
-        weight: float = 1.0,
-        cancelled: threading.Event | None = None,
-    ) -> AllReduceResult:
+    def average(self, request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
         assert self.release.wait(60)
         if self.faults:
             for buffer in self.buffers:
@@ -72,22 +88,29 @@ class Alone:
     def cancel(self) -> None:
         self.release.set()
 
+    def close(self) -> None: ...
+
 
 class Publisher:
+    busy = False
+
     def __init__(self) -> None:
         self.submitted: list[dict[str, Any]] = []
         self.paused = False
         self._reports: list[PublicationReport] = []
 
-    def submit(self, folder: Path, revision: Revision, delta: float | None) -> None:
+    def submit(
+        self, folder: Path, revision: Revision, world_size: int, *, preview_delta: float | None
+    ) -> None:
+        assert world_size == WORLD
         config = json.loads((folder / "config.json").read_text())
         self.submitted.append(
-            {"tag": revision.tag, "delta": delta, "blocks": config["block_list"]}
+            {"tag": revision.tag, "delta": preview_delta, "blocks": config["block_list"]}
             | {"paused": self.paused}
         )
         self._reports.append(PublicationReport(revision, True, 0.0, 1, "", time.time()))
 
-    busy = False
+    def publish_peer_id(self, peer_id: str) -> None: ...
 
     def pause(self) -> None:
         self.paused = True
@@ -99,179 +122,170 @@ class Publisher:
         reports, self._reports = self._reports, []
         return reports
 
+    def close(self) -> None: ...
 
-class Watch:
+
+class Server:
+    port = 0
+
+    def __init__(self) -> None:
+        self.calls_over = 0
+
+    def round_ended(self) -> None:
+        self.calls_over += 1
+
+    def counters(self) -> dict[str, int]:
+        return {"connections": 0}
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class GlobalEpoch:
+    """The global bucket never changes."""
+
+    def start(self) -> None: ...
+
     def compare_soon(self) -> None: ...
-
-    def fetch(self, outer_step: int) -> None: ...
 
     def compare_weights(self, outer_step: int) -> None: ...
 
+    def close(self) -> None: ...
+
+
+class Network:
+    """In the place of ``network.Outside``, and of the chain in it."""
+
+    uid, hotkey, bucket = 3, "5Miner", "mine"
+    global_outer_step, global_folder = 0, None
+
+    def __init__(self, upload_steps: int) -> None:
+        self.chain = self
+        self.publisher, self.server = Publisher(), Server()
+        self.upload_steps = upload_steps
+        self.last_requested: Callable[[], int] = lambda: 0
+
+    def block(self) -> int:
+        return max(100, self.last_requested()) + 1
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def age(self) -> timedelta:
+        return timedelta(0)
+
+    def open_swarm(self, schema: Any) -> Alone:
+        self.swarm = Alone(schema)
+        return self.swarm
+
+    def open_publisher(self, folder: Path) -> Publisher:
+        return self.publisher
+
+    def open_server(self, **called: Any) -> Server:
+        return self.server
+
+    def watch(self, *called: Any) -> GlobalEpoch:
+        return GlobalEpoch()
+
+    def upload_schedule(self) -> UploadSchedule:
+        return UploadSchedule(
+            upload_steps=self.upload_steps,
+            minimum_inner_step=2,
+            age_limit=timedelta(hours=9),
+            slack=timedelta(0),
+        )
+
+    def round_clock(self) -> RoundClock:
+        return RoundClock(
+            chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
+        )
+
+    def announce(self, port: int) -> None: ...
+
+    def follow_registration(self, port: int, *called: Any) -> None: ...
+
 
 class Miner:
-    """``on_step``: called on rank 0 after each inner step, to post events."""
+    """``on_step``: called on rank 0 after each inner step; ``on_micro_batch`` after each other
+    micro-batch."""
 
     def __init__(
         self,
         folder: Path,
         *,
         on_step: Callable[[Miner, int], None],
-        fault_hook: Callable[[str, int], None] | None = None,
-        upload_steps: int = 4,
-        checkpoint_steps: int = 5,
-        before_order: Callable[[Miner, Any], None] | None = None,
-        patience: float = 60.0,
+        on_micro_batch: Callable[[Miner], None] = lambda miner: None,
     ) -> None:
         self.folder = folder
-        self.patience = patience
         self.disk_problem: str | None = None
-        self.waits: list[tuple[float, float]] = []  # of each step: for data, in all
-        self.channel = open_control_channel(
-            environ=os.environ, timeout=timedelta(seconds=60), backend="gloo"
-        )
-        self.trainer = Trainer(
-            settings=SETTINGS,
-            model_config=tiny(vocab=BYTE_VOCABULARY),
-            device=torch.device("cpu"),
-            rank=RANK,
-            world_size=WORLD,
-        )
-        self.checkpointer = Checkpointer(trainer=self.trainer, folder=folder / "checkpoints")
-        tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
-        self.data = DataPipeline(
-            WorkerSpec(
-                settings=DataSettings(source="stdlib", pages_per_block=1, rows_per_page=1),
-                uid=3,
-                rank=RANK,
-                world_size=WORLD,
-                sequence_length=SETTINGS.sequence_length,
-                tokenizer_path=tokenizer,
-                eos_id=eos,
-                folder=folder / "data",
-            ),
-            micro_batch_size=self.trainer.micro_batch_size,
-        )
-        restored = self.checkpointer.restore()
-        extra: dict[str, Any] = {} if restored is None else restored[1]
-        if restored is None:
-            self.trainer.load_weights(None)
-            self.trainer.begin_epoch(0)
-        self.data.restore(extra.get("data", {}))
-        self.zero: RankZeroSide | None = None
         self.losses: list[float] = []
-        self.events: list[str] = []
-        if RANK == 0:
-            self._lead(extra, upload_steps, checkpoint_steps, on_step, before_order)
-        self.loop = MinerLoop(
-            channel=self.channel,
-            trainer=self.trainer,
-            data=self.data,
-            checkpointer=self.checkpointer,
-            snapshots=folder / "snapshots",
-            rank_zero=self.zero,
-            fault_hook=fault_hook,
-        )
-
-    def _lead(
-        self,
-        extra: dict[str, Any],
-        upload_steps: int,
-        checkpoint_steps: int,
-        on_step: Callable[[Miner, int], None],
-        before_order: Callable[[Miner, Any], None] | None,
-    ) -> None:
-        self.chain = 100
-
-        def next_block() -> int:
-            self.chain = max(self.chain, self.blocks._last_requested) + 1
-            return self.chain
-
-        held = self.trainer.preview_micro_batches
-        self.blocks = BlockFeed(
-            chain_block=next_block,
-            data=self.data,
-            channel=self.channel,
-            micro_batch_size=self.trainer.micro_batch_size,
-            prefetch=lambda: 1,  # in order, whatever the ranks' pace
-            hold_back=0 if self.data.holds_back(held) else held,
-            patience=self.patience,
-        )
-        self.blocks.restore(extra.get("rank_zero", {}).get("blocks", {}), extra.get("data", {}))
-        self.swarm, self.publisher = Alone(self.trainer.schema), Publisher()
-        self.leader = Leader(
-            state=st.MinerState(mode=st.Mode.TRAINING, outer_step=self.trainer.outer_step),
-            timing=st.Timing(3600.0),
-            channel=self.channel,
-            swarm=self.swarm,
-            publisher=self.publisher,
-            global_watch=Watch(),
-            blocks=self.blocks,
-            chain_block=lambda: 7,
-            record=self._record,
-            tick=timedelta(milliseconds=1),
-        )
-        self._on_step = on_step
-        self.zero = RankZeroSide(
-            leader=self.leader,
-            blocks=self.blocks,
-            swarm=self.swarm,
-            schedule=UploadSchedule(
-                upload_steps=upload_steps,
-                minimum_inner_step=2,
-                age_limit=timedelta(hours=9),
-                slack=timedelta(0),
+        self.waits: list[tuple[float, float]] = []  # of each step: for data, in all
+        self.on_step, self.on_micro_batch = on_step, on_micro_batch
+        start.MetricsFile = functools.partial(MetricsFile, every=0.0)  # type: ignore[misc, assignment]
+        start.disk_allows = lambda folder, needed: self.disk_problem  # type: ignore[assignment]
+        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.stack = ExitStack()
+        self.ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+        argv = [f"--{name}={value}" for name, value in FLAGS.items()]
+        network: Any = Network(upload_steps=4) if RANK == 0 else None
+        tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
+        self.product = start.Miner(
+            start.Place(
+                config=load_config("miner", argv, environ={}, dotenv=None, check=False),
+                folder=folder,
+                device=torch.device("cpu"),
+                ranks=self.ranks,
+                events=self.events,
+                stack=self.stack,
             ),
-            round_clock=RoundClock(
-                chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
-            ),
-            disk_problem=lambda: self.disk_problem,
-            submit=self.publisher.submit,
-            run=5,
-            bucket="mine",
-            cadence=Cadence(checkpoint_steps, 3),
-            record=self._record,
-            warnings=lambda report: [],
-            round_over=lambda: self.events.append("call over"),
-            reload_timeout=timedelta(hours=1),
-            metrics=MetricsFile(self.folder / "metrics.prom", every=0.0),
-            counts={"data": self.data.counters},
-            gauges={},
+            start.Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0),
+            network,
         )
-        self.leader.on_publication = self.zero.publication
-        self.leader.on_round_failed = self.zero.round_failed
-        self.leader.on_snapshot_dropped = self.zero.snapshot_dropped
-        if before_order is not None:
-            inner = self.leader.next_order
+        self.trainer, self.data = self.product.trainer, self.product.data
+        self.checkpointer, self.rank_zero = self.product.checkpointer, self.product.rank_zero
+        if self.rank_zero is not None:
+            blocks = self.blocks = self.rank_zero.blocks
+            network.last_requested = lambda: blocks._last_requested
+            self.swarm, self.publisher, self.server = (
+                network.swarm,
+                network.publisher,
+                network.server,
+            )
+            self.rank_zero.leader._tick = 0.001
+            self.rank_zero.leader.subscribe(self.see)
 
-            def next_order() -> Any:
-                order = inner()
-                before_order(self, order)
-                return order
+    def see(self, event: ev.Event, state: MinerState) -> None:
+        match event:
+            case ev.InnerStepDone(report=report):
+                self.losses.append(report.loss)
+                self.waits.append((report.data_wait_seconds, report.seconds))
+                self.on_step(self, len(self.losses))
+            case ev.MicroBatchTrained():
+                self.on_micro_batch(self)
 
-            self.leader.next_order = next_order  # type: ignore[method-assign]
-
-    def _record(self, kind: str, **fields: Any) -> None:
-        self.events.append(kind)
-        if kind == "step":
-            self.losses.append(fields["loss"])
-            self.waits.append((fields["data_wait_seconds"], fields["seconds"]))
-            self._on_step(self, len(self.losses))
+    def count(self, kind: str) -> int:
+        """Of the event file."""
+        return len(list(read_events(self.folder / "events.jsonl", kind)))
 
     def call(self) -> None:
         """The validator's AllReduce."""
-        self.leader.post(st.AllReduceCalled(RoundRequest("5Master", time.time()), time.monotonic()))
+        request = RoundRequest("5Master", time.time())
+        self.events.put(ev.AllReduceCalled(request, time.monotonic()))
 
     def stop(self) -> None:
-        self.leader.post(st.StopRequested("the test is over"))
+        self.events.put(ev.StopRequested("the test is over"))
 
     def run(self, name: str) -> None:
         """Until stopped; then what there is to compare goes into ``NAME.json`` and ``NAME.pt``."""
-        assert self.loop.run() == 0
+        assert self.product.run() == (0, "the test is over" if RANK == 0 else "")
         weights = whole_weights(self.trainer)
         if RANK == 0:
             content = {
                 "losses": self.losses,
-                "events": self.events,
+                "rounds": self.count("round"),
+                "outer_steps": self.count("outer_step"),
+                "calls_over": self.server.calls_over,
                 "submitted": self.publisher.submitted,
                 "waits": self.waits,
                 "blocks": self.blocks.blocks(),
@@ -280,8 +294,19 @@ class Miner:
             }
             (self.folder / f"{name}.json").write_text(json.dumps(content))
             torch.save(weights, self.folder / f"{name}.pt")
-        self.data.close()
-        self.channel.close()
+        self.stack.close()
+        self.ranks.close()
+
+
+def after_prepare(miner: Miner, then: Callable[[], None]) -> None:
+    """``then`` happens on this rank between the average and the vote."""
+    prepare = miner.trainer.prepare_outer_step
+
+    def preparing(averaged: Any) -> None:
+        prepare(averaged)
+        then()
+
+    miner.trainer.prepare_outer_step = preparing  # type: ignore[method-assign]
 
 
 def straight(folder: Path) -> None:
@@ -325,15 +350,14 @@ def resumed(folder: Path) -> None:
 
 def stopped(folder: Path) -> None:
     """In the middle of the seventh inner step."""
-    seen = 0
 
-    def before_order(miner: Miner, order: Any) -> None:
-        nonlocal seen
-        seen += order.kind is OrderKind.CONTINUE
-        if seen == 6 * miner.trainer.micro_batches_per_step + 1:
+    def on_micro_batch(miner: Miner) -> None:
+        if len(miner.losses) == 6:
             miner.stop()
 
-    Miner(folder, on_step=lambda m, step: None, before_order=before_order).run("stopped")
+    miner = Miner(folder, on_step=lambda m, step: None, on_micro_batch=on_micro_batch)
+    assert miner.trainer.micro_batches_per_step > 1
+    miner.run("stopped")
 
 
 def after_stop(folder: Path) -> None:
@@ -344,11 +368,10 @@ def vote(folder: Path) -> None:
     """Two rounds: in the first, the last rank fails between the average and the vote."""
     rounds, kept = 0, {}
 
-    def fault(place: str, rank: int) -> None:
+    def fault() -> None:
         nonlocal rounds
-        assert place == "before_vote"
         rounds += 1
-        if rounds == 1 and rank == WORLD - 1:
+        if rounds == 1 and RANK == WORLD - 1:
             raise RuntimeError("this rank's memory is gone")
 
     def on_step(miner: Miner, step: int) -> None:
@@ -357,7 +380,8 @@ def vote(folder: Path) -> None:
         if step == 8:
             miner.stop()
 
-    miner = Miner(folder, on_step=on_step, fault_hook=fault)
+    miner = Miner(folder, on_step=on_step)
+    after_prepare(miner, fault)
     roll_back, commit = miner.trainer.roll_back_outer_step, miner.trainer.commit_outer_step
 
     def before() -> None:
@@ -394,16 +418,14 @@ def vote(folder: Path) -> None:
 def before_commit(folder: Path) -> None:
     """Killed, all ranks at once, between the average and the commit."""
 
-    def fault(place: str, rank: int) -> None:
-        if rank == 0:
+    def killed() -> None:
+        if RANK == 0:
             os.kill(0, 9)
         time.sleep(60)
 
-    Miner(
-        folder,
-        on_step=lambda m, step: m.call() if step == 8 else None,
-        fault_hook=fault,
-    ).run("before_commit")
+    miner = Miner(folder, on_step=lambda m, step: m.call() if step == 8 else None)
+    after_prepare(miner, killed)
+    miner.run("before_commit")
 
 
 def after_commit(folder: Path) -> None:
@@ -516,8 +538,10 @@ def starved(folder: Path) -> None:
         if step == 60 or (hungry and step >= hungry[0] + 3):
             miner.stop()
 
-    miner = Miner(folder, on_step=on_step, patience=4.0)
-    ready, exchange = miner.data.ready, miner.channel.exchange
+    miner = Miner(folder, on_step=on_step)
+    if miner.rank_zero is not None:
+        miner.blocks._patience = 4.0
+    ready, agree = miner.data.ready, miner.ranks.agree
     first: list[int] = []
 
     def only_first(block: int) -> int | None:
@@ -526,16 +550,16 @@ def starved(folder: Path) -> None:
             first.append(block)
         return sequences if block in first else None
 
-    def timed(order: Any) -> Any:
+    def timed(command: Any) -> Any:
         nonlocal most
         began = time.monotonic()
-        got = exchange(order)
+        got = agree(command)
         most = max(most, time.monotonic() - began)
         return got
 
     if RANK == WORLD - 1:
         miner.data.ready = only_first  # type: ignore[method-assign]
-        miner.channel.exchange = timed  # type: ignore[method-assign]
+        miner.ranks.agree = timed  # type: ignore[method-assign]
     miner.run("starved")
     (folder / f"longest-{RANK}.json").write_text(json.dumps(most))
 
@@ -546,9 +570,7 @@ def awkward(folder: Path) -> None:
 
     def on_step(miner: Miner, step: int) -> None:
         if step == 1:
-            assert miner.events.count("round") == 1, (
-                "the call before the first step was carried out"
-            )
+            assert miner.count("round") == 1, "the call before the first step was carried out"
             miner.swarm.release.clear()
             miner.call()
             miner.call()  # the second is of the same round
@@ -556,7 +578,7 @@ def awkward(folder: Path) -> None:
         if step == 6:  # the step before ended with a snapshot, whose writing is held up
             miner.call()
         if step == 7:
-            assert miner.events.count("round") == 3
+            assert miner.count("round") == 3
             assert not miner.publisher.submitted
             written.set()
         if step == 9:
@@ -578,5 +600,6 @@ def awkward(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, force=True)
     globals()[sys.argv[1]](Path(sys.argv[2]))
     leave(0)

@@ -1,6 +1,6 @@
 """The block list holds exactly what was trained on since the last publication, whatever happens.
 
-The list is the miner's (`miner.blocks`); what it promises is checked here against a model that
+The list is the miner's (`miner.block_list`); what it promises is checked here against a model that
 remembers every single token's training.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner.block_list import BlockList
 from distributed_training.protocol.types import Revision
 
 MICRO_BATCH = 2
@@ -23,9 +24,10 @@ MICRO_BATCHES_PER_STEP = 3
 
 
 class OneRank:
-    """A control channel of one rank and data that is always ready, of few sequences a block."""
+    """One rank, whose data is always ready, of few sequences a block."""
 
     world_size = 1
+    depth, lead_seconds = 2, math.inf
 
     def ready_everywhere(self, block: int, own: int | None) -> int | None:
         del block
@@ -50,13 +52,12 @@ class BlockListMachine(RuleBasedStateMachine):
         self.published: dict[int, int] = {}  # block -> last step of it that was published
         self.feed = self.make()
 
-    def make(self) -> BlockFeed:
-        return BlockFeed(
+    def make(self) -> BlockList:
+        return BlockList(
             chain_block=lambda: self.chain,
-            data=OneRank(),
-            channel=OneRank(),  # type: ignore[arg-type]
+            data=OneRank(),  # type: ignore[arg-type]
+            ranks=OneRank(),  # type: ignore[arg-type]
             micro_batch_size=MICRO_BATCH,
-            prefetch=lambda: 2,
             patience=0.0,
         )
 

@@ -1,38 +1,30 @@
-"""The leader: events in, orders out, with every neighbour in memory."""
+"""The leader: events in, commands out, with every neighbour in memory."""
 
 from __future__ import annotations
 
+import queue
 import threading
-import time
-from datetime import timedelta
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from distributed_training.miner import events as ev
+from distributed_training.miner.averaging import Averaging
+from distributed_training.miner.decide import MinerState, Mode, Rules
 from distributed_training.miner.leader import Leader
-from distributed_training.miner.orders import ControlChannel, DataOrder, Order, OrderKind
-from distributed_training.miner.state import (
-    AllReduceCalled,
-    GlobalEpochSeen,
-    GlobalFetched,
-    GlobalFetchFailed,
-    InnerStepEnded,
-    MinerState,
-    Mode,
-    OuterStepEnded,
-    PseudoGradientWritten,
-    RolledBack,
-    StopRequested,
-    Timing,
-    WeightsCompared,
-)
+from distributed_training.miner.orders import Command, DataOrder, Order
+from distributed_training.miner.ranks import pack, unpack
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     AllReduceResult,
-    PublicationReport,
+    Progress,
     RoundRequest,
+    StepReport,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -40,21 +32,13 @@ RESULT = AllReduceResult(("a", "b"), (), 0.1, 0.2, 0.3)
 
 
 class Swarm:
-    buffers: tuple[object, ...] = ()
-
     def __init__(self) -> None:
         self.outcome: AllReduceResult | Exception = RESULT
         self.release = threading.Event()
         self.cancelled = False
         self.event: threading.Event | None = None  # the round's own
 
-    def average(
-        self,
-        request: RoundRequest,
-        *,
-        weight: float = 1.0,
-        cancelled: threading.Event | None = None,
-    ) -> AllReduceResult:
+    def average(self, request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
         self.event = cancelled
         assert self.release.wait(10)
         if isinstance(self.outcome, Exception):
@@ -65,34 +49,20 @@ class Swarm:
         self.cancelled = True
 
 
-class Publisher:
-    def __init__(self) -> None:
-        self.paused = False
-        self.waiting: list[PublicationReport] = []
-
-    busy = True
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def reports(self) -> list[PublicationReport]:
-        reports, self.waiting = self.waiting, []
-        return reports
-
-
-class Watch:
+class GlobalEpoch:
     def __init__(self) -> None:
         self.fetched: list[int] = []
         self.compared = 0
+        self.discarded = 0
 
     def compare_soon(self) -> None:
         self.compared += 1
 
     def fetch(self, outer_step: int) -> None:
         self.fetched.append(outer_step)
+
+    def discard_fetched(self) -> None:
+        self.discarded += 1
 
     def compare_weights(self, outer_step: int) -> None: ...
 
@@ -102,6 +72,17 @@ class Blocks:
         self.begin = (0, 0)
         self.request = 0
         self.available = True
+
+    def see(self, event: ev.Event, state: MinerState) -> None: ...
+
+    def chain_block(self) -> int:
+        return 777
+
+    def blocks(self) -> list[int]:
+        return [554]
+
+    def state(self) -> dict[str, Any]:
+        return {"blocks": [[554, 3]]}
 
     def on_boundary(self, *, may_begin: bool) -> DataOrder:
         begin = self.begin if may_begin else (0, 0)
@@ -114,155 +95,165 @@ class Blocks:
 class Rig:
     def __init__(self, mode: Mode = Mode.TRAINING) -> None:
         self.now = 1000.0
-        self.swarm, self.publisher, self.watch, self.blocks = (
-            Swarm(),
-            Publisher(),
-            Watch(),
-            Blocks(),
-        )
-        self.reports: list[PublicationReport] = []
-        self.recorded: list[str] = []
+        self.swarm: Any = Swarm()
+        self.blocks: Any = Blocks()
+        self.global_epoch: Any = GlobalEpoch()
+        self.seen: list[ev.Event] = []
+        events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.leader = Leader(
             state=MinerState(mode=mode, outer_step=4),
-            timing=Timing(reload_seconds=60),
-            channel=ControlChannel(rank=0, world_size=1, group=None, store=None),
-            swarm=self.swarm,
-            publisher=self.publisher,
-            global_watch=self.watch,
+            rules=Rules(reload_seconds=60, checkpoint_steps=10),
+            events=events,
             blocks=self.blocks,
-            chain_block=lambda: 777,
-            record=lambda kind, **fields: self.recorded.append(kind),
+            averaging=Averaging(swarm=self.swarm, post=events.put),
+            global_epoch=self.global_epoch,
             clock=lambda: self.now,
-            idle_wait=timedelta(milliseconds=20),
         )
-        self.leader.on_publication = self.reports.append
+        self.leader.subscribe(lambda event, state: self.seen.append(event))
 
-    def order(self) -> Order:
-        return self.leader.next_order()
+    def command(self, *events: ev.Event) -> Command:
+        """Of the boundary after ``events``."""
+        for event in events:
+            self.leader.post(event)
+        return self.leader.next_command()
+
+    def order(self, *events: ev.Event) -> Order:
+        return self.command(*events).order
 
     def order_other_than_idle(self) -> Order:
         for _ in range(500):
             order = self.order()
-            if order.kind is not OrderKind.IDLE:
+            if order is not Order.IDLE:
                 return order
         raise AssertionError("only IDLE")
 
 
-def call() -> AllReduceCalled:
-    return AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
+def call() -> ev.AllReduceCalled:
+    return ev.AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
+
+
+def step(inner_step: int) -> ev.InnerStepDone:
+    return ev.InnerStepDone(StepReport(4, inner_step, 2.0, 1e-3, 256, 8, 1.0, 0.0, 2))
 
 
 def test_it_trains_when_nothing_happens() -> None:
-    assert Rig().order().kind is OrderKind.CONTINUE
+    assert Rig().order() is Order.TRAIN
 
 
-def test_it_idles_without_data_and_begins_when_a_block_is_ready() -> None:
+def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
     rig = Rig()
     rig.blocks.available = False
     rig.blocks.request = 555
-    assert rig.order() == Order(OrderKind.IDLE, 1, 555), "1: for data"
+    assert rig.command() == Command(Order.WAIT_FOR_DATA, 0, DataOrder(555))
     rig.blocks.begin = (555, 64)
-    assert rig.order() == Order(OrderKind.CONTINUE, 0, 0, 555, 64)
+    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
 
 
 def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
     rig = Rig()
     rig.blocks.begin = (555, 64)
-    rig.leader.post(InnerStepEnded(10, checkpoint_due=True))
-    assert rig.order().kind is OrderKind.CHECKPOINT
-    assert rig.order() == Order(OrderKind.CONTINUE, 0, 0, 555, 64)
+    assert rig.order(step(10)) is Order.CHECKPOINT
+    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
 
 
 def test_a_whole_round() -> None:
     rig = Rig()
-    rig.leader.post(call())
-    assert rig.order().kind is OrderKind.AVERAGE
-    assert rig.publisher.paused
-    assert rig.leader.in_round()
-    rig.leader.post(PseudoGradientWritten(0.5))
-    assert rig.order().kind is OrderKind.IDLE  # the swarm works in its own thread
+    assert rig.order(call()) is Order.WRITE_PSEUDO_GRADIENT
+    assert rig.leader.state.mode is Mode.AVERAGING
+    assert rig.order(ev.PseudoGradientWritten(0.5)) is Order.ANTICIPATE
+    assert rig.order(ev.Done(Order.ANTICIPATE)) is Order.IDLE  # the swarm works in its own thread
     rig.swarm.release.set()
-    assert rig.order_other_than_idle().kind is OrderKind.OUTER_STEP
-    assert rig.leader.averaged is RESULT
-    rig.leader.post(OuterStepEnded(True, 5, 1001.0))
-    assert rig.order().kind is OrderKind.CHECKPOINT
-    assert rig.order().kind is OrderKind.CONTINUE
-    assert not rig.publisher.paused
+    assert rig.order_other_than_idle() is Order.OUTER_STEP
+    assert rig.leader.state.averaged is RESULT
+    assert rig.order(ev.OuterStepEnded(True, 5)) is Order.CHECKPOINT
+    assert rig.order() is Order.TRAIN
     assert rig.leader.state.outer_step == 5
 
 
 @pytest.mark.parametrize(
-    "error",
-    [AllReduceError(AllReduceFault.NO_GROUP), RuntimeError("hivemind fell over")],
+    ("error", "fault"),
+    [
+        (AllReduceError(AllReduceFault.NO_GROUP), AllReduceFault.NO_GROUP),
+        (RuntimeError("hivemind fell over"), AllReduceFault.SWARM_DOWN),
+    ],
     ids=["known", "unknown"],
 )
-def test_a_failed_round_costs_time_only(error: Exception) -> None:
+def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault) -> None:
     rig = Rig()
-    failed: list[AllReduceFault] = []
-    rig.leader.on_round_failed = lambda fault, detail: failed.append(fault)
     rig.swarm.outcome = error
     rig.swarm.release.set()
-    rig.leader.post(call())
-    rig.order()
-    rig.leader.post(PseudoGradientWritten(0.5))
-    assert rig.order_other_than_idle().kind is OrderKind.CONTINUE
-    assert len(failed) == 1, "whoever keeps the books of rounds is told, once"
+    rig.order(call())
+    assert rig.order(ev.PseudoGradientWritten(0.5)) is Order.ANTICIPATE
+    assert rig.order_other_than_idle() is Order.ABANDON_ROUND, "what was anticipated is dropped"
+    assert rig.order() is Order.TRAIN
+    failed = [event for event in rig.seen if isinstance(event, ev.RoundFailed)]
+    assert [event.fault for event in failed] == [fault], "whoever keeps the books is told, once"
     assert rig.leader.state.outer_step == 4
-    assert not rig.publisher.paused
+
+
+def test_an_average_that_fails_before_it_was_anticipated_leaves_nothing_behind() -> None:
+    rig = Rig()
+    rig.order(call())
+    rig.leader.post(ev.PseudoGradientWritten(0.5))
+    orders = [rig.order(ev.RoundFailed(AllReduceFault.SWARM_DOWN)), rig.order(), rig.order()]
+    assert orders == [Order.ANTICIPATE, Order.ABANDON_ROUND, Order.TRAIN]
+    rig.swarm.release.set()
 
 
 def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     rig = Rig()
-    rig.leader.post(call())
-    rig.leader.post(StopRequested("SIGTERM", 0))
-    order = rig.order()
-    assert (order.kind, order.arg) == (OrderKind.STOP, 0)
+    command = rig.command(call(), ev.StopRequested("deregistered", 3))
+    assert (command.order, command.arg) == (Order.STOP, 3)
+    assert command.given.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
     assert rig.swarm.cancelled
+    assert rig.order() is Order.IDLE, "nothing follows"
     rig.swarm.release.set()
 
 
 def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> None:
     rig = Rig()
     for number in range(2):
-        rig.leader.post(call())
-        rig.order()
-        rig.leader.post(PseudoGradientWritten(0.5))
+        rig.order(call())
+        rig.order(ev.PseudoGradientWritten(0.5))
         if number == 0:
             rig.swarm.outcome = AllReduceError(AllReduceFault.NO_GROUP)
             rig.swarm.release.set()
-            rig.order_other_than_idle()
+            assert rig.order_other_than_idle() is Order.ABANDON_ROUND
             rig.swarm.release.clear()
-    rig.leader.post(StopRequested("SIGTERM", 0))
+    rig.leader.post(ev.StopRequested("SIGTERM", 0))
     rig.order_other_than_idle()
-    deadline = time.monotonic() + 10
-    while not (rig.swarm.event and rig.swarm.event.is_set()):
-        assert time.monotonic() < deadline
+    wait_for(lambda: rig.swarm.event and rig.swarm.event.is_set(), "the round is cancelled", 10)
     rig.swarm.release.set()
+
+
+def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
+    rig = Rig()
+    rig.order(ev.GlobalEpochSeen(6, 1000.0))
+    command = rig.command(ev.GlobalFetched(6, Path("epoch-6")))
+    assert command == Command(Order.LOAD, 6)
+    assert command.given.folder == Path("epoch-6")
+    rig.order(ev.LoadFailed("another shape", 1001.0))
+    assert rig.global_epoch.discarded == 1
 
 
 def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     rig = Rig()
-    rig.leader.post(WeightsCompared(4, same=False))
-    rig.order()
-    rig.leader.post(GlobalFetched(4, Path("epoch-4")))
-    rig.leader.post(RolledBack(3))
-    order = rig.order_other_than_idle()
-    assert (order.kind, order.arg) == (OrderKind.LOAD, 4)
+    rig.order(ev.WeightsCompared(4, same=False))
+    rig.leader.post(ev.GlobalFetched(4, Path("epoch-4")))
+    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
 
 
-def test_a_snapshot_carries_the_chain_block() -> None:
-    rig = Rig()
-    rig.leader.post(InnerStepEnded(50, snapshot_due=True))
-    assert rig.order() == Order(OrderKind.SNAPSHOT, 777)
+def test_a_snapshot_carries_the_chain_block_and_the_block_list() -> None:
+    command = Rig().command(ev.SnapshotWanted())
+    assert command == Command(Order.SNAPSHOT, 777)
+    assert command.given.blocks == [554]
 
 
 def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
     rig = Rig()
-    rig.leader.post(GlobalEpochSeen(6, 1000.0))
-    assert rig.order().kind is OrderKind.CONTINUE  # also while it is fetched
-    assert rig.watch.fetched == [6]
-    rig.leader.post(GlobalFetchFailed("404", 1001.0))
-    assert rig.order().kind is OrderKind.CONTINUE
+    assert rig.order(ev.GlobalEpochSeen(6, 1000.0)) is Order.TRAIN  # also while it is fetched
+    assert rig.global_epoch.fetched == [6]
+    assert rig.order(ev.GlobalFetchFailed("404", 1001.0)) is Order.TRAIN
     assert rig.leader.state.mode is Mode.AWAITING_GLOBAL
 
 
@@ -270,39 +261,44 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     rig = Rig(Mode.AWAITING_GLOBAL)
     rig.order()
     assert rig.leader.state.mode is Mode.TRAINING
-    assert rig.watch.compared == 1
-    assert "state" in rig.recorded
+    assert rig.global_epoch.compared == 1
+    for _ in range(3):
+        rig.order()
+    assert rig.seen == [
+        ev.Tick(1000.0),
+        ev.ModeChanged(Mode.AWAITING_GLOBAL, Mode.TRAINING),
+    ]
+    rig.now += 1
+    rig.order()
+    assert rig.seen[2:] == [ev.Tick(1001.0)]
 
 
-def test_a_snapshot_that_a_round_overtakes_is_told_to_the_schedule() -> None:
+def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_others() -> None:
+    """The snapshot of a step comes before its checkpoint and before a call behind it."""
     rig = Rig()
-    dropped: list[str] = []
-    rig.leader.on_snapshot_dropped = lambda: dropped.append("snapshot")
-    rig.leader.post(call())
-    rig.leader.post(InnerStepEnded(50, snapshot_due=True))
-    assert rig.order().kind is OrderKind.AVERAGE
-    assert dropped == ["snapshot"]
+
+    def wants_snapshots(event: ev.Event, state: MinerState) -> Iterable[ev.Event]:
+        return [ev.SnapshotWanted()] if isinstance(event, ev.InnerStepDone) else []
+
+    rig.leader.subscribe(wants_snapshots)
+    orders = [rig.order(step(50), call()), rig.order(), rig.order()]
+    assert orders == [Order.SNAPSHOT, Order.CHECKPOINT, Order.WRITE_PSEUDO_GRADIENT]
 
 
-def test_a_call_while_loading_does_not_count_as_a_running_round() -> None:
+def test_a_call_while_loading_starts_no_round() -> None:
     rig = Rig(Mode.LOADING)
-    ignored: list[str] = []
-    rig.leader.on_call_ignored = lambda: ignored.append("call")
-    rig.leader.post(call())
-    assert rig.order().kind is OrderKind.IDLE
-    assert ignored == ["call"]
+    assert rig.order(call()) is Order.IDLE
+    assert rig.leader.state.mode is Mode.LOADING
 
 
 def test_a_second_call_in_a_round_leaves_the_round_running() -> None:
     rig = Rig()
-    ignored: list[str] = []
-    rig.leader.on_call_ignored = lambda: ignored.append("call")
-    rig.leader.post(call())
-    rig.leader.post(call())
-    assert rig.order().kind is OrderKind.AVERAGE
-    assert rig.leader.in_round() and not ignored
+    assert rig.order(call(), call()) is Order.WRITE_PSEUDO_GRADIENT
+    assert rig.order() is Order.IDLE
+    assert rig.leader.state.mode is Mode.AVERAGING
 
 
-def test_orders_survive_the_wire() -> None:
-    order = Order(OrderKind.CONTINUE, 3, 5, 7, 9)
-    assert Order.unpack(order.pack()) == order
+def test_commands_survive_the_wire() -> None:
+    for order in Order:
+        command = Command(order, 3, DataOrder(5, 7, 9, 2))
+        assert unpack(pack(command)) == command

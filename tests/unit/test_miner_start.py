@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import global_start
-from distributed_training.miner.global_watch import GlobalUnavailableError
+from distributed_training.miner import global_bucket
+from distributed_training.miner.global_bucket import GlobalUnavailableError
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -38,10 +38,10 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
                 raise GlobalUnavailableError("NaN")
             return tmp_path
 
-    monkeypatch.setattr(global_start, "_pause", pause)
-    monkeypatch.setattr(global_start, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(global_bucket, "_pause", pause)
+    monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
-    assert global_start.first_global_state(bucket, lambda: True) == (8, tmp_path)
+    assert global_bucket.first_global_state(bucket, lambda: True) == (8, tmp_path)
     waits = [b - a for a, b in itertools.pairwise(fetched[7])]
     assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert fetched[8] == [1000, 1001, 1003], "another epoch is not held back"

@@ -10,40 +10,41 @@ from pathlib import Path
 import pytest
 import torch.multiprocessing as mp
 
-from distributed_training.miner.orders import Order, OrderKind, open_control_channel
+from distributed_training.miner.orders import Command, DataOrder, Order
+from distributed_training.miner.ranks import join_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
 SCRIPT = [
-    Order(OrderKind.CONTINUE, 0, 11, 10, 64, 24),
-    Order(OrderKind.SNAPSHOT, 2**40),
-    Order(OrderKind.STOP, 3),
+    Command(Order.TRAIN, 0, DataOrder(11, 10, 64, 24)),
+    Command(Order.SNAPSHOT, 2**40),
+    Command(Order.STOP, 3),
 ]
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
-    channel = open_control_channel(
+    ranks = join_ranks(
         environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)}
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
         timeout=timedelta(seconds=30),
         backend="gloo",
     )
-    lines = [channel.share("uid", "227" if rank == 0 else None)]
-    for order in SCRIPT:
-        lines.append(str(channel.exchange(order if rank == 0 else None)))
-    lines.append(str(channel.all_agree(True)))
-    lines.append(str(channel.all_agree(rank != 1)))
+    lines = [str(ranks.share("start", {"uid": 227} if rank == 0 else None))]
+    for command in SCRIPT:
+        lines.append(str(ranks.agree(command if rank == 0 else None)))
+    lines.append(str(ranks.all_agree(True)))
+    lines.append(str(ranks.all_agree(rank != 1)))
     if rank == 0:
         # A rank that has not reported does not block rank 0; it is simply not ready.
-        assert channel.ready_everywhere(99, 8) is None
-        assert channel.ready_everywhere(10, None) is None
-    channel.all_agree(True)
-    channel.report_ready(10, 40 + rank)
-    channel.all_agree(True)
+        assert ranks.ready_everywhere(99, 8) is None
+        assert ranks.ready_everywhere(10, None) is None
+    ranks.all_agree(True)
+    ranks.report_ready(10, 40 + rank)
+    ranks.all_agree(True)
     if rank == 0:
-        assert channel.ready_everywhere(10, 100) == 41
+        assert ranks.ready_everywhere(10, 100) == 41
     Path(folder, str(rank)).write_text("\n".join(lines))
-    channel.close()
+    ranks.close()
 
 
 def test_all_ranks_see_the_same(tmp_path: Path) -> None:
@@ -54,4 +55,4 @@ def test_all_ranks_see_the_same(tmp_path: Path) -> None:
     mp.spawn(_rank, args=(2, port, str(tmp_path)), nprocs=2, join=True)
     first, second = ((tmp_path / name).read_text() for name in "01")
     assert first == second
-    assert first.splitlines() == ["227", *map(str, SCRIPT), "True", "False"]
+    assert first.splitlines() == ["{'uid': 227}", *map(str, SCRIPT), "True", "False"]

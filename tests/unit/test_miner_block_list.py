@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from distributed_training.miner.blocks import BlockFeed
+from distributed_training.miner import events as ev
+from distributed_training.miner.block_list import BlockList
+from distributed_training.miner.decide import MinerState, Mode
 from distributed_training.miner.orders import DataOrder
-from distributed_training.protocol.types import Revision
+from distributed_training.protocol.types import (
+    Progress,
+    PublicationReport,
+    Revision,
+    StepReport,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -17,6 +26,7 @@ class World:
     """A chain, the ranks' prepared blocks (None: under way) and a clock."""
 
     world_size = 2
+    lead_seconds = math.inf  # as many blocks ahead as there may be
 
     def __init__(self) -> None:
         self.chain = 100
@@ -31,13 +41,15 @@ class World:
         del block
         return own
 
-    def feed(self, *, prefetch: int = 2, micro_batch: int = 2) -> BlockFeed:
-        return BlockFeed(
+    def feed(self, *, prefetch: int = 2, micro_batch: int = 2, recent: int = 200) -> BlockList:
+        self.depth = prefetch
+        stand_in: Any = self  # for the data pipeline and the other ranks
+        return BlockList(
             chain_block=lambda: self.chain,
-            data=self,
-            channel=self,  # type: ignore[arg-type]
+            data=stand_in,
+            ranks=stand_in,
             micro_batch_size=micro_batch,
-            prefetch=lambda: prefetch,
+            recent=recent,
             clock=lambda: self.now,
         )
 
@@ -117,18 +129,11 @@ def test_a_position_at_the_end_of_its_block_is_not_begun_again() -> None:
 def test_no_more_is_requested_than_the_depth_asks_for_now() -> None:
     world = World()
     world.default = None
-    depth = 1
-    feed = BlockFeed(
-        chain_block=lambda: world.chain,
-        data=world,
-        channel=world,  # type: ignore[arg-type]
-        micro_batch_size=2,
-        prefetch=lambda: depth,
-    )
+    feed = world.feed(prefetch=1)
     assert feed.on_boundary(may_begin=True).request == 100
     world.chain = 101
     assert feed.on_boundary(may_begin=True).request == 0
-    depth = 2
+    world.depth = 2
     assert feed.on_boundary(may_begin=True).request == 101
 
 
@@ -150,7 +155,7 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
 
 def hour(
     world: World,
-    feed: BlockFeed,
+    feed: BlockList,
     *,
     block_seconds: float,
     chain_until: float = 3600.0,
@@ -217,15 +222,7 @@ def test_without_chain_or_data_the_lists_are_as_recent_as_can_be(
 def test_a_slow_queue_does_not_stop_publication() -> None:
     """Its blocks are old when they are trained on, but each list is newer than the one before."""
     world = World()
-    feed = BlockFeed(
-        chain_block=lambda: world.chain,
-        data=world,
-        channel=world,  # type: ignore[arg-type]
-        micro_batch_size=2,
-        prefetch=lambda: 2,
-        recent=30,
-        clock=lambda: world.now,
-    )
+    feed = world.feed(recent=30)
     _, _, ages = hour(world, feed, block_seconds=200.0)
     assert len(ages) >= 9 and max(ages) > 27
 
@@ -306,17 +303,11 @@ def test_the_newest_trained_block_is_young_and_training_never_waits(
     world.ready = lambda block: (  # type: ignore[method-assign]
         world.default if world.now - asked.setdefault(block, world.now) >= prepare else None
     )
-    feed = BlockFeed(
-        chain_block=lambda: 100 + int(world.now / 12),
-        data=world,
-        channel=world,  # type: ignore[arg-type]
-        micro_batch_size=2,
-        prefetch=lambda: 2,
-        lead=lambda: lead,
-        clock=lambda: world.now,
-    )
+    world.lead_seconds = lead
+    feed = world.feed()
     waited, ages = 0.0, []
     while world.now < 4000:
+        world.chain = 100 + int(world.now / 12)
         order = feed.on_boundary(may_begin=True)
         if order.request:
             asked.setdefault(order.request, world.now)
@@ -332,3 +323,43 @@ def test_the_newest_trained_block_is_young_and_training_never_waits(
     allowed = (lead + 2 * step / 8) / 12 + 1
     assert ages and max(ages) <= allowed, (max(ages), allowed)
     assert waited <= 0.01 * 3000
+
+
+def test_it_follows_the_event_stream() -> None:
+    world = World()
+    feed = world.feed(prefetch=1)
+    state = MinerState(mode=Mode.TRAINING, outer_step=3)
+    report = StepReport(3, 1, 2.0, 1e-3, 4, 4, 1.0, 0.0, 2)
+    revision = Revision(5, 3, 1)
+    handle: Any = None
+
+    def see(*events: ev.Event) -> list[int]:
+        for event in events:
+            feed.see(event, state)
+        return feed.blocks()
+
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 100
+    assert see(ev.MicroBatchTrained()) == [], "its step is not complete"
+    assert see(ev.InnerStepDone(report)) == [100]
+    saved = {"rank_zero": {"blocks": feed.state()}}
+    assert see(ev.SnapshotTaken(handle, Progress(3, 1))) == []
+    assert see(ev.SnapshotFailed("the disk is full")) == [], "that was another one"
+    assert see(ev.SnapshotFailed("the disk is full", revision)) == [100]
+    see(ev.SnapshotTaken(handle, Progress(3, 1)))
+    failed = PublicationReport(revision, False, 1.0, 0, "403")
+    assert see(ev.PublicationEnded(failed)) == [100]
+    see(ev.SnapshotTaken(handle, Progress(3, 1)))
+    assert see(ev.PublicationEnded(replace(failed, ok=True))) == []
+    assert see(ev.BlockUsedUp()) == [] and not feed.available
+    world.chain = 101
+    feed.on_boundary(may_begin=True)
+    assert feed.on_boundary(may_begin=True).begin == 101
+    skipped = ev.InnerStepDone(replace(report, skipped=True))
+    assert see(ev.MicroBatchTrained(), skipped) == [], "its tokens were not learned"
+    for event in (ev.OuterStepEnded(True, 4), ev.Loaded(4)):
+        assert see(ev.MicroBatchTrained(), event, ev.InnerStepDone(report)) == [101]
+        see(ev.SnapshotTaken(handle, Progress(4, 1)))
+        see(ev.PublicationEnded(replace(failed, revision=Revision(5, 4, 1), ok=True)))
+    assert see(ev.RolledBack(None)) == []
+    assert see(ev.RolledBack(Progress(3, 1), saved)) == [], "100 was published since"

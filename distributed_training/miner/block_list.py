@@ -16,10 +16,18 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from distributed_training.miner.orders import ControlChannel, DataOrder
-from distributed_training.protocol.types import Revision
+from distributed_training.protocol import names
+from distributed_training.protocol.types import Progress, Revision
+
+from . import events as ev
+from .decide import MinerState
+from .orders import DataOrder
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from distributed_training.data import DataPipeline
 
 log = logging.getLogger(__name__)
 
@@ -27,45 +35,38 @@ _REMEMBERED = 10_000  # blocks
 _GAPS = 100  # that are remembered
 
 
-class ReadyLike(Protocol):
-    def ready(self, block: int) -> int | None: ...
+class BlockList:
+    """Rank 0 only; subscribes to the event stream.
 
-
-class BlockFeed:
-    """Rank 0 only. ``prefetch``: how many blocks to request ahead of the one in training, at most.
-    ``lead``: seconds before the queue runs dry at which the next one is requested. A block that
-    waits in the queue ages, and validators judge an upload by its newest *trained* block.
-
-    ``hold_back``: micro-batches to leave out at the end of the first new block that is twice as
-    long, for previews. ``patience``: seconds without any ready block after which a block that was
-    served before is trained on again (its tokens are still cached on every rank), rather than
-    leaving GPUs idle. ``recent``: validators refuse a list whose newest block is more than so many
-    behind the chain's (half a round).
+    ``chain_block``: the chain's newest. ``data`` says how many blocks to request ahead of the one
+    in training, at most, and how many seconds before the queue runs dry the next one is requested:
+    a block that waits in the queue ages, and validators judge an upload by its newest *trained*
+    block. ``hold_back``: micro-batches to leave out at the end of the first new block that
+    is twice as long, for previews. ``patience``: seconds without any ready block after which a
+    block that was served before is trained on again (its tokens are still cached on every rank),
+    rather than leaving GPUs idle. ``recent``: validators refuse a list whose newest block is more
+    than so many behind the chain's (half a round).
     """
 
     def __init__(
         self,
         *,
         chain_block: Callable[[], int],
-        data: ReadyLike,
-        channel: ControlChannel,
+        data: DataPipeline,
+        ranks: Ranks,
         micro_batch_size: int,
-        prefetch: Callable[[], int],
         hold_back: int = 0,
         patience: float = 60.0,
         recent: int = 200,
-        lead: Callable[[], float] = lambda: math.inf,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._chain_block = chain_block
+        self.chain_block = chain_block
         self._data = data
-        self._channel = channel
+        self._ranks = ranks
         self._micro_batch_size = micro_batch_size
-        self._prefetch = prefetch
         self._hold_back = hold_back * micro_batch_size
         self._patience = patience
         self._recent = recent - max(2, recent // 10)  # it has to arrive, and to be read
-        self._lead = lead
         self._clock = clock
         self._pace = _Pace(clock)
         self._last_requested = 0  # the newest block
@@ -109,7 +110,7 @@ class BlockFeed:
 
     def _harvest(self) -> None:
         for block in tuple(self._requested):
-            sequences = self._channel.ready_everywhere(block, self._data.ready(block))
+            sequences = self._ranks.ready_everywhere(block, self._data.ready(block))
             if sequences is None:
                 continue
             self._requested.remove(block)
@@ -124,11 +125,11 @@ class BlockFeed:
             block = self._ahead.pop(0)
             self._requested.append(block)
             return block
-        if len(self._requested) + len(self._ready) >= max(1, self._prefetch()):
+        if len(self._requested) + len(self._ready) >= max(1, self._data.depth):
             return 0
-        if self._queued_seconds() > self._lead():
+        if self._queued_seconds() > self._data.lead_seconds:
             return 0
-        block = self._chain_block()
+        block = self.chain_block()
         if block > self._last_requested:
             if not self._last_requested:
                 self._oldest = block
@@ -182,7 +183,7 @@ class BlockFeed:
         """Whether a publication with :meth:`blocks` helps: its newest block is recent, or at least
         no older than that of the publications before."""
         newest = max(self._trained, default=0)
-        return newest >= min(self._chain_block() - self._recent, max(self._done, default=0))
+        return newest >= min(self.chain_block() - self._recent, max(self._done, default=0))
 
     def _next_block(self) -> tuple[int, int, int]:
         block, sequences, start = self._under_way
@@ -216,6 +217,30 @@ class BlockFeed:
         return 0, 0, 0
 
     # --- what was trained ----------------------------------------------------------------------
+
+    def see(self, event: ev.Event, state: MinerState) -> None:
+        """Keep the list as micro-batches, steps, rounds and publications end."""
+        del state
+        match event:
+            case ev.MicroBatchTrained():
+                self.micro_batch_done()
+            case ev.InnerStepDone(report=report):
+                self.micro_batch_done()
+                self.step_done(skipped=report.skipped)
+            case ev.BlockUsedUp():
+                self.block_used_up()
+            case ev.OuterStepEnded(committed=True) | ev.Loaded():
+                self.step_dropped()
+            case ev.SnapshotTaken(progress=progress):
+                self.snapshot_taken(progress.revision(names.RUN))
+            case ev.SnapshotFailed(revision=Revision() as revision):
+                self.publication_ended(revision, ok=False)
+            case ev.PublicationEnded(report=publication):
+                self.publication_ended(publication.revision, ok=publication.ok)
+            case ev.RolledBack(progress=Progress(), kept=kept):
+                self.roll_back(kept.get("rank_zero", {}).get("blocks", {}))
+            case _:
+                return
 
     def micro_batch_done(self) -> None:
         self._pace.micro_batch_done()
@@ -274,7 +299,7 @@ class BlockFeed:
             "gaps": self._gaps,
             "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
             "since_step": sorted(self._since_step),
-            "world_size": self._channel.world_size,
+            "world_size": self._ranks.world_size,
             "micro_batch_size": self._micro_batch_size,
         }
 
@@ -294,7 +319,7 @@ class BlockFeed:
         if not state:
             return
         if (state.get("world_size"), state.get("micro_batch_size")) != (
-            self._channel.world_size,
+            self._ranks.world_size,
             self._micro_batch_size,
         ):
             log.info(

@@ -7,78 +7,62 @@ training.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
-from distributed_training.miner.drift import TOLERANCE, Rows
-from distributed_training.miner.state import (
-    Event,
-    GlobalEpochSeen,
-    GlobalFetched,
-    GlobalFetchFailed,
-    WeightsCompared,
-)
+from distributed_training.common.backoff import doubling
+
+from . import events as ev
+from .drift import TOLERANCE, Rows
+from .global_bucket import GlobalBucket, GlobalUnavailableError
 
 log = logging.getLogger(__name__)
 
-
-class GlobalUnavailableError(RuntimeError):
-    """The global state cannot be had now; the message says why."""
-
-
-class GlobalReader(Protocol):
-    """The global bucket, as the watch needs it. Both raise :class:`GlobalUnavailableError`."""
-
-    def outer_step(self) -> int: ...
-    def fetch(self, outer_step: int) -> Path:
-        """Download the state of ``outer_step``, check it, return its folder."""
-
-    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
-        """See :func:`~.drift.drift`."""
+_ATTEMPTS = 3  # at a fetch, before it is given up with an event
+_LONGEST_WAIT = timedelta(minutes=1)  # between two of them
 
 
-class GlobalWatch:
+class GlobalEpoch:
     """Compares and fetches in a thread of its own.
 
     ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
-    failed fetch, doubled up to ``attempts`` times before the fetch is given up with an event.
-    ``epoch_start``: our outer step and what its global weights are compared with; called in the
-    watch's thread.
+    failed fetch, doubled by each further one. ``epoch_start``: our outer step and what its global
+    weights are compared with; called in this thread.
     """
 
     def __init__(
         self,
         *,
-        reader: GlobalReader,
-        post: Callable[[Event], None],
+        bucket: GlobalBucket,
+        post: Callable[[ev.Event], None],
         interval: timedelta,
+        epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
         retry: timedelta = timedelta(seconds=5),
-        attempts: int = 3,
-        epoch_start: Callable[[], tuple[int, Sequence[Rows]]] = lambda: (0, ()),
     ) -> None:
-        self._reader = reader
+        self._bucket = bucket
         self._post = post
         self._interval = interval.total_seconds()
-        self._retry = retry.total_seconds()
-        self._attempts = attempts
+        self._epoch_start = epoch_start
+        self._retry = retry
         self._wake = threading.Event()
         self._closed = threading.Event()
-        self._target: int | None = None
-        self._compare_weights: int | None = None
-        self._epoch_start = epoch_start
+        self._target: int | None = None  # to fetch
+        self._fetched: Path | None = None
+        self._compare_weights: int | None = None  # the outer step to compare
         self._unavailable_since: float | None = None
         self._seen: int | None = None
         self._drift_unknown = False  # told already
-        self._thread = threading.Thread(target=self._run, name="global-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="global-epoch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def compare_soon(self) -> None:
+        """Answered by GlobalEpochSeen, unless the bucket cannot be read."""
         self._wake.set()
 
     def fetch(self, outer_step: int) -> None:
@@ -86,15 +70,21 @@ class GlobalWatch:
         self._target = outer_step
         self._wake.set()
 
+    def discard_fetched(self) -> None:
+        """What was fetched last does not fit this model: what comes next is fetched anew."""
+        if self._fetched is not None:
+            shutil.rmtree(self._fetched, ignore_errors=True)
+
     def compare_weights(self, outer_step: int) -> None:
         """Answered by WeightsCompared, unless the bucket cannot be read."""
         self._compare_weights = outer_step
         self._wake.set()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Waits at most ``timeout`` for a request in flight; the thread is a daemon."""
+        """Ends a download; waits at most ``timeout`` for a request in flight."""
         self._closed.set()
         self._wake.set()
+        self._bucket.stop()
         if self._thread.is_alive():
             self._thread.join(timeout.total_seconds())
 
@@ -108,26 +98,43 @@ class GlobalWatch:
             try:
                 self._look(target)
             except Exception as error:  # this thread gone, a load would be waited for for ever
-                log.exception("The watch of the global bucket failed in a way it should not")
+                log.exception("Unexpected error while reading the global bucket; please report it")
                 if target is not None:
-                    self._post(GlobalFetchFailed(repr(error), time.monotonic()))
+                    self._post(ev.GlobalFetchFailed(repr(error), time.monotonic()))
 
     def _look(self, target: int | None) -> None:
         if target is not None:
             self._compare_weights = None  # with an epoch's start that is about to be another
             self._fetch(target)
             return
-        self._compare()
+        self._compare_epochs()
         compare, self._compare_weights = self._compare_weights, None
         if compare is not None:
             self._look_for_drift(compare)
+
+    def _compare_epochs(self) -> None:
+        try:
+            seen = self._bucket.outer_step()
+        except GlobalUnavailableError as error:
+            if self._unavailable_since is None:
+                self._unavailable_since = time.monotonic()
+                log.warning("The global bucket does not answer (%s). Training goes on.", error)
+            return
+        if self._unavailable_since is not None:
+            log.info(
+                "The global bucket answers again after %.0f s",
+                time.monotonic() - self._unavailable_since,
+            )
+            self._unavailable_since = None
+        self._seen = seen
+        self._post(ev.GlobalEpochSeen(seen, time.monotonic()))
 
     def _look_for_drift(self, outer_step: int) -> None:
         ours, rows = self._epoch_start()
         if not rows or ours != outer_step:
             return
         try:
-            found = self._reader.drift(outer_step, rows)
+            found = self._bucket.drift(outer_step, rows)
         except GlobalUnavailableError as error:
             if self._compare_weights is None and self._seen in (None, outer_step):
                 self._compare_weights = outer_step  # at the next look
@@ -146,35 +153,18 @@ class GlobalWatch:
                 outer_step,
                 found,
             )
-        self._post(WeightsCompared(outer_step, same))
-
-    def _compare(self) -> None:
-        try:
-            seen = self._reader.outer_step()
-        except GlobalUnavailableError as error:
-            if self._unavailable_since is None:
-                self._unavailable_since = time.monotonic()
-                log.warning("The global bucket does not answer (%s). Training goes on.", error)
-            return
-        if self._unavailable_since is not None:
-            log.info(
-                "The global bucket answers again after %.0f s",
-                time.monotonic() - self._unavailable_since,
-            )
-            self._unavailable_since = None
-        self._seen = seen
-        self._post(GlobalEpochSeen(seen, time.monotonic()))
+        self._post(ev.WeightsCompared(outer_step, same))
 
     def _fetch(self, outer_step: int) -> None:
-        for attempt in range(self._attempts):
+        for failures in range(1, _ATTEMPTS + 1):
             try:
-                folder = self._reader.fetch(outer_step)
+                self._fetched = self._bucket.fetch(outer_step)
             except GlobalUnavailableError as error:
                 detail = str(error)
-                last = attempt + 1 == self._attempts
-                if not last and self._closed.wait(self._retry * 2**attempt):
-                    return
             else:
-                self._post(GlobalFetched(outer_step, folder))
+                self._post(ev.GlobalFetched(outer_step, self._fetched))
                 return
-        self._post(GlobalFetchFailed(detail, time.monotonic()))
+            wait = doubling(failures, first=self._retry, longest=_LONGEST_WAIT)
+            if failures < _ATTEMPTS and self._closed.wait(wait.total_seconds()):
+                return
+        self._post(ev.GlobalFetchFailed(detail, time.monotonic()))

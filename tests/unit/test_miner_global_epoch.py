@@ -13,16 +13,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from distributed_training.miner import events as ev
 from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
-from distributed_training.miner.global_state import GlobalBucket
-from distributed_training.miner.global_watch import GlobalUnavailableError, GlobalWatch
-from distributed_training.miner.state import (
-    Event,
-    GlobalEpochSeen,
-    GlobalFetched,
-    GlobalFetchFailed,
-    WeightsCompared,
-)
+from distributed_training.miner.global_bucket import GlobalBucket, GlobalUnavailableError
+from distributed_training.miner.global_epoch import GlobalEpoch
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
@@ -104,6 +98,14 @@ def test_what_is_no_safetensors_file() -> None:
         drift(rows_of(weights()), lambda first, count: b"\xff" * count, seed=1)
 
 
+class Unread(GlobalBucket):
+    """A bucket of which the test says what it answers."""
+
+    def __init__(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 def bucket(state: dict[str, torch.Tensor], folder: Path) -> GlobalBucket:
     store = MemoryObjectStore("global")
     store.put(keys.epoch_key(4, keys.MODEL), save(state, metadata={"format": "pt"}))
@@ -147,9 +149,9 @@ def test_refused_read_keys_are_asked_for_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("same", [True, False])
 def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
     ours = weights() if same else {n: v + 0.01 for n, v in weights().items()}
-    events: list[Event] = []
-    watch = GlobalWatch(
-        reader=bucket(weights(), tmp_path),
+    events: list[ev.Event] = []
+    watch = GlobalEpoch(
+        bucket=bucket(weights(), tmp_path),
         post=events.append,
         interval=timedelta(hours=1),
         epoch_start=lambda: (4, rows_of(ours)),
@@ -158,19 +160,19 @@ def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
     try:
         watch.compare_weights(4)
         deadline = time.monotonic() + 10
-        while not any(isinstance(event, WeightsCompared) for event in events):
+        while not any(isinstance(event, ev.WeightsCompared) for event in events):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
         watch.close()
-    assert WeightsCompared(4, same) in events
-    assert any(isinstance(event, GlobalEpochSeen) for event in events)
+    assert ev.WeightsCompared(4, same) in events
+    assert any(isinstance(event, ev.GlobalEpochSeen) for event in events)
 
 
 def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_on(
     tmp_path: Path,
 ) -> None:
-    class Reader:
+    class Reader(Unread):
         def outer_step(self) -> int:
             return 4
 
@@ -182,21 +184,26 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
         def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
             raise AssertionError
 
-    events: queue.Queue[Event] = queue.Queue()
-    watch = GlobalWatch(reader=Reader(), post=events.put, interval=timedelta(hours=1))
+    events: queue.Queue[ev.Event] = queue.Queue()
+    watch = GlobalEpoch(
+        bucket=Reader(),
+        post=events.put,
+        interval=timedelta(hours=1),
+        epoch_start=lambda: (4, ()),
+    )
     watch.start()
     try:
         watch.fetch(5)
         failed = events.get(timeout=10)
-        assert isinstance(failed, GlobalFetchFailed) and "nobody thought" in failed.detail
+        assert isinstance(failed, ev.GlobalFetchFailed) and "nobody thought" in failed.detail
         watch.fetch(6)
-        assert events.get(timeout=10) == GlobalFetched(6, tmp_path)
+        assert events.get(timeout=10) == ev.GlobalFetched(6, tmp_path)
     finally:
         watch.close()
 
 
 def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
-    class Reader:
+    class Reader(Unread):
         looks = 0
 
         def outer_step(self) -> int:
@@ -211,9 +218,9 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
                 raise GlobalUnavailableError("503")
             return 1.0
 
-    events: queue.Queue[Event] = queue.Queue()
-    watch = GlobalWatch(
-        reader=Reader(),
+    events: queue.Queue[ev.Event] = queue.Queue()
+    watch = GlobalEpoch(
+        bucket=Reader(),
         post=events.put,
         interval=timedelta(milliseconds=10),
         epoch_start=lambda: (4, rows_of(weights())),
@@ -221,23 +228,23 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
     watch.start()
     try:
         watch.compare_weights(4)
-        while not isinstance(event := events.get(timeout=10), WeightsCompared):
-            assert isinstance(event, GlobalEpochSeen)
-        assert event == WeightsCompared(4, False) and Reader.looks == 3
+        while not isinstance(event := events.get(timeout=10), ev.WeightsCompared):
+            assert isinstance(event, ev.GlobalEpochSeen)
+        assert event == ev.WeightsCompared(4, False) and Reader.looks == 3
     finally:
         watch.close()
 
 
-class Two:
+class Two(Unread):
     """An epoch's start whose comparison fails once; both lists tell what was asked for."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.ours, self.folder = 4, tmp_path
         self.drifts: list[int] = []
         self.during: Callable[[], None] = lambda: None
-        self.events: queue.Queue[Event] = queue.Queue()
-        self.watch = GlobalWatch(
-            reader=self,
+        self.events: queue.Queue[ev.Event] = queue.Queue()
+        self.watch = GlobalEpoch(
+            bucket=self,
             post=self.events.put,
             interval=timedelta(milliseconds=10),
             epoch_start=lambda: (self.ours, rows_of(weights())),
@@ -256,11 +263,11 @@ class Two:
             raise GlobalUnavailableError("503")
         return 1.0
 
-    def until_fetched(self) -> list[Event]:
+    def until_fetched(self) -> list[ev.Event]:
         self.watch.start()
-        seen: list[Event] = []
+        seen: list[ev.Event] = []
         try:
-            while not seen or not isinstance(seen[-1], GlobalFetched):
+            while not seen or not isinstance(seen[-1], ev.GlobalFetched):
                 seen.append(self.events.get(timeout=10))
             for _ in range(5):  # looks after it
                 seen.append(self.events.get(timeout=10))
@@ -274,7 +281,7 @@ def test_an_epoch_start_that_is_being_replaced_is_not_compared(tmp_path: Path) -
     two.during = lambda: two.watch.fetch(4)
     two.watch.compare_weights(4)
     seen = two.until_fetched()
-    assert two.drifts == [4] and not any(isinstance(e, WeightsCompared) for e in seen)
+    assert two.drifts == [4] and not any(isinstance(e, ev.WeightsCompared) for e in seen)
 
 
 def test_an_epoch_start_that_a_round_replaced_is_not_compared(
@@ -289,7 +296,7 @@ def test_an_epoch_start_that_a_round_replaced_is_not_compared(
     two.during = committed
     two.watch.compare_weights(4)
     seen = two.until_fetched()
-    assert two.drifts == [4] and not any(isinstance(e, WeightsCompared) for e in seen)
+    assert two.drifts == [4] and not any(isinstance(e, ev.WeightsCompared) for e in seen)
     assert "are not the global ones" not in caplog.text
 
 

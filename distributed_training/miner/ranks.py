@@ -1,0 +1,126 @@
+"""How rank 0's decision reaches all ranks: one small broadcast per micro-batch boundary.
+
+The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 48
+bytes whatever is ordered; what an order needs beyond integers (a folder, a round's request) stays
+on rank 0 (:class:`~.stream.Given`) or is derived from the integers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .orders import Command, DataOrder, Order
+
+_INTEGERS = 6  # of a command
+
+
+def pack(command: Command) -> list[int]:
+    """What travels of ``command``."""
+    return [int(command.order), command.arg, *command.data]
+
+
+def unpack(vector: list[int]) -> Command:
+    return Command(Order(vector[0]), vector[1], DataOrder(*vector[2:]))
+
+
+class Ranks:
+    """The ranks' side channel: commands, votes and the readiness of data.
+
+    ``group`` is a gloo group over all ranks (its timeout covers the longest time rank 0 may take
+    between two boundaries); ``store`` is the process group's key-value store. With one rank nothing
+    is sent.
+    """
+
+    def __init__(self, *, rank: int, world_size: int, group: Any, store: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+        self._store = store
+
+    def agree(self, command: Command | None) -> Command:
+        """Rank 0 passes its command, the others None; all return the same, what is given apart."""
+        if self.world_size > 1:
+            vector = torch.tensor(pack(command) if command else [0] * _INTEGERS, dtype=torch.int64)
+            dist.broadcast(vector, src=0, group=self._group)
+            command = command or unpack([int(v) for v in vector])
+        assert command is not None
+        return command
+
+    def all_agree(self, ok: bool) -> bool:
+        """The vote: True on every rank if and only if every rank passes True."""
+        if self.world_size == 1:
+            return ok
+        vote = torch.tensor([int(ok)], dtype=torch.int64)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(vote.item())
+
+    def report_ready(self, block: int, sequences: int) -> None:
+        """Tell rank 0 that this rank holds ``sequences`` sequences of ``block``."""
+        if self.world_size > 1 and self.rank != 0:
+            self._store.set(f"data/{block}/{self.rank}", str(sequences))
+
+    def ready_everywhere(self, block: int, own: int | None) -> int | None:
+        """Rank 0: sequences every rank can serve of ``block``, or None while one is not ready.
+
+        Never blocks: asks the key-value store, not the ranks.
+        """
+        if own is None:
+            return None
+        if self.world_size == 1:
+            return own
+        keys = [f"data/{block}/{rank}" for rank in range(1, self.world_size)]
+        if not self._store.check(keys):
+            return None
+        least = min([own, *(int(self._store.get(key)) for key in keys)])
+        for key in keys:
+            self._store.delete_key(key)
+        return least
+
+    def share(self, name: str, value: dict[str, Any] | None) -> dict[str, Any]:
+        """Rank 0 passes something JSON-able once at the start, the others None and wait for it."""
+        key = f"share/{name}"
+        if value is not None:
+            self._store.set(key, json.dumps(value))
+            return value
+        while True:
+            try:
+                self._store.wait([key], timedelta(minutes=10))
+                shared: dict[str, Any] = json.loads(self._store.get(key))
+                return shared
+            except dist.DistStoreError:  # rank 0 may wait long for the subnet, and says so
+                continue
+
+    def close(self) -> None:
+        """Leave the process group. All ranks call it, after their last collective."""
+        if dist.is_initialized():
+            self.all_agree(True)  # rank 0 may host the store: nobody leaves before the last
+            dist.destroy_process_group()
+
+
+def join_ranks(*, environ: Mapping[str, str], timeout: timedelta, backend: str) -> Ranks:
+    """Join the process group that torchrun described in the environment.
+
+    ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
+    boundary within it ends the miner (and pm2 starts it again).
+    """
+    rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
+    store, rank, world_size = next(
+        iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout))
+    )
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("pg", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    return Ranks(
+        rank=rank, world_size=world_size, group=group, store=dist.PrefixStore("miner", store)
+    )

@@ -1,0 +1,221 @@
+"""Events -> log lines, metrics and ``events.jsonl``.
+
+Everything the miner says about its loop is said here. People read the log, programs the event file
+(``telemetry.read_events``), monitoring the metrics; an event's fields and the lines operators
+search for (``protocol/lines.py``) are an interface and stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    Progress,
+    PublicationReport,
+    Revision,
+    StepReport,
+)
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.telemetry import MetricsFile, record_step
+
+from . import events as ev
+from .decide import MinerState, Mode, ignores_calls
+
+log = logging.getLogger(__name__)
+
+Record = Callable[..., None]  # (kind, **fields): writes an event
+
+
+class Metrics:
+    """The metrics file with what other rooms count and measure; written now and then.
+
+    ``counts``: totals by the name of the room; ``gauges``: measured when the file is written.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: MetricsFile,
+        counts: Mapping[str, Callable[[], Mapping[str, float]]],
+        gauges: Mapping[str, Callable[[], float | None]],
+    ) -> None:
+        self._file = file
+        self._counts = counts
+        self._gauges = gauges
+
+    def step(self, report: StepReport) -> None:
+        record_step(self._file.registry, report)
+        self._file.write(time.monotonic(), self._collect)
+
+    def round_ended(self, *, ok: bool) -> None:
+        registry = self._file.registry
+        registry.counter("rounds_total", "finished all-reduce rounds, successful or not").add()
+        registry.counter("rounds_failed_total", "of them, without an outer step").add(not ok)
+
+    def publication_ended(self, report: PublicationReport) -> None:
+        registry = self._file.registry
+        registry.counter("publications_total", "publications, successful or not").add()
+        registry.counter("publications_failed_total", "failed publications").add(not report.ok)
+        registry.counter("uploaded_bytes_total", "bytes uploaded to the bucket").add(
+            report.bytes_sent
+        )
+
+    def _collect(self) -> None:
+        registry = self._file.registry
+        for name, value in self._gauges.items():
+            registry.gauge(name, name.replace("_", " ")).set(value())
+        for room, counts in self._counts.items():
+            registry.totals(room, counts())
+
+
+class Reporter:
+    """Rank 0 only; subscribes to the event stream. ``warnings``: the step's, of diagnostics."""
+
+    def __init__(
+        self,
+        *,
+        record: Record,
+        metrics: Metrics,
+        schedule: UploadSchedule,
+        warnings: Callable[[StepReport], list[str]],
+        bucket: str,
+        reload_timeout: timedelta,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._record = record
+        self._metrics = metrics
+        self._schedule = schedule
+        self._warnings = warnings
+        self._bucket = bucket
+        self._reload_timeout = reload_timeout
+        self._clock = clock
+        self._round_began: float | None = None
+
+    def see(self, event: ev.Event, state: MinerState) -> None:
+        """``state`` is what the event found: it has not been decided on yet."""
+        in_round = state.mode is Mode.AVERAGING
+        match event:
+            case ev.InnerStepDone(report=report):
+                self._step(report)
+            case ev.AllReduceCalled() if ignores_calls(state.mode):
+                log.warning("An AllReduce call is ignored: this miner is %s", state.mode.value)
+            case ev.PseudoGradientWritten(norm=norm):
+                self._round_began = self._clock()
+                log.info("%s", lines.PAUSING)
+                log.info("%s", lines.AVERAGING_START)
+                log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
+            case ev.RoundFailed() if in_round:
+                self._round_failed(event, state)
+            case ev.OuterStepEnded() if in_round:
+                self._outer_step_ended(event, state)
+            case ev.SnapshotTaken(handle=handle, progress=progress):
+                log.info("%s", lines.saving_state(progress.outer_step))
+                log.info("%s", lines.FULL_STATE)
+                held = handle.hold_seconds
+                log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
+            case ev.SnapshotFailed(problem=problem):
+                log.warning("%s", problem)
+            case ev.SnapshotSubmitted(revision=revision, preview=preview):
+                self._submitted(revision, preview)
+            case ev.PublicationEnded(report=publication):
+                self._publication_ended(publication)
+            case ev.GlobalFetchFailed(detail=detail):
+                log.warning("The global state could not be fetched (%s). Training goes on.", detail)
+            case ev.LoadFailed(problem=why):
+                log.warning("The global state does not fit this model (%s). Training goes on.", why)
+                self._record("load_failed", problem=why)
+            case ev.Loaded(outer_step=outer):
+                log.info("Loaded the global state of outer step %d", outer)
+                self._record("load", outer_step=outer)
+            case ev.RolledBack(progress=Progress(outer_step=outer, inner_step=inner)):
+                log.warning("Training goes on at outer step %d, inner step %d", outer, inner)
+                self._record("roll_back", outer_step=outer, inner_step=inner)
+            case ev.ModeChanged(before=before, after=after):
+                self._record("state", before=before.value, after=after.value)
+            case ev.Stopped(exit_status=status):
+                log.info("Stopped (%s)", state.stop_reason)
+                self._record("stop", reason=state.stop_reason, exit_status=status)
+
+    def _step(self, report: StepReport) -> None:
+        log.info("%s", lines.step_line(report))
+        age = self._schedule.repo_age_line(self._clock())
+        log.info("%s | %s", lines.throughput_line(report), age)
+        for line in self._warnings(report):
+            log.warning("%s", line)
+        self._record("step", **asdict(report), tokens_per_second=report.tokens_per_second)
+        self._metrics.step(report)
+
+    # --- the round -----------------------------------------------------------------------------
+
+    def _round_failed(self, event: ev.RoundFailed, state: MinerState) -> None:
+        """There is no average; training goes on with what it had."""
+        fault, detail = event.fault, event.detail
+        log.warning("All Reduce Failed: %s%s", fault.value, f": {detail}" if detail else "")
+        if not event.began or fault is AllReduceFault.NO_GROUP:
+            log.warning("%s", lines.all_reduce_failed(1))
+        elif fault not in (AllReduceFault.LOCAL, AllReduceFault.CANCELLED):
+            log.warning("%s", lines.all_reduce_failed(2))
+        self._round_ended(state, fault=fault.name, detail=detail)
+
+    def _outer_step_ended(self, event: ev.OuterStepEnded, state: MinerState) -> None:
+        average, fault = state.averaged, ""
+        assert average is not None
+        if event.committed:
+            reached, peers = event.outer_step, average.group_size
+            log.info("%s", lines.ALL_REDUCE_FINISH)
+            log.info("%s: outer step %d with %d peers", lines.ALL_REDUCE_DONE, reached, peers)
+            self._record("outer_step", outer_step=reached)
+        else:
+            fault = AllReduceFault.LOCAL.name
+            log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
+        self._round_ended(state, fault=fault, detail=event.detail)
+        if event.committed and average.partial:
+            log.warning(
+                "Parts of the average failed: the global state is taken as the epoch's start once "
+                "the validator has published it; what is trained until then is kept"
+            )
+
+    def _round_ended(self, state: MinerState, *, fault: str, detail: str) -> None:
+        log.info("%s", lines.RESUMING)
+        log.info("%s", lines.waiting_for_validator(self._reload_timeout))
+        result, began = state.averaged, self._round_began
+        self._round_began = None
+        self._record(
+            "round",
+            outer_step=state.outer_step,
+            ok=not fault,
+            fault=fault,
+            detail=detail,
+            peers=list(result.peers) if result else [],
+            failed_peers=list(result.failed_peers) if result else [],
+            seconds=0.0 if began is None else self._clock() - began,
+            matchmaking_seconds=result.matchmaking_seconds if result else None,
+            transfer_seconds=result.transfer_seconds if result else None,
+        )
+        self._metrics.round_ended(ok=not fault)
+
+    # --- publications --------------------------------------------------------------------------
+
+    def _submitted(self, revision: Revision, preview: ev.Previewed) -> None:
+        delta, seconds = preview.delta, preview.seconds
+        if delta is not None:
+            log.info("%s (%.2f s)", lines.preview(delta), seconds)
+            self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
+        log.info("%s", lines.UPLOAD_MODEL_START)
+        log.info("%s", lines.uploading(self._bucket))
+
+    def _publication_ended(self, report: PublicationReport) -> None:
+        if report.ok:
+            pushed = lines.pushed(report.revision, self._bucket)
+            log.info("%s (%.1f MB in %.1f s)", pushed, report.bytes_sent / 1e6, report.seconds)
+        else:
+            log.warning("%s", lines.upload_failed(report.reason))
+        fields = asdict(report) | {"revision": report.revision.tag}
+        self._record("publication", **fields)
+        self._metrics.publication_ended(report)

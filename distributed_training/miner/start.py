@@ -1,0 +1,453 @@
+"""One rank of the miner, from its arguments to its exit status. It reads top to bottom:
+
+    run_rank        settings, log, signals
+    _meet_network   rank 0: wallet, chain, buckets; all ranks: what it found there
+    Miner           every rank: model, checkpoint, data, loop
+    RankZero        swarm, publisher, watch of the global bucket; leader, server; subscribers
+    Miner.run       until STOP
+
+Tests build the same :class:`Miner` with a network of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.common.exits import ExitStatus
+from distributed_training.common.memory import snapshot_bytes
+from distributed_training.common.processes import die_with_parent
+from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.diagnostics import (
+    NvmlSampler,
+    cuda_state,
+    gpu_report_lines,
+    step_warnings,
+)
+from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.start import make_run_folder, start_log
+from distributed_training.protocol import lines
+from distributed_training.store.gate import disk_allows
+from distributed_training.telemetry import EventLog, MetricsFile
+
+from . import events as ev
+from . import network
+from .averaging import Averaging
+from .block_list import BlockList
+from .decide import MinerState, Mode, Rules, ignores_calls
+from .drift import Rows
+from .global_bucket import StopBeforeStart
+from .leader import Leader
+from .loop import MinerLoop
+from .process import (
+    RankEnvironment,
+    rank_environment,
+    write_exit_status,
+    write_pid_file,
+)
+from .publishing import Publishing
+from .ranks import Ranks, join_ranks
+from .reporter import Metrics, Record, Reporter
+
+log = logging.getLogger(__name__)
+
+#: Covers every collective of the control channel. Rank 0 comes to a boundary at least every
+#: ``idle_wait``; the longest thing between two boundaries is writing the pseudo-gradient, loading
+#: weights or compiling the model.
+CONTROL_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rank 0 found out and every rank needs."""
+
+    uid: int = 0
+    model_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str = ""
+    eos_id: int = 0
+    global_outer_step: int = 0
+    problem: str = ""  # why there is no start; all ranks leave quietly then
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is built: its settings, folder, device and fellow ranks, rank 0's queue of
+    events, and the stack that closes what was opened."""
+
+    config: Config
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    events: queue.SimpleQueue[ev.Event]
+    stack: ExitStack
+
+
+def run_rank(argv: list[str]) -> int:
+    """Exit status: see :class:`~distributed_training.common.exits.ExitStatus`."""
+    me = rank_environment()
+    stop = _Stop()
+    stop.install()
+    die_with_parent()
+    config = load_config("miner", argv)
+    folder = make_run_folder(config)
+    write_pid_file(folder, me.rank)
+    start_log(config, folder, name="miner", rank=me.rank)
+    status, reason = int(ExitStatus.FAULT), ""
+    try:
+        with ExitStack() as stack:
+            status, reason = _run(config, me, folder, stop, stack)
+    except StopBeforeStart:
+        status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
+    except ConfigError as error:
+        status, reason = ExitStatus.BAD_CONFIGURATION, str(error)
+        log.error("error: %s", error)
+    except NetworkFailure as error:
+        reason = str(error)
+        log.error("%s", error)
+    except Exception as error:  # the last word of this process: say it in one line, then end
+        reason = f"{type(error).__name__}: {error}"
+        log.exception("%s", lines.training_loop_failed(error))
+    if me.rank == 0:
+        write_exit_status(folder, status, reason)
+    return status
+
+
+class _Stop:
+    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all)."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.wanted = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+        self.events.put(ev.StopRequested("asked to stop"))
+
+
+def _run(
+    config: Config, me: RankEnvironment, folder: Path, stop: _Stop, stack: ExitStack
+) -> tuple[int, str]:
+    device = _device(config, me)
+    ranks = join_ranks(
+        environ=os.environ,
+        timeout=CONTROL_TIMEOUT,
+        backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+    )
+    place = Place(config, folder, device, ranks, stop.events, stack)
+    outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
+    if facts.problem:
+        return ExitStatus.FAULT, facts.problem
+    status, reason = Miner(place, facts, outside).run()
+    with suppress(RuntimeError):  # the others may be gone already
+        ranks.close()
+    return status, reason
+
+
+def _device(config: Config, me: RankEnvironment) -> torch.device:
+    if config.miner.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", me.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _meet_network(
+    place: Place, *, wanted: Callable[[], bool]
+) -> tuple[network.Outside | None, Facts]:
+    """The network first, and only on rank 0: what is wrong shows before a model is built."""
+    ranks = place.ranks
+    if ranks.rank != 0:
+        return None, Facts(**ranks.share("start", None))
+    try:
+        outside = network.connect(place.config, place.folder, place.stack, wanted=wanted)
+    except (ConfigError, NetworkFailure, StopBeforeStart) as error:
+        ranks.share("start", {"problem": str(error) or "stopped"})
+        raise
+    facts = Facts(
+        uid=outside.uid,
+        model_config=outside.model_config,
+        tokenizer_path=str(outside.tokenizer_path),
+        eos_id=outside.eos_id,
+        global_outer_step=outside.global_outer_step,
+    )
+    ranks.share("start", asdict(facts))
+    return outside, facts
+
+
+# --- every rank ---------------------------------------------------------------------------------
+
+
+class Miner:
+    """One rank, built top to bottom and ready to run. ``outside``: rank 0's, else None.
+
+    Raises ConfigError, NetworkFailure.
+    """
+
+    def __init__(self, place: Place, facts: Facts, outside: network.Outside | None) -> None:
+        from distributed_training.data import DataPipeline, WorkerSpec
+        from distributed_training.training import Checkpointer, Trainer
+
+        config, ranks, device = place.config, place.ranks, place.device
+
+        # training
+        sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
+        self.trainer = Trainer(
+            settings=config.training,
+            model_config=facts.model_config,
+            device=device,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            utilization=sampler.utilization if sampler else lambda: None,
+        )
+        self.checkpointer = Checkpointer(
+            trainer=self.trainer,
+            folder=place.folder / "checkpoints",
+            keep=config.miner.keep_checkpoints,
+        )
+
+        # data
+        self.data = DataPipeline(
+            WorkerSpec(
+                settings=config.data,
+                uid=facts.uid,
+                rank=ranks.rank,
+                world_size=ranks.world_size,
+                sequence_length=config.training.sequence_length,
+                tokenizer_path=Path(facts.tokenizer_path),
+                eos_id=facts.eos_id,
+                folder=place.folder / "data",
+                vocabulary=int(facts.model_config["vocab_size"]),
+            ),
+            micro_batch_size=self.trainer.micro_batch_size,
+            device=device,
+        )
+        place.stack.callback(self.data.close)
+
+        # where it stood: what this rank kept in its checkpoint, empty after a fresh start
+        self.kept = self._resume(facts, outside.global_folder if outside else None)
+        self.data.restore(self.kept.get("data", {}))
+
+        # what rank 0 has besides
+        self.rank_zero = RankZero(place, self, outside) if outside else None
+        self.loop = MinerLoop(
+            ranks=ranks,
+            trainer=self.trainer,
+            data=self.data,
+            checkpointer=self.checkpointer,
+            snapshots=place.folder / "snapshots",
+            leader=self.rank_zero.leader if self.rank_zero else None,
+            buffers=self.rank_zero.swarm.buffers if self.rank_zero else None,
+        )
+
+    def _resume(self, facts: Facts, global_folder: Path | None) -> dict[str, Any]:
+        """Weights: the checkpoint where it belongs to the global epoch, else the global state.
+
+        A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
+        validator's publication; comparing epochs later decides.
+        """
+        restored, outer_step = self.checkpointer.restore(), facts.global_outer_step
+        if restored is not None:
+            progress, kept = restored
+            reached = progress.outer_step
+            if reached in (outer_step, outer_step + 1):
+                log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
+                return kept
+            log.info(lines.epochs_differ(reached, outer_step))
+        try:
+            self.trainer.load_global(
+                global_folder / "model.safetensors" if global_folder else None,
+                global_folder / "outer_optimizer.pt" if global_folder else None,
+                outer_step,
+            )
+        except ValueError as error:  # on all ranks alike; nothing has changed
+            if global_folder is not None:
+                shutil.rmtree(global_folder, ignore_errors=True)  # the next start fetches it anew
+            if restored is None:
+                raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
+            log.warning(
+                "The global state cannot be loaded (%s). Training goes on without it.", error
+            )
+            return restored[1]
+        return {}
+
+    def run(self) -> tuple[int, str]:
+        """Until stopped. Exit status and, on rank 0, the reason."""
+        if self.rank_zero is not None:
+            self.rank_zero.open_doors()
+        status = self.loop.run()
+        if self.rank_zero is None:
+            return status, ""
+        leader = self.rank_zero.leader
+        leader.drain()  # what the last order came to is reported too
+        return status, leader.state.stop_reason
+
+
+# --- rank 0 -------------------------------------------------------------------------------------
+
+
+class RankZero:
+    """The leader with those who post events to it and those who subscribe to them."""
+
+    def __init__(self, place: Place, miner: Miner, outside: network.Outside) -> None:
+        self._place, self._miner, self._outside = place, miner, outside
+        config, trainer, post = place.config, miner.trainer, place.events.put
+        opened = place.stack.enter_context
+        reload = config.miner.round_reload_timeout.total_seconds()
+
+        # who posts events, besides the loop itself and the signals
+        self.swarm = opened(closing(outside.open_swarm(trainer.schema)))
+        self.publisher = opened(closing(outside.open_publisher(place.folder / "snapshots")))
+        self.global_epoch = opened(closing(outside.watch(post, self._epoch_start)))
+
+        # who decides
+        self.behind = trainer.outer_step != outside.global_outer_step
+        self.blocks = self._block_list()
+        self.leader = Leader(
+            state=MinerState(
+                mode=Mode.AWAITING_GLOBAL if self.behind else Mode.TRAINING,
+                outer_step=trainer.outer_step,
+                global_due=time.monotonic() + reload,
+            ),
+            rules=Rules(reload_seconds=reload, checkpoint_steps=config.miner.checkpoint_steps),
+            events=place.events,
+            blocks=self.blocks,
+            averaging=Averaging(swarm=self.swarm, post=post),
+            global_epoch=self.global_epoch,
+        )
+        self.round_clock = outside.round_clock()
+        self.server = outside.open_server(
+            epoch=lambda: trainer.outer_step,
+            on_all_reduce=lambda request: post(ev.AllReduceCalled(request, time.monotonic())),
+            round_phase=lambda: "averaging" if self.leader.state.mode is Mode.AVERAGING else None,
+            round_due=self.round_clock.due,
+        )
+        place.stack.callback(self.server.close)
+
+        # who subscribes to them
+        self.schedule = outside.upload_schedule()
+        events = EventLog.from_settings(config.telemetry, place.folder)
+        self._record: Record = events.write if events else (lambda kind, **fields: None)
+        for see in (self._reporter().see, self._publishing().see, self._tell_server):
+            self.leader.subscribe(see)
+
+    def open_doors(self) -> None:
+        """From here on others find this miner, and it finds out about them."""
+        outside, miner, port = self._outside, self._miner, self.server.port
+        post = self._place.events.put
+        self._report_device()
+        self.publisher.publish_peer_id(self.swarm.peer_id)
+        self.server.start()
+        outside.announce(port)
+        outside.follow_registration(
+            port, lambda why, status: post(ev.StopRequested(why, status)), self._place.stack
+        )
+        self.global_epoch.start()
+        if miner.kept and not self.behind:
+            self.global_epoch.compare_weights(
+                miner.trainer.outer_step
+            )  # of the last round, perhaps
+        self._record(
+            "start",
+            uid=outside.uid,
+            hotkey=outside.hotkey,
+            peer_id=self.swarm.peer_id,
+            outer_step=miner.trainer.outer_step,
+            inner_step=miner.trainer.inner_step,
+            world_size=self._place.ranks.world_size,
+            resumed=bool(miner.kept),
+        )
+
+    def _epoch_start(self) -> tuple[int, list[Rows]]:
+        """What the global weights are compared with: our outer step, rank 0's rows of its start."""
+        trainer = self._miner.trainer
+        return trainer.outer_step, [Rows(*rows) for rows in trainer.epoch_start_rows()]
+
+    def _block_list(self) -> BlockList:
+        trainer, data, kept = self._miner.trainer, self._miner.data, self._miner.kept
+        held = trainer.preview_micro_batches
+        blocks = BlockList(
+            chain_block=self._outside.chain.block,
+            data=data,
+            ranks=self._place.ranks,
+            micro_batch_size=trainer.micro_batch_size,
+            hold_back=0 if data.holds_back(held) else held,
+            recent=self._place.config.miner.blocks_per_allreduce // 2,
+        )
+        blocks.restore(kept.get("rank_zero", {}).get("blocks", {}), kept.get("data", {}))
+        return blocks
+
+    def _reporter(self) -> Reporter:
+        config, outside, server = self._place.config, self._outside, self.server
+        on_gpu = self._place.device.type == "cuda"
+
+        def served() -> dict[str, int]:
+            return {k: v for k, v in server.counters().items() if k != "connections"}
+
+        metrics = Metrics(
+            file=MetricsFile(self._place.folder / "metrics.prom"),
+            counts={
+                "data": self._miner.data.counters,
+                "chain": outside.chain.counters,
+                "server": served,
+            },
+            gauges={
+                "repo_age_seconds": lambda: self.schedule.repo_age(time.monotonic()),
+                "server_connections": lambda: server.counters()["connections"],
+                "chain_age_seconds": lambda: outside.chain.age().total_seconds(),
+            },
+        )
+        return Reporter(
+            record=self._record,
+            metrics=metrics,
+            schedule=self.schedule,
+            warnings=lambda report: step_warnings(report, config.diagnostics, expect_gpu=on_gpu),
+            bucket=outside.bucket,
+            reload_timeout=config.miner.round_reload_timeout,
+        )
+
+    def _publishing(self) -> Publishing:
+        needed = snapshot_bytes(shape for _, shape in self._miner.trainer.schema)
+        return Publishing(
+            schedule=self.schedule,
+            round_clock=self.round_clock,
+            blocks=self.blocks,
+            publisher=self.publisher,
+            disk_problem=lambda: disk_allows(self._place.folder, needed),
+            world_size=self._place.ranks.world_size,
+        )
+
+    def _tell_server(self, event: ev.Event, state: MinerState) -> None:
+        """Until it is told that a call led to nothing more, it answers that a round is running."""
+        match event:
+            case ev.ModeChanged(before=Mode.AVERAGING):
+                self.server.round_ended()
+            case ev.AllReduceCalled() if ignores_calls(state.mode):
+                self.server.round_ended()
+
+    def _report_device(self) -> None:
+        place, trainer = self._place, self._miner.trainer
+        for line in gpu_report_lines(
+            cuda=cuda_state(place.device.index),
+            model_device=str(place.device),
+            micro_batch=trainer.micro_batch_size,
+            effective=place.config.training.local_batch_size_train_effective,
+            world_size=place.ranks.world_size,
+        ):
+            log.info("%s", line)

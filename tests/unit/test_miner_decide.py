@@ -1,0 +1,517 @@
+"""The miner's state machine as a table: no process, no clock, no network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed_training.miner import events as ev
+from distributed_training.miner.decide import (
+    MinerState,
+    Mode,
+    Rules,
+    decide,
+    ignores_calls,
+    publishes,
+    trains,
+)
+from distributed_training.miner.orders import Order, Task
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    AllReduceResult,
+    Progress,
+    RoundRequest,
+    StepReport,
+)
+
+RULES = Rules(reload_seconds=2640, checkpoint_steps=10)
+CALL = RoundRequest(caller="5Validator", received_at=1e9)
+RESULT = AllReduceResult(
+    peers=("a", "b", "c"),
+    failed_peers=(),
+    matchmaking_seconds=1.0,
+    transfer_seconds=2.0,
+    total_seconds=3.0,
+)
+
+
+def state(mode: Mode, **fields: object) -> MinerState:
+    base = MinerState(mode=mode, outer_step=12)
+    if mode is Mode.AVERAGING:
+        base = replace(base, round=CALL, called_at=1000.0)
+    if mode is Mode.AWAITING_GLOBAL:
+        base = replace(base, global_due=3640.0)
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+def step(inner_step: int, **fields: Any) -> ev.InnerStepDone:
+    figures = {"loss": 2.0, "learning_rate": 1e-3, "tokens": 256, "samples": 8, "seconds": 1.0}
+    report = StepReport(12, inner_step, data_wait_seconds=0.0, micro_batches=2, **figures, **fields)
+    return ev.InnerStepDone(report)
+
+
+def skipped(inner_step: int) -> ev.InnerStepDone:
+    return step(inner_step, skipped=True)
+
+
+def diverged(inner_step: int) -> ev.InnerStepDone:
+    return replace(skipped(inner_step), diverged=True)
+
+
+WANTED = ev.SnapshotWanted()
+CHECKPOINT, ROLL_BACK = (Order.CHECKPOINT,), (Order.ROLL_BACK,)
+
+TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = [
+    # --- a call from the validator
+    (
+        "a call while training starts a round",
+        state(Mode.TRAINING),
+        ev.AllReduceCalled(CALL, 1000.0),
+        Mode.AVERAGING,
+        (Order.WRITE_PSEUDO_GRADIENT,),
+    ),
+    (
+        "a second round may follow before the global state was seen",
+        state(Mode.AWAITING_GLOBAL),
+        ev.AllReduceCalled(CALL, 1000.0),
+        Mode.AVERAGING,
+        (Order.WRITE_PSEUDO_GRADIENT,),
+    ),
+    (
+        "a call in a round",
+        state(Mode.AVERAGING),
+        ev.AllReduceCalled(CALL, 1000.0),
+        Mode.AVERAGING,
+        (),
+    ),
+    ("a call in a load", state(Mode.LOADING), ev.AllReduceCalled(CALL, 1000.0), Mode.LOADING, ()),
+    (
+        "a call in a fetch",
+        state(Mode.FETCHING),
+        ev.AllReduceCalled(CALL, 1000.0),
+        Mode.FETCHING,
+        (),
+    ),
+    (
+        "inner steps go on while the global state is fetched, without snapshots",
+        state(Mode.FETCHING),
+        step(50),
+        Mode.FETCHING,
+        (Order.CHECKPOINT,),
+    ),
+    ("no snapshot of an epoch that is over", state(Mode.FETCHING), WANTED, Mode.FETCHING, ()),
+    (
+        "but the one that was taken is previewed",
+        state(Mode.FETCHING),
+        ev.SnapshotComplete(),
+        Mode.FETCHING,
+        (Order.PREVIEW,),
+    ),
+    (
+        "fetched, but it does not fit this model: as a fetch that failed",
+        state(Mode.LOADING),
+        ev.LoadFailed("another shape", 5000.0),
+        Mode.AWAITING_GLOBAL,
+        (Task.DISCARD_GLOBAL,),
+    ),
+    (
+        "an epoch ahead that could not be fetched is asked for later",
+        state(Mode.AWAITING_GLOBAL, fetch_failures=1, failed_target=13),
+        ev.GlobalEpochSeen(13, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "a call when stopping",
+        state(Mode.STOPPING),
+        ev.AllReduceCalled(CALL, 1000.0),
+        Mode.STOPPING,
+        (),
+    ),
+    # --- the round
+    (
+        "buffers are written: the swarm starts",
+        state(Mode.AVERAGING),
+        ev.PseudoGradientWritten(1.0),
+        Mode.AVERAGING,
+        (Task.AVERAGE, Order.ANTICIPATE),
+    ),
+    (
+        "buffers written too late",
+        state(Mode.AWAITING_GLOBAL),
+        ev.PseudoGradientWritten(1.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "an average is there: all ranks prepare and vote",
+        state(Mode.AVERAGING),
+        ev.Averaged(RESULT),
+        Mode.AVERAGING,
+        (Order.OUTER_STEP,),
+    ),
+    (
+        "no average: training goes on",
+        state(Mode.AVERAGING),
+        ev.RoundFailed(AllReduceFault.NO_GROUP),
+        Mode.AWAITING_GLOBAL,
+        (Order.ABANDON_ROUND,),
+    ),
+    (
+        "a round that failed after it was given up",
+        state(Mode.TRAINING),
+        ev.RoundFailed(AllReduceFault.TIMEOUT),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "an average that was given up",
+        state(Mode.TRAINING),
+        ev.Averaged(RESULT),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "committed: the checkpoint decides after a kill",
+        state(Mode.AVERAGING),
+        ev.OuterStepEnded(True, 13),
+        Mode.AWAITING_GLOBAL,
+        (Order.CHECKPOINT,),
+    ),
+    (
+        "rolled back",
+        state(Mode.AVERAGING),
+        ev.OuterStepEnded(False, 12),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    # --- inner steps
+    ("an ordinary step", state(Mode.TRAINING), step(3), Mode.TRAINING, ()),
+    ("a step with a checkpoint", state(Mode.TRAINING), step(20), Mode.TRAINING, CHECKPOINT),
+    ("none of a step that was skipped", state(Mode.TRAINING), skipped(20), Mode.TRAINING, ()),
+    ("losses are not finite", state(Mode.TRAINING), diverged(20), Mode.TRAINING, ROLL_BACK),
+    ("a step that ended when a call had come", state(Mode.AVERAGING), step(20), Mode.AVERAGING, ()),
+    ("a snapshot", state(Mode.TRAINING), WANTED, Mode.TRAINING, (Order.SNAPSHOT,)),
+    ("after a round", state(Mode.AWAITING_GLOBAL), WANTED, Mode.AWAITING_GLOBAL, (Order.SNAPSHOT,)),
+    ("a round overtook it", state(Mode.AVERAGING), WANTED, Mode.AVERAGING, ()),
+    (
+        "its files are there",
+        state(Mode.TRAINING),
+        ev.SnapshotComplete(),
+        Mode.TRAINING,
+        (Order.PREVIEW,),
+    ),
+    ("in a round", state(Mode.AVERAGING), ev.SnapshotComplete(), Mode.AVERAGING, ()),
+    ("nothing to roll back to", state(Mode.TRAINING), ev.RolledBack(None), Mode.TRAINING, ()),
+    (
+        "rolled back within the epoch",
+        state(Mode.TRAINING),
+        ev.RolledBack(Progress(12)),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "rolled back to the epoch before: the commit's checkpoint was not written",
+        state(Mode.AWAITING_GLOBAL),
+        ev.RolledBack(Progress(11)),
+        Mode.AWAITING_GLOBAL,
+        (Task.COMPARE_EPOCHS,),
+    ),
+    # --- the global state
+    (
+        "the same epoch",
+        state(Mode.TRAINING),
+        ev.GlobalEpochSeen(12, 5000.0),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "behind the global epoch",
+        state(Mode.TRAINING),
+        ev.GlobalEpochSeen(13, 5000.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "ahead of the global epoch: the validator refused the round",
+        state(Mode.TRAINING),
+        ev.GlobalEpochSeen(11, 5000.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "the validator is still publishing",
+        state(Mode.AWAITING_GLOBAL),
+        ev.GlobalEpochSeen(11, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "missed a round that others finished: no need to wait",
+        state(Mode.AWAITING_GLOBAL),
+        ev.GlobalEpochSeen(13, 2000.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "agreed before the time is up: the wait goes on, for the next round may come late",
+        state(Mode.AWAITING_GLOBAL),
+        ev.GlobalEpochSeen(12, 2000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "agreed after it",
+        state(Mode.AWAITING_GLOBAL),
+        ev.GlobalEpochSeen(12, 3641.0),
+        Mode.TRAINING,
+        (Task.COMPARE_WEIGHTS,),
+    ),
+    (
+        "agreed after a round that lost parts: others' weights may differ",
+        state(Mode.AWAITING_GLOBAL, partial=True),
+        ev.GlobalEpochSeen(12, 3641.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "the same, seen while training",
+        state(Mode.TRAINING, partial=True),
+        ev.GlobalEpochSeen(12, 5000.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "our weights are the global ones",
+        state(Mode.TRAINING),
+        ev.WeightsCompared(12, True),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "our weights are not the global ones",
+        state(Mode.TRAINING),
+        ev.WeightsCompared(12, False),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "a comparison of an epoch that is over",
+        state(Mode.TRAINING),
+        ev.WeightsCompared(11, False),
+        Mode.TRAINING,
+        (),
+    ),
+    (
+        "a comparison that ends in a round",
+        state(Mode.AVERAGING),
+        ev.WeightsCompared(12, False),
+        Mode.AVERAGING,
+        (),
+    ),
+    (
+        "fetched because our weights differed: what was trained is kept",
+        state(Mode.FETCHING, rebase=True),
+        ev.GlobalFetched(12, Path("epoch-12")),
+        Mode.LOADING,
+        (Order.REBASE,),
+    ),
+    (
+        "disagreed after it",
+        state(Mode.AWAITING_GLOBAL),
+        ev.GlobalEpochSeen(11, 3641.0),
+        Mode.FETCHING,
+        (Task.FETCH_GLOBAL,),
+    ),
+    (
+        "an epoch seen in a round does not end it",
+        state(Mode.AVERAGING),
+        ev.GlobalEpochSeen(13, 2000.0),
+        Mode.AVERAGING,
+        (),
+    ),
+    ("not yet", state(Mode.AWAITING_GLOBAL), ev.Tick(3639.0), Mode.AWAITING_GLOBAL, ()),
+    (
+        "the time is up: compare",
+        state(Mode.AWAITING_GLOBAL),
+        ev.Tick(3640.0),
+        Mode.TRAINING,
+        (Task.COMPARE_EPOCHS, Task.COMPARE_WEIGHTS),
+    ),
+    ("ticks mean nothing else", state(Mode.TRAINING), ev.Tick(9e9), Mode.TRAINING, ()),
+    (
+        "fetched",
+        state(Mode.FETCHING),
+        ev.GlobalFetched(13, Path("epoch-13")),
+        Mode.LOADING,
+        (Order.LOAD,),
+    ),
+    (
+        "fetch failed: stale weights beat no training",
+        state(Mode.FETCHING),
+        ev.GlobalFetchFailed("404", 5000.0),
+        Mode.AWAITING_GLOBAL,
+        (),
+    ),
+    (
+        "loaded",
+        state(Mode.LOADING),
+        ev.Loaded(13),
+        Mode.TRAINING,
+        (Order.CHECKPOINT,),
+    ),
+    # --- the end
+    (
+        "stop while training",
+        state(Mode.TRAINING),
+        ev.StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (Order.STOP,),
+    ),
+    (
+        "stop in a round frees the swarm first",
+        state(Mode.AVERAGING),
+        ev.StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (Task.CANCEL_AVERAGE, Order.STOP),
+    ),
+    (
+        "one stop is enough",
+        state(Mode.STOPPING),
+        ev.StopRequested("SIGTERM"),
+        Mode.STOPPING,
+        (),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "mode", "orders"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
+)
+def test_table(
+    before: MinerState, event: ev.Event, mode: Mode, orders: tuple[Order | Task, ...]
+) -> None:
+    after, given_orders = decide(before, event, RULES)
+    assert after.mode is mode
+    assert given_orders == orders
+
+
+def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
+    now, waits = state(Mode.TRAINING), []
+    at = 5000.0
+    for _ in range(9):
+        now, orders = decide(now, ev.GlobalEpochSeen(13, at), RULES)
+        assert (now.mode, orders) == (Mode.FETCHING, (Task.FETCH_GLOBAL,))
+        now, _ = decide(now, ev.GlobalFetchFailed("NaN", at), RULES)
+        waits.append(now.global_due - at)
+        at = now.global_due
+    assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
+    now, _ = decide(now, ev.GlobalEpochSeen(13, at), RULES)
+    now, _ = decide(now, ev.GlobalFetched(13, Path("epoch-13")), RULES)
+    now, _ = decide(now, ev.Loaded(13), RULES)
+    assert now.fetch_failures == 0
+
+
+def test_a_newer_epoch_is_not_held_back_by_one_that_failed() -> None:
+    now, _ = decide(state(Mode.TRAINING), ev.GlobalEpochSeen(13, 5000.0), RULES)
+    for _ in range(7):
+        now, _ = decide(now, ev.GlobalFetchFailed("NaN", 5000.0), RULES)
+        assert decide(now, ev.GlobalEpochSeen(13, 5001.0), RULES)[1] == ()
+        now, _ = decide(now, ev.GlobalEpochSeen(13, now.global_due), RULES)
+    now, _ = decide(now, ev.GlobalFetchFailed("NaN", 5000.0), RULES)
+    now, orders = decide(now, ev.GlobalEpochSeen(14, 5001.0), RULES)
+    assert (now.fetch_target, orders) == (14, (Task.FETCH_GLOBAL,))
+    now, _ = decide(now, ev.GlobalFetchFailed("NaN", 5002.0), RULES)
+    assert now.global_due == 5062.0, "another epoch, another count"
+
+
+def test_a_roll_back_to_an_older_epoch_leads_to_the_global_one() -> None:
+    after, _ = decide(state(Mode.TRAINING), ev.RolledBack(Progress(11)), RULES)
+    assert after.outer_step == 11
+    after, orders = decide(after, ev.GlobalEpochSeen(12, 5000.0), RULES)
+    assert (after.fetch_target, orders) == (12, (Task.FETCH_GLOBAL,))
+
+
+def test_a_failed_round_waits_from_the_call_not_from_the_failure() -> None:
+    after, _ = decide(state(Mode.AVERAGING), ev.RoundFailed(AllReduceFault.TIMEOUT), RULES)
+    assert after.global_due == 1000.0 + RULES.reload_seconds
+    assert after.outer_step == 12
+
+
+def test_a_committed_round_moves_the_epoch() -> None:
+    after, _ = decide(state(Mode.AVERAGING), ev.OuterStepEnded(True, 13), RULES)
+    assert (after.outer_step, after.round) == (13, None)
+
+
+def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
+    loading, _ = decide(state(Mode.TRAINING), ev.WeightsCompared(12, False), RULES)
+    assert loading.rebase and loading.fetch_target == 12
+    waiting, _ = decide(loading, ev.GlobalFetchFailed("404", 5000.0), RULES)
+    assert waiting.partial and not waiting.rebase
+    again, orders = decide(waiting, ev.GlobalEpochSeen(12, 5060.0), RULES)
+    assert again.rebase and Task.FETCH_GLOBAL in orders
+    loading, _ = decide(again, ev.GlobalFetched(12, Path("epoch-12")), RULES)
+    done, _ = decide(loading, ev.Loaded(12), RULES)
+    assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
+
+
+def test_a_whole_round_clears_what_a_partial_one_left() -> None:
+    for partial in (True, False):
+        before = state(Mode.AVERAGING, partial=not partial)
+        result = replace(RESULT, failed_peers=("c",) if partial else ())
+        before, _ = decide(before, ev.Averaged(result), RULES)
+        after, _ = decide(before, ev.OuterStepEnded(True, 13), RULES)
+        assert after.partial is partial
+    after, _ = decide(state(Mode.AVERAGING, partial=True), ev.OuterStepEnded(False, 12), RULES)
+    assert after.partial, "nothing was committed, so nothing is mended"
+
+
+def test_stop_keeps_reason_and_status() -> None:
+    after, _ = decide(state(Mode.TRAINING), ev.StopRequested("deregistered", 3), RULES)
+    assert (after.stop_reason, after.exit_status) == ("deregistered", 3)
+
+
+def test_a_call_in_each_mode_starts_a_round_or_is_repeated_or_ignored() -> None:
+    for mode in Mode:
+        after, orders = decide(state(mode), ev.AllReduceCalled(CALL, 1000.0), RULES)
+        assert ignores_calls(mode) == (after.mode is not Mode.AVERAGING)
+        assert bool(orders) == (after.mode is not mode)
+
+
+EVENTS = st.sampled_from([row[2] for row in TABLE])
+
+
+@given(st.lists(EVENTS, max_size=40))
+def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
+    current = MinerState(mode=Mode.TRAINING, outer_step=12)
+    for event in events:
+        before = current
+        current, orders = decide(before, event, RULES)
+        # A round is remembered exactly as long as it runs, and so is its average.
+        assert (current.round is not None) == (current.mode is Mode.AVERAGING)
+        assert current.averaged is None or current.mode in (Mode.AVERAGING, Mode.STOPPING)
+        # STOP is ordered once, and nothing after it.
+        if before.mode is Mode.STOPPING:
+            assert orders == ()
+        # What was anticipated is dropped when the round leaves without an outer step.
+        if isinstance(event, ev.RoundFailed) and before.mode is Mode.AVERAGING:
+            assert orders == (Order.ABANDON_ROUND,)
+        # A fetch is asked for exactly when the mode says that one is under way.
+        began = before.mode is not Mode.FETCHING and current.mode is Mode.FETCHING
+        assert began == (Task.FETCH_GLOBAL in orders)
+        # Training goes on in every mode in which no order of a round or a load is under way.
+        if trains(current.mode) and trains(before.mode):
+            assert not {Order.WRITE_PSEUDO_GRADIENT, Order.OUTER_STEP, Order.LOAD} & set(orders)
+        # What is published is of an epoch that is not over.
+        if Order.SNAPSHOT in orders:
+            assert publishes(current.mode)
+        # What makes a difference to others' weights is not forgotten before it is mended.
+        if before.partial and not current.partial:
+            assert isinstance(event, (ev.Loaded, ev.OuterStepEnded))

@@ -1,0 +1,220 @@
+"""Publishing: which steps become snapshots, and what happens to those that cannot be published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.miner import events as ev
+from distributed_training.miner.decide import MinerState, Mode
+from distributed_training.miner.publishing import Publishing
+from distributed_training.miner.round_clock import RoundClock
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    Progress,
+    PublicationReport,
+    Revision,
+    StepReport,
+)
+from distributed_training.store.upload_schedule import UploadSchedule
+
+pytestmark = pytest.mark.timeout(30)
+
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
+
+
+class Handle:
+    hold_seconds = 0.1
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.error: BaseException | None = None
+        self.complete = False
+
+    def done(self) -> bool:
+        return self.complete or self.error is not None
+
+
+class Blocks:
+    def __init__(self) -> None:
+        self.trained, self.recent = [100], True
+
+    def blocks(self) -> list[int]:
+        return self.trained
+
+    def list_is_recent(self) -> bool:
+        return self.recent
+
+
+class Publisher:
+    busy = False
+
+    def __init__(self) -> None:
+        self.paused = False
+        self.submitted: list[tuple[Any, ...]] = []
+        self.answers: list[PublicationReport] = []
+
+    def submit(
+        self, folder: Path, revision: Revision, world_size: int, *, preview_delta: float | None
+    ) -> None:
+        self.submitted.append((folder, revision.tag, world_size, preview_delta))
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def reports(self) -> list[PublicationReport]:
+        answers, self.answers = self.answers, []
+        return answers
+
+
+class Rig:
+    """An upload every 10 inner steps from the tenth on."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.now, self.block = folder, 1000.0, 50
+        self.disk: str | None = None
+        self.blocks: Any = Blocks()
+        self.publisher: Any = Publisher()
+        self.round_clock = RoundClock(
+            chain_block=lambda: self.block,
+            blocks_per_allreduce=100,
+            last_allreduce_block=None,
+            clock=lambda: self.now,
+        )
+        self.publishing = Publishing(
+            schedule=UploadSchedule(
+                upload_steps=10,
+                minimum_inner_step=10,
+                age_limit=timedelta(hours=9),
+                slack=timedelta(0),
+            ),
+            round_clock=self.round_clock,
+            blocks=self.blocks,
+            publisher=self.publisher,
+            disk_problem=lambda: self.disk,
+            world_size=2,
+            clock=lambda: self.now,
+        )
+
+    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
+        """As the leader does it: what follows is seen too."""
+        follows = self.publishing.see(event, state)
+        for other in follows:
+            self.see(other, state)
+        return follows
+
+    def steps(self, numbers: Iterable[int], state: MinerState = TRAINING) -> list[ev.Event]:
+        found = []
+        for number in numbers:
+            self.now += 10
+            report = StepReport(3, number, 2.0, 1e-3, 256, 8, 10.0, 0.0, 2)
+            found += self.see(ev.InnerStepDone(report), state)
+        return found
+
+    def take(self, inner_step: int) -> Handle:
+        handle: Any = Handle(self.folder / str(inner_step))
+        self.see(ev.SnapshotTaken(handle, Progress(3, inner_step)))
+        return handle
+
+
+def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    assert rig.steps(range(1, 11)) == [ev.SnapshotWanted()]
+    handle = rig.take(10)
+    assert rig.steps([11, 12]) == [], "its files are being written"
+    handle.complete = True
+    assert rig.steps([13, 14]) == [ev.SnapshotComplete()] * 2, "until it was previewed"
+    preview = ev.Previewed(-0.1, 0.5)
+    revision = Revision(5, 3, 10)
+    assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview)]
+    assert rig.publisher.submitted == [(tmp_path / "10", "5.3.10", 2, -0.1)]
+    assert rig.steps(range(15, 25)) == [], "one after the other"
+    report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
+    rig.publisher.answers.append(report)
+    assert rig.see(ev.Tick(rig.now)) == [ev.PublicationEnded(report)]
+    assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
+
+
+@pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.FETCHING])
+def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
+    mode: Mode, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path)
+    state = MinerState(mode=mode, outer_step=3)
+    assert rig.steps(range(1, 11), state) == []
+    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
+
+
+def test_a_disk_without_room_is_told_and_the_next_regular_step_asks_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.disk = "no room"
+    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room")]
+    rig.disk = None
+    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
+
+
+def test_without_a_trained_block_nothing_is_published(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.blocks.trained = []
+    (failed,) = rig.steps(range(1, 11))
+    assert isinstance(failed, ev.SnapshotFailed) and "block list is empty" in failed.problem
+
+
+def test_a_list_without_a_recent_block_is_waited_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rig = Rig(tmp_path)
+    rig.blocks.recent = False
+    assert rig.steps(range(1, 13)) == []
+    assert caplog.text.count("no recent block was trained on") == 1, "once a minute"
+    rig.blocks.recent = True
+    assert rig.steps([13]) == [ev.SnapshotWanted()], "at the next step, not ten later"
+
+
+def test_a_snapshot_that_could_not_be_written_is_given_up_and_leaves_the_disk(
+    tmp_path: Path,
+) -> None:
+    rig = Rig(tmp_path)
+    rig.steps(range(1, 11))
+    handle = rig.take(10)
+    handle.error = OSError(28, "No space left on device")
+    (failed,) = rig.steps([11])
+    assert isinstance(failed, ev.SnapshotFailed)
+    assert failed.revision == Revision(5, 3, 10) and "No space left" in failed.problem
+    assert not handle.folder.exists()
+    assert rig.steps(range(12, 21)) == [ev.SnapshotWanted()]
+
+
+def test_uploads_give_way_to_rounds_and_loads_and_to_nothing_else(tmp_path: Path) -> None:
+    needs_the_line = {Mode.AVERAGING, Mode.FETCHING, Mode.LOADING}
+    for before in set(Mode) - {Mode.STOPPING}:
+        for after in set(Mode) - {before}:
+            rig = Rig(tmp_path)
+            rig.publisher.paused = before in needs_the_line
+            rig.see(ev.ModeChanged(before, after))
+            if after is Mode.STOPPING:
+                assert rig.publisher.paused == (before in needs_the_line)
+            else:
+                assert rig.publisher.paused == (after in needs_the_line)
+
+
+def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.see(ev.OuterStepEnded(True, 4))
+    assert rig.round_clock.next_at() == rig.now + 100 * 12
+    rig.block += 50
+    rig.now += 50 * 12
+    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT))
+    assert rig.round_clock.next_at() == rig.now + 50 * 12, "of a round that was given up before"
+    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, 4))
+    assert rig.round_clock.next_at() == rig.now + 100 * 12
+    assert rig.round_clock.due() is False, "only a successful one begins a time without calls"

@@ -1,0 +1,273 @@
+"""The reporter: what operators read and what programs read, event by event."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.miner import events as ev
+from distributed_training.miner.decide import MinerState, Mode
+from distributed_training.miner.reporter import Metrics, Reporter
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    AllReduceResult,
+    Progress,
+    PublicationReport,
+    Revision,
+    RoundRequest,
+    StepReport,
+)
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.telemetry import MetricsFile
+
+pytestmark = pytest.mark.timeout(30)
+
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
+IN_ROUND = MinerState(mode=Mode.AVERAGING, outer_step=3)
+RESULT = AllReduceResult(("me", "a"), ("b",), 1.5, 2.5, 4.0)
+REPORT = StepReport(3, 7, 2.5, 1e-3, 256, 8, 2.0, 0.5, 2)
+
+
+class Rig:
+    def __init__(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        self.now, self.caplog, self.file = 1000.0, caplog, folder / "metrics.prom"
+        self.records: list[tuple[str, dict[str, Any]]] = []
+        self.warnings: list[str] = []
+        caplog.set_level(logging.INFO)
+        self.reporter = Reporter(
+            record=lambda kind, **fields: self.records.append((kind, fields)),
+            metrics=Metrics(
+                file=MetricsFile(self.file, every=0.0),
+                counts={"data": lambda: {"blocks": 3}},
+                gauges={"chain_age_seconds": lambda: 4.0, "repo_age_seconds": lambda: None},
+            ),
+            schedule=UploadSchedule(
+                upload_steps=10,
+                minimum_inner_step=10,
+                age_limit=timedelta(hours=9),
+                slack=timedelta(0),
+                published_at=900.0,
+            ),
+            warnings=lambda report: self.warnings,
+            bucket="mine",
+            reload_timeout=timedelta(seconds=2640),
+            clock=lambda: self.now,
+        )
+
+    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[tuple[str, str]]:
+        """Level and text of the lines said."""
+        self.caplog.clear()
+        self.reporter.see(event, state)
+        return [(r.levelname, r.getMessage()) for r in self.caplog.records]
+
+
+@pytest.fixture
+def rig(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Rig:
+    return Rig(tmp_path, caplog)
+
+
+def test_a_step(rig: Rig) -> None:
+    rig.warnings = ["the GPU sleeps"]
+    assert rig.see(ev.InnerStepDone(REPORT)) == [
+        (
+            "INFO",
+            "Outer Step: 3 | Inner Step: 7 | LR: 0.00100000 | Loss: 2.50 | Step Time: 2.0s | "
+            "GPU Mem: 0.00GB",
+        ),
+        (
+            "INFO",
+            "Throughput: 128 tokens/s | 4.00 samples/s | Data Wait: 0.5s | "
+            "Repo age: 100s of 32400s",
+        ),
+        ("WARNING", "the GPU sleeps"),
+    ]
+    ((kind, fields),) = rig.records
+    assert kind == "step"
+    assert fields["loss"] == 2.5 and fields["tokens_per_second"] == 128
+    assert set(fields) > {"outer_step", "inner_step", "seconds", "data_wait_seconds", "skipped"}
+    text = rig.file.read_text()
+    assert "dt_train_loss 2.5" in text and "dt_data_blocks_total 3" in text
+    assert "dt_chain_age_seconds 4" in text
+    assert "repo_age" not in text, "what is not known is absent"
+
+
+def test_a_successful_round(rig: Rig) -> None:
+    said = [text for _, text in rig.see(ev.PseudoGradientWritten(0.5), IN_ROUND)]
+    assert said == [
+        "⚠️  Pausing continuous training.",
+        "⏳ Starting Pseudo Gradient Averaging..",
+        "All Reduce Start (pseudo-gradient norm 0.5000)",
+    ]
+    rig.now += 6
+    averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
+    said = [text for _, text in rig.see(ev.OuterStepEnded(True, 4), averaged)]
+    assert said[:4] == [
+        "All Reduce Finish",
+        "AllReduce Operation Finished Succesfully: outer step 4 with 2 peers",
+        "✅ Resuming continuous training.",
+        "Waiting 2640 seconds until validator complete the all_reduce",
+    ]
+    assert "Parts of the average failed" in said[4], "a peer was lost"
+    assert rig.records == [
+        ("outer_step", {"outer_step": 4}),
+        (
+            "round",
+            {
+                "outer_step": 3,
+                "ok": True,
+                "fault": "",
+                "detail": "",
+                "peers": ["me", "a"],
+                "failed_peers": ["b"],
+                "seconds": 6.0,
+                "matchmaking_seconds": 1.5,
+                "transfer_seconds": 2.5,
+            },
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "checkpoint"),
+    [
+        (ev.RoundFailed(AllReduceFault.LOCAL, "NaN", began=False), 1),
+        (ev.RoundFailed(AllReduceFault.NO_GROUP), 1),
+        (ev.RoundFailed(AllReduceFault.TIMEOUT), 2),
+        (ev.RoundFailed(AllReduceFault.SWARM_DOWN, "p2pd is gone"), 2),
+        (ev.RoundFailed(AllReduceFault.LOCAL, "a round is already running"), None),
+        (ev.RoundFailed(AllReduceFault.CANCELLED), None),
+    ],
+)
+def test_a_round_without_an_average(
+    event: ev.RoundFailed, checkpoint: int | None, rig: Rig
+) -> None:
+    said = [text for _, text in rig.see(event, IN_ROUND)]
+    assert said[0].startswith(f"All Reduce Failed: {event.fault.value}")
+    assert event.detail in said[0]
+    numbered = [text for text in said if "At Checkpoint" in text]
+    assert numbered == ([f"All Reduce Failed At Checkpoint {checkpoint}"] if checkpoint else [])
+    assert said[-2] == "✅ Resuming continuous training."
+    ((kind, fields),) = rig.records
+    assert (kind, fields["ok"], fields["fault"]) == ("round", False, event.fault.name)
+    assert fields["peers"] == [] and fields["matchmaking_seconds"] is None
+
+
+def test_a_vote_against_the_outer_step(rig: Rig) -> None:
+    averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
+    said = rig.see(ev.OuterStepEnded(False, 3, "no memory"), averaged)
+    assert said[0] == ("WARNING", "All Reduce Failed At Checkpoint 3 (no memory)")
+    ((_, fields),) = rig.records
+    assert (fields["ok"], fields["fault"], fields["detail"]) == (False, "LOCAL", "no memory")
+
+
+def test_what_ends_after_the_round_was_given_up_is_not_a_round(rig: Rig) -> None:
+    stopping = MinerState(mode=Mode.STOPPING, outer_step=3)
+    assert rig.see(ev.RoundFailed(AllReduceFault.CANCELLED), stopping) == []
+    assert rig.records == []
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
+    call = ev.AllReduceCalled(RoundRequest("5V", 1e9), 1.0)
+    said = rig.see(call, MinerState(mode=mode, outer_step=3))
+    if mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING):
+        line = f"An AllReduce call is ignored: this miner is {mode.value}"
+        assert said == [("WARNING", line)]
+    else:
+        assert said == []
+
+
+def test_a_publication(rig: Rig) -> None:
+    handle: Any = type("Handle", (), {"hold_seconds": 0.25})
+    revision = Revision(5, 3, 10)
+    assert [text for _, text in rig.see(ev.SnapshotTaken(handle, Progress(3, 10)))] == [
+        "💾 Saving model state locally for epoch 3",
+        "Full State",
+        "Extracted Optimizer & Model State Dict: training was held for 0.25 s",
+    ]
+    preview = ev.Previewed(-0.0123, 0.5)
+    assert [text for _, text in rig.see(ev.SnapshotSubmitted(revision, preview))] == [
+        "Preview: this gradient, decoded as a validator would, changes the loss by -0.0123 "
+        "(0.50 s)",
+        "Upload Model Start",
+        "🔼 Uploading model and optimizer states to r2 bucket: mine",
+    ]
+    report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)
+    assert rig.see(ev.PublicationEnded(report)) == [
+        (
+            "INFO",
+            "Successfully pushed new model state with tag 5.3.10 to bucket: mine (2.5 MB in 3.0 s)",
+        )
+    ]
+    failed = PublicationReport(revision, False, 3.0, 0, "403")
+    assert rig.see(ev.PublicationEnded(failed)) == [("WARNING", "Model state upload failed: 403")]
+    assert [kind for kind, _ in rig.records] == ["preview", "publication", "publication"]
+    assert rig.records[0][1] == {"revision": "5.3.10", "delta": -0.0123, "seconds": 0.5}
+    assert rig.records[1][1] == {
+        "revision": "5.3.10",
+        "ok": True,
+        "seconds": 3.0,
+        "bytes_sent": 2_500_000,
+        "reason": "",
+        "finished_at": 1.7e9,
+    }
+    rig.see(ev.InnerStepDone(REPORT))
+    text = rig.file.read_text()
+    assert "dt_publications_total 2" in text and "dt_publications_failed_total 1" in text
+    assert "dt_uploaded_bytes_total 2.5e+06" in text
+
+
+def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
+    said = rig.see(ev.SnapshotSubmitted(Revision(5, 3, 10), ev.Previewed(None, 0.0)))
+    assert said[0] == ("INFO", "Upload Model Start") and rig.records == []
+
+
+@pytest.mark.parametrize(
+    ("event", "line", "record"),
+    [
+        (
+            ev.ModeChanged(Mode.TRAINING, Mode.AWAITING_GLOBAL),
+            None,
+            ("state", {"before": "training", "after": "awaiting_global"}),
+        ),
+        (
+            ev.Loaded(5),
+            ("INFO", "Loaded the global state of outer step 5"),
+            ("load", {"outer_step": 5}),
+        ),
+        (
+            ev.LoadFailed("60 layers", 1.0),
+            (
+                "WARNING",
+                "The global state does not fit this model (60 layers). Training goes on.",
+            ),
+            ("load_failed", {"problem": "60 layers"}),
+        ),
+        (
+            ev.GlobalFetchFailed("404", 1.0),
+            ("WARNING", "The global state could not be fetched (404). Training goes on."),
+            None,
+        ),
+        (
+            ev.RolledBack(Progress(3, 25)),
+            ("WARNING", "Training goes on at outer step 3, inner step 25"),
+            ("roll_back", {"outer_step": 3, "inner_step": 25}),
+        ),
+        (ev.RolledBack(None), None, None),
+        (ev.SnapshotFailed("no room"), ("WARNING", "no room"), None),
+        (ev.Tick(1.0), None, None),
+    ],
+)
+def test_the_rest(event: ev.Event, line: object, record: object, rig: Rig) -> None:
+    assert rig.see(event) == ([line] if line else [])
+    assert rig.records == ([record] if record else [])
+
+
+def test_the_last_line_says_why(rig: Rig) -> None:
+    state = MinerState(mode=Mode.STOPPING, outer_step=3, stop_reason="deregistered")
+    assert rig.see(ev.Stopped(3), state) == [("INFO", "Stopped (deregistered)")]
+    assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
