@@ -12,10 +12,11 @@ on a connection of its own. Goal: 500 per second on one core.
 
 attacks: a table. For each attack of ``bench/strangers.py``: a validator that is known calls IsAlive
 20 times a second (p99, goal 50 ms; failures, goal none), the training's step time as a ratio to the
-same steps without the attack (goal 1.05), the server's share of a core, growth of this process's
-memory. Blocks with and without the attack alternate; a ratio is the median of those of neighbouring
-blocks' median steps. Training and server share one core, the hardest case: one thread of training;
-the senders have the others, as they would on a network.
+same steps without the attack (goal 1.05), growth of this process's memory. Blocks with and without
+the attack alternate; a ratio is the median of those of neighbouring blocks' median steps. "By CPU"
+is the ratio that the server's share of the core implies: on a machine that other work keeps busy,
+wall times of steps say little. Training and server share one core, the hardest case: one thread of
+training; the senders have the others, as they would on a network.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ def summary(results: list[float]) -> dict[str, float]:
     }
 
 
+def served(calls: list[float]) -> tuple[str, str]:
+    told = summary(calls)
+    return f"{told['p50_ms']} / {told['p99_ms']} ms", f"{told['failed']}/{told['calls']}"
+
+
 def latency(seconds: float) -> dict[str, Any]:
     server = start_server(SETTINGS)
     training = Training(os.cpu_count() or 1)
@@ -223,7 +229,8 @@ class Blocks:
 
     quiet_steps: list[float] = field(default_factory=list)
     steps: list[float] = field(default_factory=list)
-    cpu: float = 0.0
+    quiet_cpu: list[float] = field(default_factory=list)  # the server's share of a core
+    cpu: list[float] = field(default_factory=list)
     seconds: float = 0.0
     offered: int = 0
     memory: list[int] = field(default_factory=list)  # bytes, at the end of each attack's block
@@ -259,15 +266,16 @@ class Attacks:
         self.training = Training(1)
         self.run_block(0, 2.0)  # the validator becomes known
 
-    def run_block(self, arm: int, seconds: float) -> float:
-        """Median step; the validator's calls count for ``arm``."""
+    def run_block(self, arm: int, seconds: float) -> tuple[float, float]:
+        """Median step and the server's share of a core; the validator's calls count for ``arm``."""
         self.arm.value = arm
         steps = []
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        began, before = time.monotonic(), cpu_seconds()
+        while time.monotonic() < began + seconds:
             steps.append(self.training.step())
+        cpu = (cpu_seconds() - before) / (time.monotonic() - began)
         self.arm.value = -1
-        return statistics.median(steps)
+        return statistics.median(steps), cpu
 
     def restart(self) -> None:
         self.server.close()
@@ -277,17 +285,19 @@ class Attacks:
         found = Blocks()
         counters = self.server.counters()
         for _ in range(blocks):
-            found.quiet_steps.append(self.run_block(0, seconds))
+            step, cpu = self.run_block(0, seconds)
+            found.quiet_steps.append(step)
+            found.quiet_cpu.append(cpu)
             if name == RESTARTED:
                 time.sleep(0.3)  # a call under way
                 self.restart()
                 counters = self.server.counters()
             self.block.value += 1
-            before, offered = cpu_seconds(), sum(o.value for o in self.offered)
-            began = time.monotonic()
+            offered, began = sum(o.value for o in self.offered), time.monotonic()
             self.attack.value = index
-            found.steps.append(self.run_block(1 + index, seconds))
-            found.cpu += cpu_seconds() - before
+            step, cpu = self.run_block(1 + index, seconds)
+            found.steps.append(step)
+            found.cpu.append(cpu)
             found.seconds += time.monotonic() - began
             found.offered += sum(o.value for o in self.offered) - offered
             found.memory.append(psutil.Process().memory_info().rss)
@@ -318,8 +328,14 @@ def cpu_seconds() -> float:
 
 
 def ratio(found: Blocks) -> float:
+    """Of a step's wall time to that of the quiet block beside it."""
     pairs = zip(found.steps, found.quiet_steps, strict=True)
     return statistics.median(a / b for a, b in pairs)
+
+
+def ratio_by_cpu(found: Blocks) -> float:
+    """What a step would take more if nothing but server and training were on the core."""
+    return (1 - statistics.mean(found.quiet_cpu)) / (1 - statistics.mean(found.cpu))
 
 
 def attacks(seconds: float, block_seconds: float, wanted: list[str]) -> None:
@@ -331,38 +347,29 @@ def attacks(seconds: float, block_seconds: float, wanted: list[str]) -> None:
             if not wanted or any(word in name for word in wanted)
         }
         calls = made.close()
-    row = "| {:<43} | {:>9} | {:>15} | {:>6} | {:>10} | {:>10} | {:>9} |".format
-    print(
-        row(
-            "attack", "offered/s", "IsAlive p50/p99", "failed", "step ratio", "server CPU", "memory"
-        )
-    )
-    print(row(*("-" * 9,) * 7))
-    quiet = summary(calls[0])
-    print(row("none", "", f"{quiet['p50_ms']} / {quiet['p99_ms']} ms",
-              f"{quiet['failed']}/{quiet['calls']}", "1", "", ""))  # fmt: skip
-    for index, name in enumerate(ATTACKS):
-        if name not in measured:
-            continue
-        found, told = measured[name], summary(calls[1 + index])
+    titles = (
+        "attack", "offered/s", "IsAlive p50 / p99", "failed", "step ratio", "by CPU", "server CPU",
+        "memory",
+    )  # fmt: skip
+    row = "| {:<43} | {:>9} | {:>17} | {:>8} | {:>10} | {:>6} | {:>10} | {:>8} |".format
+    print(row(*titles))
+    print(row(*("---" for _ in titles)))
+    idle = statistics.mean(cpu for found in measured.values() for cpu in found.quiet_cpu)
+    print(row("none", "", *served(calls[0]), "1", "1", f"{100 * idle:.1f} %", ""))
+    for name, found in measured.items():
         print(
             row(
                 name,
                 round(found.offered / found.seconds),
-                f"{told['p50_ms']} / {told['p99_ms']} ms",
-                f"{told['failed']}/{told['calls']}",
+                *served(calls[1 + list(ATTACKS).index(name)]),
                 f"{ratio(found):.3f}",
-                f"{100 * found.cpu / found.seconds:.1f} %",
+                f"{ratio_by_cpu(found):.3f}",
+                f"{100 * statistics.mean(found.cpu):.1f} %",
                 f"{(found.memory[-1] - found.memory[0]) / 1e6:+.1f} MB",
             )
         )
     for name, found in measured.items():
-        print(
-            name,
-            json.dumps(found.refused),
-            "ratios",
-            [round(a / b, 3) for a, b in zip(found.steps, found.quiet_steps, strict=True)],
-        )
+        print(name, json.dumps(found.refused))
 
 
 def main() -> None:
