@@ -5,20 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from distributed_training.config.flags import ConfigError
 
 if TYPE_CHECKING:
+    from bittensor.sp_core import Keypair
+
     from distributed_training.config.chain import ChainSettings
-
-
-class Keypair(Protocol):
-    """An sr25519 key as ``bittensor.sp_core`` gives it."""
-
-    ss58_address: str
-
-    def sign(self, message: bytes) -> bytes: ...
 
 
 @dataclass(frozen=True)

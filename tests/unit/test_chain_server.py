@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -339,3 +341,14 @@ def test_a_port_in_use_is_one_line(server: World) -> None:
             miner=MinerCallbacks(lambda: 0, server.events.append),
         )
     assert "\n" not in str(caught.value)
+
+
+def test_only_the_freshness_of_calls_knows_the_wall_clock() -> None:
+    """Intervals, deadlines, rates, ages and the order of things are monotonic."""
+    uses = {
+        file.name: set(re.findall(r"time\.time(?:_ns)?\b|datetime\.now|utcnow", file.read_text()))
+        for file in Path(server_module.__file__).parent.glob("*.py")
+    }
+    found = {name: used for name, used in uses.items() if used}
+    wall = {"time.time_ns"}  # a nonce is signed or judged
+    assert found == {"auth.py": wall, "replay.py": wall, "server.py": wall}
