@@ -1,0 +1,57 @@
+"""Every metric that has a name of its own, with its unit and what it says.
+
+Graphs, alerts and the page rely on these names (``dt_`` stands before each of them). Counts that a
+room keeps by kind (``dt_server_refused_total{kind="replay"}``) are named in that room's document.
+Moments are Unix timestamps, so that an age goes on growing when the miner stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+METRICS: Mapping[str, str] = {
+    # training; torchtitan's figures under this project's prefix
+    "train_outer_step": "outer step",
+    "train_inner_step": "inner steps done in this outer step",
+    "train_loss": "mean cross-entropy of the last inner step, nats per token",
+    "train_learning_rate": "learning rate of the last inner step",
+    "train_step_seconds": "wall time of the last inner step",
+    "train_data_wait_seconds": "of it, without data",
+    "train_tokens_per_second": "tokens per second, all ranks",
+    "train_samples_per_second": "sequences per second, all ranks",
+    "train_grad_norm": "norm of the gradient before clipping",
+    "train_mfu": "model FLOP utilization, 0 to 1",
+    "train_tokens_total": "tokens trained on, all ranks",
+    "train_steps_total": "inner steps",
+    "train_steps_skipped_total": "inner steps with NaN or Inf, which were skipped",
+    "gpu_memory_gb": "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
+    "gpu_utilization_percent": "utilization of rank 0's GPU by NVML",
+    # publication
+    "last_publication_timestamp_seconds": "when the newest gradient was published",
+    "publication_age_limit_seconds": "age at which validators score it zero",
+    "publications_total": "publications, successful or not",
+    "publications_failed_total": "of them, failed",
+    "uploaded_bytes_total": "bytes uploaded to the bucket",
+    "preview_loss_change": "loss change by the last published gradient, nats per token",
+    "block_list_newest_block": "newest chain block whose data was trained on",
+    "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
+    # rounds
+    "rounds_total": "finished all-reduce rounds, successful or not",
+    "rounds_failed_total": "of them, without an outer step",
+    "rounds_failed_in_a_row": "failed rounds since the last one that worked",
+    "round_participation_ratio": "share of the last 20 rounds that ended with an outer step",
+    "round_seconds": "pause of the last round",
+    "next_round_timestamp_seconds": "when the next round is expected",
+    "dht_peers": "peers in the DHT's routing table",
+    # chain and server
+    "chain_block": "newest chain block known",
+    "chain_age_seconds": "since the chain was last heard of",
+    "registered": "1 while the hotkey has a uid",
+    "server_connections": "open connections of the signed server",
+    # machine
+    "disk_free_bytes": "free where the run folder is",
+    "disk_needed_bytes": "that a snapshot and a checkpoint take",
+    "memory_bytes": "of this miner's processes, proportional share of what they share",
+    "memory_total_bytes": "of the machine",
+    "metrics_written_timestamp_seconds": "when these figures were written",
+}

@@ -1,0 +1,64 @@
+"""What operators' monitoring is given: every name exists, every alert fires when it should."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distributed_training.telemetry.catalogue import METRICS
+
+pytestmark = pytest.mark.timeout(60)
+OPS = Path(__file__).parents[2] / "ops"
+RULES = OPS / "prometheus" / "miner.rules.yml"
+PROMTOOL = shutil.which("promtool")
+#: Kept by rooms, by kind; see the catalogue's docstring.
+BY_KIND = re.compile(r"(server|chain|data)_[a-z_]+_total")
+
+
+def queries() -> Iterator[tuple[str, str]]:
+    for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
+        yield f"alert {rule['alert']}", rule["expr"]
+    board = json.loads((OPS / "grafana" / "dashboards" / "miner.json").read_text())
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            yield f"panel {panel['title']}", target["expr"]
+    for annotation in board["annotations"]["list"]:
+        yield "annotation", annotation["expr"]
+
+
+@pytest.mark.parametrize(("where", "query"), list(queries()), ids=lambda value: value[:40])
+def test_every_query_asks_for_metrics_that_exist(where: str, query: str) -> None:
+    names = re.findall(r"\bdt_([a-z_]+)", query)
+    assert names, where
+    for name in names:
+        assert name in METRICS or BY_KIND.fullmatch(name), f"{where}: dt_{name}"
+
+
+def test_every_alert_says_what_to_do() -> None:
+    for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
+        assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
+        assert rule["labels"]["severity"] in ("warning", "critical")
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian's package prometheus)")
+def test_every_alert_fires_and_keeps_silent() -> None:
+    assert PROMTOOL is not None
+    tests = RULES.with_name("miner.rules.test.yml")
+    named = {
+        t["alert_rule_test"][0]["alertname"] for t in yaml.safe_load(tests.read_text())["tests"]
+    }
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    assert named == {rule["alert"] for rule in rules}
+    for command in (["check", "rules", RULES], ["test", "rules", tests]):
+        done = subprocess.run([PROMTOOL, *command], capture_output=True, text=True, timeout=50)
+        assert done.returncode == 0, done.stdout + done.stderr
+    config = RULES.with_name("prometheus.yml")
+    done = subprocess.run([PROMTOOL, "check", "config", config], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
