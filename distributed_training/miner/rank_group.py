@@ -20,7 +20,7 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from distributed_training.common.environment import is_secret, without_secrets
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import (
     Mark,
@@ -134,23 +135,21 @@ class RankGroup:
     def start(self) -> None:
         """Returns when every rank is forked, which takes seconds the first time (imports).
 
-        This process's environment becomes that of the ranks. Raises OSError or EOFError if the
-        server does not come up.
+        Raises OSError or EOFError if the server does not come up.
         """
         self._ranks = []
-        resource_tracker.ensure_running()  # before the mark: it ends by itself, with us
-        os.environ.update(rank_environment_defaults(ranks=self._world_size))
-        os.environ.update(self._mark.environment)
-        with _not_for_the_terminal():
-            forkserver.ensure_running()
+        self._ensure_server()
         port = free_ports(1)[0]
+        # Secrets go to the ranks alone, by a pipe: what else is forked from the server (it talks to
+        # strangers) has none, and nobody has them in /proc.
+        secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         for number in range(self._world_size):
             process = self._context.Process(
                 target=_become_rank,
                 args=(
                     str(self._script),
                     self._argv,
-                    rank_variables(number, world_size=self._world_size, port=port),
+                    secrets | rank_variables(number, world_size=self._world_size, port=port),
                 ),
                 name=f"rank {number}",
             )
@@ -160,6 +159,23 @@ class RankGroup:
             with contextlib.suppress(psutil.Error):
                 self._server = handle.ppid()
             self._ranks.append(_Rank(number, process, handle))
+
+    def _ensure_server(self) -> None:
+        resource_tracker.ensure_running()  # before the mark: it ends by itself, with us
+        before = dict(os.environ)
+        os.environ.clear()
+        os.environ.update(without_secrets(before))
+        os.environ.update(rank_environment_defaults(ranks=self._world_size))
+        os.environ.update(self._mark.environment)
+        # Ctrl-C and a closed terminal are the launcher's: a program inherits what is ignored.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}
+        try:
+            forkserver.ensure_running()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.environ.clear()
+            os.environ.update(before)
 
     @property
     def running(self) -> list[int]:
@@ -194,17 +210,6 @@ class RankGroup:
 
     def reap(self) -> None:
         reap_orphans(spare=() if self._server is None else (self._server,))
-
-
-@contextlib.contextmanager
-def _not_for_the_terminal() -> Iterator[None]:
-    """What is started here ignores Ctrl-C and a closed terminal: those are the launcher's."""
-    old = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
 
 
 def _become_rank(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -37,7 +37,8 @@ def main() -> int:
         return 0
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
-    (folder / f"ready-{me.rank}").touch()
+    ready = folder / f"ready-{me.rank}"
+    ready.write_text(os.environ.get("R2_WRITE_SECRET_ACCESS_KEY", ""))
     until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
     while True:
         if me.rank == 0 and stop and mode != "stuck":

@@ -123,6 +123,10 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
 def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Launched]) -> None:
     run = launched("run", ranks=2)
     run.wait_ready(2)
+    secret = KEYS["R2_WRITE_SECRET_ACCESS_KEY"]
+    wait_for(lambda: (run.folder / "ready-0").read_text() == secret, "rank 0 has the keys")
+    for process in run.mark.processes():
+        assert secret not in process.environ().values(), process.cmdline()
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 0, run.output
     assert (run.folder / "saved").exists()
