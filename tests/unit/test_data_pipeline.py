@@ -152,6 +152,20 @@ def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
         running.begin(5, 10**6)
 
 
+def test_time_without_data_is_waited_for_by_the_next_batch_but_not_by_the_first(
+    running: DataPipeline,
+) -> None:
+    running.request(5)
+    wait_ready(running, 5)
+    running.begin(5, 8)
+    running.missed(1000.0)  # what a start takes
+    assert running.next() is not None and running.wait_seconds < 500
+    running.missed(1000.0)
+    running.missed(500.0)
+    assert running.next() is not None and 1500 <= running.wait_seconds < 2000
+    assert running.next() is not None and running.wait_seconds < 500
+
+
 def test_ranks_read_other_pages(tokenizer: tuple[Path, int]) -> None:
     made = [pipeline(tokenizer), pipeline(tokenizer, rank=1)]
     try:
