@@ -14,8 +14,12 @@ from .values import File, Secret, Text
 class GeneralSettings:
     """Where defaults come from."""
 
-    preset: Literal["public", "local"] = flag("preset", "public", env="DT_PRESET")
-    """defaults for the public network, or for a subnet on this machine"""
+    preset: Literal[
+        "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-80gb",
+        "public-141gb", "local",
+    ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
+    """defaults for the public network, with or without what fits GPUs of so much memory (estimated,
+    not yet measured), or for a subnet on this machine"""
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"""
 

@@ -1,8 +1,9 @@
 """Presets: named sets of flag values between a flag's default and what the operator gives.
 
-``public`` is the public network: the fields' own defaults, and the subnet's number. ``local`` is a
-subnet on one machine without a GPU; the local network's launcher gives addresses, ports and keys
-as flags and environment variables on top of it.
+``public`` is the public network: the fields' own defaults, and the subnet's number. ``public-24gb``
+and its like are the same for GPUs of so much memory. ``local`` is a subnet on one machine without a
+GPU; the local network's launcher gives addresses, ports and keys as flags and environment variables
+on top of it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,31 @@ from collections.abc import Mapping
 
 from distributed_training.protocol.names import NETUID
 
+# Memory of one GPU in GB -> activation checkpointing, sequences per micro-batch, and how many such
+# GPUs the public network's model of 4 billion parameters takes then. Estimates of common.memory,
+# not yet measured. Where the optimizer's state lies and when gradients are reduced stays 'auto':
+# that depends on the number of GPUs, and the start works it out from the memory there is.
+CARDS: Mapping[int, tuple[str, int, int]] = {
+    12: ("full", 4, 8),
+    16: ("full", 4, 4),
+    24: ("full", 4, 2),
+    40: ("selective", 4, 2),
+    80: ("none", 4, 1),
+    141: ("none", 8, 1),
+}
+
+_PUBLIC = {"netuid": str(NETUID)}
+
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "public": {"netuid": str(NETUID)},
+    "public": _PUBLIC,
+    **{
+        f"public-{size}gb": _PUBLIC
+        | {
+            "neuron.activation_checkpointing": checkpointing,
+            "neuron.local_batch_size_train": str(micro_batch),
+        }
+        for size, (checkpointing, micro_batch, _) in CARDS.items()
+    },
     "local": {
         "netuid": str(NETUID),
         "neuron.device": "cpu",
