@@ -1,15 +1,15 @@
-"""The swarm: hivemind's DHT and averager in a process of their own, a round with its deadline.
+"""The swarm: peers that find each other through a DHT and average their pseudo-gradients.
 
-hivemind forks. Forking a process that holds CUDA, gloo threads or an HTTP server is how deadlocks
-are made, so the swarm lives in a *host* process (:mod:`.host`) that may fork as it likes. Rank 0
-holds a :class:`HivemindSwarm`: orders go through a pipe, tensors through one shared-memory file,
-and a hivemind that hangs is killed, with its daemon, and started again while training goes on.
+A round is :meth:`HivemindSwarm.average`: a group is found, the values are averaged with it, the
+average is judged. hivemind's network daemon, DHT and averager live in a *swarm host*
+(:mod:`.host`), a process of its own, so that whatever hangs or dies there is killed and started
+again (:mod:`.keeper`) while training goes on. Orders go through a socket (:mod:`.messages`),
+tensors through memory that both map.
 """
 
 from __future__ import annotations
 
-from .client import HivemindSwarm
-from .memory import MemoryMeetingPoint, MemorySwarm
-from .room import Swarm, SwarmUnavailable
+from .keeper import SwarmUnavailable
+from .peer import HivemindSwarm
 
-__all__ = ["HivemindSwarm", "MemoryMeetingPoint", "MemorySwarm", "Swarm", "SwarmUnavailable"]
+__all__ = ["HivemindSwarm", "SwarmUnavailable"]

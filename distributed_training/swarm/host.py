@@ -1,229 +1,229 @@
-"""The swarm host: a process that owns hivemind's DHT and averager.
+"""The swarm host: a process that owns p2pd, the DHT node and the averager.
 
-    python -m distributed_training.swarm.host        started by HivemindSwarm, never by hand
+    python -m distributed_training.swarm.host DESCRIPTOR     started by rank 0, never by hand
 
-Orders come as JSON lines on standard input, answers leave as JSON lines on the descriptor given as
-``answers``; standard output and error are hivemind's. The host leads a process group of its own
-(DHT, averager and p2pd are in it), and ends that group when its parent is gone.
+DESCRIPTOR is the host's end of a socket: orders come in and answers leave as lines of JSON
+(:mod:`.messages`). Standard output and error are hivemind's log. The host leads a process group of
+its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import json
-import math
+import logging
 import os
-import queue
+import shutil
 import signal
+import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Coroutine
 from typing import Any
 
-_ORPHAN_POLL = 1.0
-_STEP_POLL = 0.05
+import torch
+from hivemind.dht.node import DHTNode
+from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.utils.multiaddr import Multiaddr
+
+from .averager import DTGradAverager
+from .host_process import describe_end
+from .memory import map_tensors
+from .messages import (
+    Average,
+    Beat,
+    Cancel,
+    Ended,
+    Failed,
+    Found,
+    HostConfig,
+    Message,
+    Ready,
+    RoundOrder,
+    from_line,
+    to_line,
+)
+
+log = logging.getLogger(__name__)
+
+BEAT = 2.0  # seconds between two signs of life
+_LOOK_AFTER_PARENT = 1.0
+_KEEP_IN_TOUCH = 10.0
+_ASK_AGAIN = 5.0  # seconds after which a peer that did not answer is asked again
+_DAEMON_TIMEOUT = 10.0  # seconds p2pd may take to say who it is
+_LEAVE_TIMEOUT = 3.0  # seconds for leaving the DHT
 
 
-def _end_group() -> None:
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
-def _watch_parent(parent: int) -> None:
-    """p2pd outlives a killed parent; nobody else would end it."""
-    while os.getppid() == parent:
-        time.sleep(_ORPHAN_POLL)
-    _end_group()
+class HostFailed(RuntimeError):
+    """The host cannot go on; the text says why."""
 
 
 class Host:
-    """One DHT for the life of the host, one averager per round (its settings are the round's)."""
+    """One DHT node and one averager for the life of the process."""
 
-    def __init__(self, config: dict[str, Any], answers: Any) -> None:
-        import hivemind
-        import torch
-
-        torch.set_num_threads(1)
-        self._answers = answers
+    def __init__(
+        self, config: HostConfig, orders: asyncio.StreamReader, answers: asyncio.StreamWriter
+    ) -> None:
         self._config = config
+        self._orders = orders
+        self._answers = answers
         self._cancelled: float = -1  # the newest round that is not wanted any more
-        flat = torch.from_file(
-            f"/proc/self/fd/{config['tensors']}",
-            shared=True,
-            size=sum(config["sizes"]),
-            dtype=torch.float32,
-        )
-        os.close(config["tensors"])  # the mapping stays
-        self._tensors = [
-            part.view(shape)
-            for part, shape in zip(flat.split(config["sizes"]), config["shapes"], strict=True)
-        ]
-        for tensor in self._tensors:
-            # The averager calls share_memory_() on each tensor, which would move these, shared
-            # already, into a segment of torch's own: rank 0 would never see an average.
-            tensor.share_memory_ = lambda t=tensor: t  # type: ignore[method-assign]
-        self._dht = hivemind.DHT(
-            initial_peers=config["initial_peers"],
-            host_maddrs=config["listen"],
-            announce_maddrs=config["announce"] or None,
-            identity_path=config["identity"],
-            startup_timeout=config["start_timeout"],
-            start=True,
-            daemon=True,
-        )
-        self.tell(
-            {
-                "kind": "ready",
-                "peer_id": str(self._dht.peer_id),
-                "maddrs": [str(m) for m in self._dht.get_visible_maddrs()],
-            }
-        )
+        self._number = -1
+        self._round: asyncio.Task[Average | Failed] | None = None
 
-    def tell(self, answer: dict[str, Any]) -> None:
-        self._answers.write(json.dumps(answer) + "\n")
-        self._answers.flush()
+    def tell(self, message: Message) -> None:
+        self._answers.write(to_line(message))
 
-    def cancel(self, number: float) -> None:
-        """From another thread; the order to average may still be on its way to this object."""
-        self._cancelled = max(self._cancelled, number)
-
-    def average(self, order: dict[str, Any]) -> None:
-        """One round; always answers with ``average`` or ``failed``."""
-        from hivemind.averaging.control import AveragingStage
-
-        from .averager import COMPRESSIONS, DTGradAverager, compressed_part_size
-
-        started = time.monotonic()
-        deadline = started + order["timeout"]
-        compression = COMPRESSIONS[self._config["compression"]]()
-        averager = DTGradAverager(
-            averaged_tensors=self._tensors,
-            dht=self._dht,
-            start=True,
-            prefix=self._config["prefix"],
-            min_group_size=order["min_group_size"],
-            target_group_size=None,
-            min_matchmaking_time=order["min_matchmaking_time"],
-            request_timeout=order["request_timeout"],
-            allreduce_timeout=order["allreduce_timeout"],
-            next_chunk_timeout=order["next_chunk_timeout"],
-            part_size_bytes=compressed_part_size(compression, self._config["part_size"]),
-            compression=compression,
-            bandwidth=order["bandwidth"],
-            client_mode=False,
-            auxiliary=False,
-            allow_state_sharing=False,
-            shutdown_timeout=2.0,
-        )
-        found_at: float | None = None
-        try:
-            step = averager.step(
-                gather=0, weight=order["weight"], timeout=order["timeout"], wait=False
+    async def run(self) -> None:
+        """Until :class:`~.messages.Close`, or rank 0 is gone. Raises HostFailed and what hivemind
+        raises."""
+        node = await self._start_node()
+        tensors = map_tensors(self._config.tensors, self._config.shapes)
+        os.close(self._config.tensors)  # the mapping stays
+        averager = DTGradAverager(node, self._config, tensors)
+        async with averager.serving():
+            addresses = [str(address) for address in await node.get_visible_maddrs()]
+            self.tell(Ready(str(node.peer_id), addresses))
+            await _first_of(
+                self._obey(averager),
+                self._watch_daemon(node.p2p),
+                self._watch_parent(),
+                self._keep_in_touch(node),
             )
-            while not step.done():
-                if found_at is None and step.stage is AveragingStage.RUNNING_ALLREDUCE:
-                    found_at = time.monotonic()
-                cancelled = order["round"] <= self._cancelled
-                if cancelled or time.monotonic() >= deadline:
-                    step.cancel()
-                    fault = "CANCELLED" if cancelled else "TIMEOUT"
-                    if fault == "TIMEOUT" and found_at is None:
-                        fault = "NO_GROUP"
-                    self.tell({"kind": "failed", "fault": fault, "detail": ""})
-                    return
-                time.sleep(_STEP_POLL)
-            self._tell_outcome(step, started, found_at)
-        finally:
-            with contextlib.suppress(OSError, ValueError, EOFError):
-                averager.shutdown()
+        with contextlib.suppress(OSError, TimeoutError, P2PDaemonError):
+            async with asyncio.timeout(_LEAVE_TIMEOUT):
+                await node.shutdown()
 
-    def _tell_outcome(self, step: Any, started: float, found_at: float | None) -> None:
-        now = time.monotonic()
-        try:
-            result = step.result(timeout=0)
-        except Exception as error:  # noqa: BLE001 - hivemind raises what its process raised
-            detail = f"{type(error).__name__}: {error}"
-            if "could not find a group" in detail:
-                fault = "NO_GROUP"
-            elif isinstance(error, TimeoutError):
-                fault = "TIMEOUT" if found_at is not None else "NO_GROUP"
-            else:
-                fault = "PEER_FAILED" if found_at is not None else "NO_GROUP"
-            self.tell({"kind": "failed", "fault": fault, "detail": detail[:500]})
-            return
-        self.tell(
-            {
-                "kind": "average",
-                "peers": result["peers"],
-                "failed": result["failed"],
-                "kept_local": result["kept_local"],
-                "matchmaking": (found_at or now) - started,
-                "transfer": now - (found_at or now),
-            }
+    async def _start_node(self) -> DHTNode:
+        config = self._config
+        # p2pd's sockets, otherwise in /tmp for anybody to connect to, and left there by a kill.
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{config.sockets}/"
+        return await DHTNode.create(
+            initial_peers=config.initial_peers,
+            host_maddrs=config.listen,
+            announce_maddrs=config.announce or None,
+            identity_path=config.identity,
+            startup_timeout=config.start_timeout,
+            # Asked again every five seconds, not ever less often: a peer whose host was started
+            # again is to be found for the next round.
+            blacklist_time=_ASK_AGAIN,
+            backoff_rate=1.0,
         )
 
-    def close(self) -> None:
-        self._dht.shutdown()
+    async def _obey(self, averager: DTGradAverager) -> None:
+        async for line in self._orders:
+            match from_line(line):
+                case RoundOrder() as order:
+                    self._number = order.number
+                    self._round = asyncio.create_task(averager.average(order, self._found))
+                    self._round.add_done_callback(self._tell_outcome)
+                    if order.number <= self._cancelled:
+                        self._round.cancel()
+                case Cancel(number):
+                    self._cancelled = max(self._cancelled, number)
+                    if self._round is not None and self._number <= number:
+                        self._round.cancel()
+                case _:  # Close
+                    return
 
+    def _found(self) -> None:
+        self.tell(Found())
 
-def _orders() -> Iterator[bytes]:
-    """Lines of standard input, read without ``sys.stdin``: a forked child closes that first of all
-    and would wait for ever for the lock its reader holds here."""
-    rest = b""
-    while data := os.read(0, 65536):
-        *lines, rest = (rest + data).split(b"\n")
-        yield from lines
-
-
-def _read_orders(
-    host: Host, orders: Iterator[bytes], rounds: queue.SimpleQueue[dict[str, Any] | None]
-) -> None:
-    for line in orders:
-        order = json.loads(line)
-        if order["kind"] == "average":
-            rounds.put(order)
-        elif order["kind"] == "cancel":
-            host.cancel(order["round"])
+    def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
+        if task.cancelled():
+            if self._number <= self._cancelled:  # or else the host ends
+                self.tell(Failed("CANCELLED"))
+        elif (error := task.exception()) is not None:
+            log.error("The round failed with an error that was not expected", exc_info=error)
+            self.tell(Failed("SWARM_DOWN", f"{type(error).__name__}: {error}"[:500]))
         else:
-            break
-    host.cancel(math.inf)
-    rounds.put(None)
+            self.tell(task.result())
+
+    async def _watch_daemon(self, p2p: P2P) -> None:
+        """Raises HostFailed when p2pd ends or hangs; until then says that we live."""
+        ended = asyncio.create_task(p2p._child.wait())
+        while not ended.done():
+            try:
+                async with asyncio.timeout(_DAEMON_TIMEOUT):
+                    await p2p._client.identify()
+            except (OSError, EOFError, TimeoutError) as error:
+                await asyncio.wait([ended], timeout=1.0)  # one that ends closes its socket first
+                if not ended.done():
+                    raise HostFailed(f"p2pd does not answer ({error!r})") from None
+                break
+            self.tell(Beat())
+            await asyncio.wait([ended], timeout=BEAT)
+        raise HostFailed(f"p2pd {describe_end(ended.result())}")
+
+    async def _keep_in_touch(self, node: DHTNode) -> None:
+        """Tell the initial peers that we are here: one that is started again knows nobody."""
+        peers = {PeerID.from_base58(Multiaddr(p)["p2p"]) for p in self._config.initial_peers}
+        while True:
+            for peer in peers - {node.peer_id}:
+                await node.protocol.call_ping(peer, strict=False)
+            await asyncio.sleep(_KEEP_IN_TOUCH)
+
+    async def _watch_parent(self) -> None:
+        """p2pd would outlive a killed rank 0: nobody else would end it."""
+        while os.getppid() == self._config.parent:
+            await asyncio.sleep(_LOOK_AFTER_PARENT)
+
+
+async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
+    """Runs all until the first ends, and raises what it raised."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def serve(config: HostConfig, connection: socket.socket) -> None:
+    asyncio.get_running_loop().set_exception_handler(_log_problem)
+    orders, answers = await asyncio.open_connection(sock=connection)
+    try:
+        await Host(config, orders, answers).run()
+    except HostFailed as error:
+        why = str(error)
+    except Exception as error:  # whatever hivemind raises: rank 0 is told, and starts another host
+        log.exception("The swarm host ends")
+        why = f"{type(error).__name__}: {error}"
+    else:
+        return
+    with contextlib.suppress(OSError):
+        answers.write(to_line(Ended(why)))
+        await answers.drain()
+
+
+def _log_problem(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # hivemind's matchmaking drops a waiting task with each look into the DHT.
+    if not context["message"].startswith("Task was destroyed"):
+        loop.default_exception_handler(context)
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    orders = _orders()
-    config = json.loads(next(orders))
-    threading.Thread(target=_watch_parent, args=(config["parent"],), daemon=True).start()
-    answers = os.fdopen(config["answers"], "w", encoding="utf-8")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's to act on
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    torch.set_num_threads(1)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    config = _first_line(connection)
     try:
-        host = Host(config, answers)
-    except Exception as error:  # told to the client, which knows what to do about it
-        answers.write(
-            json.dumps({"kind": "broken", "detail": f"{type(error).__name__}: {error}"}) + "\n"
-        )
-        answers.flush()
-        _end_group()
-        raise
-    # Rounds run here and orders are read aside: hivemind installs signal handlers when it forks
-    # the averager, which only a main thread may do.
-    rounds: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-    threading.Thread(target=_read_orders, args=(host, orders, rounds), daemon=True).start()
-    while (order := rounds.get()) is not None:
-        try:
-            host.average(order)
-        except Exception as error:  # noqa: BLE001 - the client waits for an answer
-            host.tell(
-                {
-                    "kind": "failed",
-                    "fault": "SWARM_DOWN",
-                    "detail": f"{type(error).__name__}: {error}",
-                }
-            )
-    with contextlib.suppress(OSError, ValueError, EOFError):
-        host.close()
-    _end_group()
+        asyncio.run(serve(config, connection))
+    finally:
+        shutil.rmtree(config.sockets, ignore_errors=True)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
     return 0
+
+
+def _first_line(connection: socket.socket) -> HostConfig:
+    line = b""
+    while not line.endswith(b"\n"):
+        line += connection.recv(1)
+    config = from_line(line)
+    assert isinstance(config, HostConfig)
+    return config
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "tests" / "multiprocess" / "swarm_peer.py"
-SIZE = 6_000_000
-DEADLINE, GRACE = 14.0, 14.0
-RATE = "120mbit"  # between the namespaces: a round's transfer takes seconds
+SIZE = 3_000_000
+DEADLINE, GRACE = 10.0, 10.0
+RATE = "60mbit"  # between the namespaces: a round's transfer takes seconds
 
 
 def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:

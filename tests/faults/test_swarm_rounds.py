@@ -1,4 +1,4 @@
-"""Twenty rounds in a row with faults drawn from a seed: all survivors end with equal weights.
+"""Rounds in a row with faults drawn from a seed: all survivors end with equal weights.
 
 Four peers, each with a host process of its own. Peer 0 stands for the validator: what it holds
 after a round is the global state. The others follow the miner's rules: commit what was averaged,
@@ -8,8 +8,6 @@ failed or a sample of the weights differs.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import random
 import signal
 import threading
@@ -23,25 +21,19 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.config.swarm import SwarmSettings
 from distributed_training.miner.drift import TOLERANCE, Rows, drift
-from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
+from distributed_training.protocol.types import AllReduceError, AllReduceResult
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.training.outer import nesterov_sgd
+from tests.swarm_world import REQUEST, open_swarms, signal_host
 
-SHAPES: list[tuple[int, ...]] = [(700, 1000)] * 4
-ROUNDS, PEERS = 20, 4
-REQUEST = RoundRequest(
-    caller="5V",
-    received_at=0.0,
-    timeout=timedelta(seconds=7),
-    min_group_size=2,
-    min_matchmaking_time=timedelta(seconds=1.2),
-    request_timeout=timedelta(seconds=1),
-    allreduce_timeout=timedelta(seconds=5),
-    next_chunk_timeout=timedelta(seconds=1),
-)
-FAULTS = {"none": 4, "kill": 6, "stop": 3, "nan": 3, "late": 2, "absent": 2}
+SHAPES = [(1500, 1000)] * 4
+PEERS = 4
+SHORT = {"none": 2, "kill": 2, "stop": 1, "nan": 1, "late": 1, "absent": 1}
+LONG = {"none": 4, "kill": 6, "stop": 3, "nan": 3, "late": 2, "absent": 2}
+TROUBLED = replace(REQUEST, timeout=timedelta(seconds=8), allreduce_timeout=timedelta(seconds=6))
+LATE = 3.0  # seconds: the others have begun
+STOPPED = 2.5
 
 
 @dataclass
@@ -62,7 +54,7 @@ class Peer:
         if spoil:
             self.swarm.buffers[0][0, 0] = float("nan")
         try:
-            self.outcome = self.swarm.average(REQUEST)
+            self.outcome = self.swarm.average(TROUBLED)
         except AllReduceError as error:
             self.outcome = error
             return
@@ -96,114 +88,104 @@ def follow(peer: Peer, validator: Peer) -> str:
     return "agreed"
 
 
-def fault(peer: Peer, kind: str, after: float) -> threading.Timer | None:
-    def strike() -> None:
-        process = peer.swarm._process
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
-        if kind == "stop":
-            time.sleep(2.5)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGCONT)
-
+def strike(victim: Peer, kind: str, when: str, draw: random.Random) -> threading.Thread | None:
+    """A kill or a stop of the victim's processes, while it seeks a group or in the transfer."""
     if kind not in ("kill", "stop"):
         return None
-    timer = threading.Timer(after, strike)
-    timer.start()
-    return timer
+    patience = draw.uniform(0.3, 1.5) if when == "search" else TROUBLED.timeout.total_seconds()
+
+    def act() -> None:
+        host = victim.swarm._keeper.host
+        assert host is not None
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and not (when == "transfer" and host.found_group):
+            time.sleep(0.001)
+        if host is victim.swarm._keeper.host:
+            signal_host(victim.swarm, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
+        if kind == "stop":
+            time.sleep(STOPPED)
+            signal_host(victim.swarm, signal.SIGCONT)
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def play(peers: list[Peer], number: int, kind: str, draw: random.Random) -> None:
+    """One round with one fault: all of it ends in time."""
+    victim, when = peers[draw.randrange(1, PEERS)], draw.choice(["search", "transfer"])
+    threads = []
+    for i, peer in enumerate(peers):
+        peer.outcome = None
+        if peer is victim and kind == "absent":
+            continue
+        late = LATE if peer is victim and kind == "late" else 0.0
+        spoil = peer is victim and kind == "nan"
+        threads.append(
+            threading.Thread(
+                target=peer.round,
+                args=(1000 * number + i,),
+                kwargs={"delay": late, "spoil": spoil},
+            )
+        )
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    striking = strike(victim, kind, when, draw)
+    for thread in [*threads, *([striking] if striking else [])]:
+        thread.join(60)
+        assert not thread.is_alive(), "a round did not end"
+    assert time.monotonic() - began < 45
+
+
+def assert_one_average_a_group(peers: list[Peer]) -> None:
+    """Before anybody takes over anything: one group, one average."""
+    groups: dict[frozenset[str], list[Peer]] = {}
+    for peer in peers:
+        if isinstance(peer.outcome, AllReduceResult) and not peer.outcome.partial:
+            groups.setdefault(frozenset(peer.outcome.peers), []).append(peer)
+    for first, *others in groups.values():
+        for other in others:
+            for mine, theirs in zip(first.averaged, other.averaged, strict=True):
+                assert torch.allclose(mine, theirs, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(420)
-def test_twenty_rounds_with_faults_leave_all_survivors_equal(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "faults", [pytest.param(SHORT, id="each"), pytest.param(LONG, id="20", marks=pytest.mark.long)]
+)
+def test_rounds_with_faults_leave_all_survivors_equal(
+    tmp_path: Path, faults: dict[str, int]
+) -> None:
     draw = random.Random(20261121)
-    kinds = [kind for kind, times in FAULTS.items() for _ in range(times)]
+    kinds = [kind for kind, times in faults.items() for _ in range(times)]
     draw.shuffle(kinds)
-    assert len(kinds) == ROUNDS
-    settings = SwarmSettings(
-        dht_port=0,
-        dht_listen_ip="127.0.0.1",
-        initial_peers=(),
-        run_id="rounds",
-        start_timeout=timedelta(seconds=30),
-    )
-    schema = [(str(i), shape) for i, shape in enumerate(SHAPES)]
     first = [torch.randn(shape) for shape in SHAPES]
-    peers: list[Peer] = []
     seen: Counter[str] = Counter()
     history: list[str] = []
-    try:
-        for i in range(PEERS):
-            known = tuple(peers[0].swarm.visible_maddrs) if peers else ()
-            swarm = HivemindSwarm(
-                settings=replace(settings, initial_peers=known),
-                schema=schema,
-                run_folder=tmp_path / str(i),
-            )
-            peers.append(Peer(swarm, [w.clone() for w in first]))
+    with open_swarms(tmp_path, PEERS, SHAPES) as swarms:
+        peers = [Peer(swarm, [w.clone() for w in first]) for swarm in swarms]
         validator = peers[0]
-        for number in range(ROUNDS):
-            victim, kind = peers[draw.randrange(1, PEERS)], kinds[number]
-            struck_after = draw.uniform(0.3, 3.0)
+        for number, kind in enumerate(kinds):
             before = [[w.clone() for w in p.weights] for p in peers]
             epochs = [p.epoch for p in peers]
-            threads = []
-            for i, peer in enumerate(peers):
-                peer.outcome = None
-                if peer is victim and kind == "absent":
-                    continue
-                late = 3.0 if peer is victim and kind == "late" else 0.0
-                spoil = peer is victim and kind == "nan"
-                threads.append(
-                    threading.Thread(
-                        target=peer.round,
-                        args=(1000 * number + i,),
-                        kwargs={"delay": late, "spoil": spoil},
-                    )
-                )
-            began = time.monotonic()
-            for thread in threads:
-                thread.start()
-            timer = fault(victim, kind, struck_after)
-            for thread in threads:
-                thread.join(60)
-                assert not thread.is_alive(), "a round did not end"
-            if timer is not None:
-                timer.join(10)
-            assert time.monotonic() - began < 45
-            whole = [
-                p for p in peers if isinstance(p.outcome, AllReduceResult) and not p.outcome.partial
-            ]
+            play(peers, number, kind, draw)
             for i, peer in enumerate(peers):
                 if not isinstance(peer.outcome, AllReduceResult):  # as if there had been no round
                     assert peer.epoch == epochs[i]
                     assert all(map(torch.equal, peer.weights, before[i]))
                 assert all(bool(torch.isfinite(w).all()) for w in peer.weights)
             if kind == "none":
-                # Before anybody takes over anything: one group, one average.
-                groups: dict[frozenset[str], list[Peer]] = {}
-                for peer in whole:
-                    assert isinstance(peer.outcome, AllReduceResult)
-                    groups.setdefault(frozenset(peer.outcome.peers), []).append(peer)
-                for members in groups.values():
-                    for mine, theirs in zip(
-                        members[0].averaged * len(members[1:]),
-                        [t for peer in members[1:] for t in peer.averaged],
-                        strict=True,
-                    ):
-                        assert torch.allclose(mine, theirs, rtol=0, atol=1e-5), history
+                assert_one_average_a_group(peers)
+            outcomes = [type(peer.outcome).__name__ for peer in peers]
             did = [follow(peer, validator) for peer in peers[1:]]
-            seen.update([kind, *did])
-            history.append(f"{number}: {kind}, {len(whole)} whole, {did}")
+            seen.update(did)
+            history.append(f"{number}: {kind}, {outcomes}, {did}")
             for peer in peers[1:]:
                 assert peer.epoch == validator.epoch, history
                 for ours, theirs in zip(peer.weights, validator.weights, strict=True):
                     assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), history
-    finally:
-        for peer in peers:
-            peer.swarm.close()
     print("\n".join(history))
-    assert validator.epoch >= ROUNDS // 4, history
-    assert seen["agreed"] >= 2 * FAULTS["none"] and seen["loaded"], history
+    assert validator.epoch >= len(kinds) // 4, history
+    assert seen["agreed"] >= 2 * faults["none"] and seen["loaded"], history

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
-from distributed_training.swarm.client import bound_log
-from distributed_training.swarm.norms import PastNorms
-from distributed_training.swarm.room import judge
+from distributed_training.swarm.bootstrap import address_of
+from distributed_training.swarm.judge import PastNorms, judge
+from distributed_training.swarm.keeper import bound_log
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -91,3 +91,19 @@ def test_hiveminds_log_is_bounded_while_it_is_written(tmp_path: Path) -> None:
         held.write(b"c")
     assert path.read_bytes() == b"c"
     assert (tmp_path / "hivemind.log.1").read_bytes() == b"a" * 90 + b"b" * 20
+
+
+@pytest.mark.parametrize(
+    ("maddr", "address"),
+    [
+        ("/ip4/1.2.3.4/tcp/8009/p2p/Qm", ("1.2.3.4", 8009)),
+        ("/dns4/boot.example.org/tcp/9/p2p/Qm", ("boot.example.org", 9)),
+        ("/ip6/::1/tcp/9", ("::1", 9)),
+        ("/ip4/1.2.3.4/udp/8009/quic/p2p/Qm", None),
+        ("/ip4/1.2.3.4/tcp/many", None),
+        ("1.2.3.4:8009", None),
+        ("", None),
+    ],
+)
+def test_addresses_that_can_be_probed(maddr: str, address: tuple[str, int] | None) -> None:
+    assert address_of(maddr) == address

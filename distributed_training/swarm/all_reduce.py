@@ -1,0 +1,271 @@
+"""Butterfly all-reduce: each peer averages one share of all values, for everybody.
+
+The values are cut into parts. A peer sends each other peer the parts of that peer's share, and gets
+back, part by part, the difference between the average and what it sent. At the same time it is the
+*reducer* of its own share: it takes the others' parts, sums them, and answers each with its
+difference. So a peer of n moves 2 (n-1)/n of the model in each direction.
+
+The wire is hivemind's (1.1.12), so that any hivemind averager can be one of the peers. What differs
+is the way between memory and wire: parts are sent from where the tensors lie and received into
+buffers that are used again, sums and differences are made in place, and differences are added as
+they come. hivemind copies each part about ten times and keeps all differences of a tensor.
+
+Who fails costs its own values only: a *sender* that fails is left out of the parts it has not
+sent, and of the share of a reducer that fails the remaining parts keep the local values.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+from hivemind.averaging.partition import TensorPartContainer
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from torch import Tensor
+
+from . import frames
+from .frames import FrameError
+from .reducer import Buffers, Reducer
+from .streams import Stream
+
+log = logging.getLogger(__name__)
+
+FLOAT_BYTES = 4
+#: Parts of one sender that may wait for their average, or for the sender to take its differences.
+_AHEAD = 4
+
+OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
+
+
+class GroupFailed(RuntimeError):
+    """There is nobody left to average with, or never was."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Who averages with whom: the same at each of the peers, in the same order."""
+
+    id: bytes
+    peers: tuple[PeerID, ...]
+    fractions: tuple[int, ...]  # values that a peer averages for all; 0: only sends and takes
+    auxiliaries: frozenset[PeerID] = frozenset()  # average for others and send nothing
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How this peer takes part.
+
+    ``chunk_timeout``, in seconds, covers one part from a sender, and one difference on its way to
+    it. A reducer's difference may take twice as long, since the reducer waits for all senders.
+    """
+
+    weight: float
+    part_values: int  # all peers of a group must cut the tensors into parts of as many values
+    compression: int
+    chunk_timeout: float
+
+
+class AllReduce:
+    """One all-reduce of this peer, ``own``, in a group that was found.
+
+    ``tensors`` (float32, contiguous) become averages in place. ``open_stream`` opens a stream to a
+    peer's all-reduce; the streams that peers open to ours are given to :meth:`serve`.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        own: PeerID,
+        *,
+        tensors: Sequence[Tensor],
+        terms: Terms,
+        open_stream: OpenStream,
+    ) -> None:
+        # hivemind's own arithmetic: which part is whose must be the same at each peer.
+        cut = TensorPartContainer(
+            tensors, group.fractions, part_size_bytes=FLOAT_BYTES * terms.part_values
+        )
+        self._shares = [cut.get_raw_input_parts(i) for i in range(len(group.peers))]
+        mine = group.peers.index(own)
+        senders = frozenset(group.peers) - {own} - group.auxiliaries
+        self._buffers = Buffers(terms.part_values)
+        self.reducer = Reducer(
+            self._shares[mine], weight=terms.weight, senders=senders, buffers=self._buffers
+        )
+        self.kept_local = 0  # values for which no average came back
+        self.group = group
+        self._mine = mine
+        self._terms = terms
+        self._open_stream = open_stream
+        self._not_yet_come = set(senders)
+
+    async def run(self) -> None:
+        """Returns once every value is averaged or given up. Raises GroupFailed if all others were.
+
+        The differences of our share may still be on their way to peers: :meth:`serve` sends them.
+        """
+        reducers = [i for i, share in enumerate(self._shares) if share and i != self._mine]
+        loop = asyncio.get_running_loop()
+        missing = loop.call_later(self._terms.chunk_timeout, self._leave_out_who_did_not_come)
+        try:
+            gone = await asyncio.gather(*map(self._exchange, reducers))
+            await self.reducer.complete.wait()
+        finally:
+            missing.cancel()
+        if all(gone) and self.reducer.alone:
+            raise GroupFailed("all other peers of the group failed")
+
+    def _leave_out_who_did_not_come(self) -> None:
+        for sender in self._not_yet_come:
+            log.warning("%s sent nothing: it is left out", sender)
+            self.reducer.leave_out(sender)
+
+    # --- as a sender ---------------------------------------------------------------------------
+
+    async def _exchange(self, index: int) -> bool:
+        """Our parts to a reducer, its differences back. Whether it failed."""
+        peer, share = self.group.peers[index], self._shares[index]
+        left = list(reversed(share))  # without a difference yet, the next one last
+        try:
+            async with self._open_stream(peer) as stream, asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_parts(stream, share))
+                tasks.create_task(self._take_differences(stream, left))
+        except* (OSError, TimeoutError) as errors:
+            log.warning("Averaging with %s failed: %s", peer, _why(errors))
+        self.kept_local += sum(len(part) for part in left)
+        return bool(left)
+
+    async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
+        terms = self._terms
+        first = averaging_pb2.PART_FOR_AVERAGING
+        for i, part in enumerate(share):
+            await stream.send(
+                *frames.encode(
+                    part,
+                    compression=terms.compression,
+                    code=averaging_pb2.NO_CODE if i else first,
+                    group_id=b"" if i else self.group.id,
+                    weight=terms.weight,
+                )
+            )
+        await stream.send(frames.END)
+
+    async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
+        difference = self._buffers.take()
+        while left:
+            part = left[-1]
+            values = difference[: len(part)]
+            async with asyncio.timeout(2 * self._terms.chunk_timeout):
+                arriving = await self._next(stream)
+                if arriving is None or arriving.code != averaging_pb2.AVERAGED_PART:
+                    raise FrameError(_refusal(arriving))
+                await frames.finish(stream, arriving, values)
+            part.add_(values)
+            left.pop()
+        self._buffers.give_back(difference)
+        # A hivemind reducer that sees us go before it has ended its side counts us as failed.
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(self._terms.chunk_timeout):
+                await stream.receive_end()
+
+    # --- as a reducer --------------------------------------------------------------------------
+
+    async def serve(self, stream: Stream, first: frames.Arriving) -> None:
+        """Average what a peer sends with the others' and answer with the differences.
+
+        ``first`` is the beginning of its first message. A peer that sends something else than the
+        parts of our share, or takes too long, is left out.
+        """
+        sender = stream.peer
+        if sender not in self._not_yet_come or first.code != averaging_pb2.PART_FOR_AVERAGING:
+            await stream.send(frames.encode_code(averaging_pb2.PROTOCOL_VIOLATION))
+            return
+        self._not_yet_come.discard(sender)
+        # A peer that averages nothing for others takes no difference before it has sent all.
+        patient = not self.group.fractions[self.group.peers.index(sender)]
+        sums: asyncio.Queue[_Pending | None] = asyncio.Queue(0 if patient else _AHEAD)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                collecting = tasks.create_task(self._collect(stream, first, sums))
+                tasks.create_task(self._answer(stream, sums, collecting if patient else None))
+        except* (OSError, TimeoutError, ValueError) as errors:
+            log.warning("Averaging what %s sends failed: %s", sender, _why(errors))
+
+    async def _collect(
+        self, stream: Stream, first: frames.Arriving, sums: asyncio.Queue[_Pending | None]
+    ) -> None:
+        try:
+            async for pending in self._parts_from(stream, first):
+                await sums.put(pending)
+        except BaseException:
+            self.reducer.leave_out(stream.peer)
+            raise
+        await sums.put(None)
+
+    async def _parts_from(self, stream: Stream, first: frames.Arriving) -> AsyncIterator[_Pending]:
+        """What comes, already added to the sums."""
+        share = self._shares[self._mine]
+        for index, part in enumerate(share):
+            buffer = self._buffers.take()
+            values = buffer[: len(part)]
+            async with asyncio.timeout(self._terms.chunk_timeout):
+                arriving = await self._next(stream) if index else first
+                if arriving is None:
+                    raise FrameError(f"{index} parts instead of {len(share)}")
+                message = await frames.finish(stream, arriving, values)
+            done = self.reducer.add(stream.peer, index, values, message.weight)
+            yield _Pending(buffer, values, done, message.tensor_part.compression)
+        async with asyncio.timeout(self._terms.chunk_timeout):
+            if await self._next(stream) is not None:
+                raise FrameError(f"more than {len(share)} parts")
+
+    async def _next(self, stream: Stream) -> frames.Arriving | None:
+        return await frames.begin(stream, part_bytes=FLOAT_BYTES * self._terms.part_values)
+
+    async def _answer(
+        self,
+        stream: Stream,
+        sums: asyncio.Queue[_Pending | None],
+        collecting: asyncio.Task[None] | None,
+    ) -> None:
+        if collecting is not None:
+            await asyncio.wait([collecting])
+        while (pending := await sums.get()) is not None:
+            await pending.done.wait()
+            async with asyncio.timeout(self._terms.chunk_timeout):
+                await stream.send(
+                    *frames.encode(
+                        pending.values,
+                        compression=pending.compression,
+                        code=averaging_pb2.AVERAGED_PART,
+                    )
+                )
+            self._buffers.give_back(pending.buffer)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A part that waits for its average: then ``values`` is what goes back to the sender."""
+
+    buffer: Tensor
+    values: Tensor
+    done: asyncio.Event
+    compression: int
+
+
+def _refusal(arriving: frames.Arriving | None) -> str:
+    if arriving is None:
+        return "it ended before all parts were averaged"
+    return f"it answered {averaging_pb2.MessageCode.Name(arriving.code)}"
+
+
+def _why(errors: BaseExceptionGroup[BaseException]) -> str:
+    first = errors.exceptions[0]
+    if isinstance(first, TimeoutError) and not str(first):
+        return "it was silent for too long"
+    return str(first) or repr(first)

@@ -1,0 +1,242 @@
+"""Keeps a swarm host running: starts it, notices when it ends, starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.common.backoff import Backoff
+from distributed_training.config.swarm import SwarmSettings
+from distributed_training.protocol.types import AllReduceError, AllReduceFault
+
+from .bootstrap import any_reachable
+from .host_process import HostProcess, make_socket_folder
+from .memory import SharedTensors
+from .messages import HostConfig
+
+log = logging.getLogger(__name__)
+
+_START_ATTEMPTS = 3
+_LOOK = 0.5  # seconds between two looks at the host
+_PROBE_TIMEOUT = timedelta(seconds=3)
+_AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
+_LOG_BYTES = 8 * 1024 * 1024
+#: What p2pd says when none of the initial peers answers.
+_NO_BOOTSTRAP = "failed to connect to bootstrap peers"
+
+
+class SwarmUnavailable(RuntimeError):
+    """The swarm host could not be started; the message says why and what mends it."""
+
+
+class HostKeeper:
+    """Starts a host in ``folder`` and keeps it running until :meth:`close`.
+
+    ``folder`` holds the identity (so that the peer id stays), and hivemind's log. Raises
+    SwarmUnavailable when the DHT does not start in ``settings.start_timeout``, tried three times.
+
+    When none of the initial peers can be reached the peer starts alone, training goes on, and the
+    swarm is joined as soon as one of them opens its port (``joined``). Once joined, losing contact
+    with the initial peers no longer matters.
+    """
+
+    def __init__(self, settings: SwarmSettings, tensors: SharedTensors, folder: Path) -> None:
+        self.peer_id = ""
+        self.visible_maddrs: list[str] = []
+        self.joined = False  # False: started alone because no initial peer could be reached
+        self._settings = settings
+        self._tensors = tensors
+        self._folder = folder
+        self._port = settings.dht_port  # 0: any, kept from the first start on
+        self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
+        self._closing = threading.Event()
+        self._host: HostProcess | None = None
+        self._start()
+        self._thread = threading.Thread(target=self._keep, name="swarm-keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def host(self) -> HostProcess | None:
+        return self._host
+
+    def alive(self) -> bool:
+        host = self._host
+        return host is not None and host.alive()
+
+    @contextlib.contextmanager
+    def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:
+        """The host, for a round: it is not started again inside. Raises AllReduceError when there
+        is none within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self._in_use.acquire(timeout=0.2):
+            if cancelled.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            if time.monotonic() >= deadline:
+                detail = f"the swarm host could not be started within {timeout:.0f} s"
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
+        try:
+            if self._closing.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            if not self.alive():
+                self._start()
+            assert self._host is not None
+            yield self._host
+        except SwarmUnavailable as error:
+            raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from error
+        finally:
+            self._in_use.release()
+
+    def restart(self) -> None:
+        """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
+        with self._in_use:
+            self._end()
+            self._start()
+
+    def close(self) -> None:
+        """Ends the host and everything it started, within a few seconds. Idempotent."""
+        self._closing.set()
+        host = self._host
+        if host is not None and host.alive():
+            host.close()
+        with self._in_use:
+            self._end()
+        self._thread.join()
+
+    # --- the keeper's thread -------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
+        wait = _LOOK
+        while not self._closing.wait(wait):
+            wait = _LOOK
+            bound_log(self._log)
+            if self.alive() and self.joined:
+                continue
+            if self.alive() and not any_reachable(
+                self._settings.initial_peers, timeout=_PROBE_TIMEOUT
+            ):
+                wait = backoff.failed().total_seconds()
+                continue
+            try:
+                if self.mend():
+                    backoff.succeeded()
+            except SwarmUnavailable as error:
+                log.warning("%s", error)
+                wait = backoff.failed().total_seconds()
+
+    def mend(self) -> bool:
+        """Start a host that ended, or that is alone, again; not while a round uses it.
+
+        Whether it was started. Raises SwarmUnavailable.
+        """
+        if not self._in_use.acquire(blocking=False):
+            return False
+        try:
+            alone, host = self.alive(), self._host
+            if self._closing.is_set() or (alone and self.joined):
+                return False
+            if not alone:
+                why = host.why if host is not None else "it was not started"
+                log.warning("The swarm host ended (%s): it is started again", why)
+            self._end()
+            self._start()
+            if alone and self.joined:
+                log.info("The swarm is joined")
+            return True
+        finally:
+            self._in_use.release()
+
+    # --- start and end -------------------------------------------------------------------------
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "hivemind.log"
+
+    def _end(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.end()
+
+    def _start(self) -> None:
+        problem = ""
+        for attempt in range(_START_ATTEMPTS):
+            if self._closing.wait(2.0**attempt if attempt else 0):
+                raise SwarmUnavailable("the swarm is being closed")
+            problem = self._start_once(list(self._settings.initial_peers))
+            if not problem:
+                self.joined = True
+                return
+            if _NO_BOOTSTRAP in problem:
+                log.warning(
+                    "None of the initial peers can be reached, so no round can be taken part in "
+                    "yet; training goes on and they are tried again (--neuron.initial_peers)"
+                )
+                self.joined = False
+                problem = self._start_once([])
+                if not problem:
+                    return
+            log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
+        raise SwarmUnavailable(
+            f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
+            f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
+        )
+
+    def _start_once(self, initial_peers: list[str]) -> str:
+        """Empty when the host is ready, else why not."""
+        settings = self._settings
+        timeout = settings.start_timeout.total_seconds()
+        identity = self._folder / "identity.key"
+        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
+        config = HostConfig(
+            parent=os.getpid(),
+            tensors=self._tensors.descriptor,
+            shapes=[list(shape) for shape in self._tensors.shapes],
+            sockets=make_socket_folder(),
+            initial_peers=initial_peers,
+            listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
+            announce=announce if self._port else [],
+            identity=str(identity),
+            start_timeout=timeout,
+            prefix=f"{settings.run_id}_grad_averager",
+            part_size=settings.part_size,
+            compression=settings.compression,
+        )
+        bound_log(self._log)
+        with self._log.open("ab") as log_file:
+            host = HostProcess(config, log_file=log_file.fileno())
+        ready = host.wait_ready(timeout + 15)
+        if ready is None:
+            host.end()
+            return f"{host.why}; see {self._log}"
+        self._host = host
+        with contextlib.suppress(OSError):
+            identity.chmod(0o600)
+        self.peer_id, self.visible_maddrs = ready.peer_id, ready.maddrs
+        # Others know us by this address: a host that is started again must come back to it.
+        self._port = self._port or int(self.visible_maddrs[0].split("/")[4])
+        log.info(
+            "Swarm peer %s, announced as %s. Whether others can reach it there is not checked from "
+            "here: TCP port %d must be open (--dht.port, --dht.ip)",
+            self.peer_id,
+            ", ".join(self.visible_maddrs),
+            self._port,
+        )
+        return ""
+
+
+def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
+    """Beyond ``most`` bytes the log becomes ``<name>.1`` and begins anew.
+
+    The host holds it open for appending, so it is copied and emptied, not renamed.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > most:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)

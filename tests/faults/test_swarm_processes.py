@@ -1,0 +1,181 @@
+"""A process of the swarm is killed or hangs: noticed, told in a line, mended before the next round.
+
+And many rounds in a row leave nothing behind: no files, descriptors, threads, processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
+from distributed_training.swarm import HivemindSwarm, host_process
+from tests.swarm_world import (
+    REQUEST,
+    SMALL,
+    Rounds,
+    assert_good_round,
+    everybody,
+    open_swarms,
+    processes,
+)
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(180)
+
+NOTICED = 5.0  # seconds
+SECRETS = {"R2_WRITE_SECRET_ACCESS_KEY": "hidden", "HF_TOKEN": "hidden"}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[HivemindSwarm]]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        with open_swarms(tmp_path_factory.mktemp("swarm"), 2, SMALL) as swarms:
+            yield swarms
+
+
+def mended(swarm: HivemindSwarm, before: dict[str, psutil.Process]) -> bool:
+    return swarm.alive() and processes(swarm).get("p2pd") not in (None, before["p2pd"])
+
+
+def test_a_swarm_is_two_processes_and_neither_holds_a_secret(pair: list[HivemindSwarm]) -> None:
+    """Kills of each are tested below: another process would need its own test."""
+    tree = processes(pair[0])
+    assert set(tree) == {"host", "p2pd"}
+    for process in tree.values():
+        assert "hidden" not in process.environ().values()
+        assert "PATH" in process.environ()
+
+
+@pytest.mark.parametrize("victim", ["host", "p2pd"])
+def test_a_killed_process_is_mended_before_the_next_round(
+    pair: list[HivemindSwarm], victim: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    swarm, _ = pair
+    tree, peer_id = processes(swarm), swarm.peer_id
+    caplog.clear()
+    began = time.monotonic()
+    tree[victim].kill()
+    wait_for(lambda: not swarm.alive(), "the death is noticed", seconds=NOTICED, every=0.005)
+    wait_for(lambda: "The swarm host ended" in caplog.text, "it is told", seconds=NOTICED)
+    assert time.monotonic() - began < NOTICED
+    wait_for(lambda: mended(swarm, tree), "the host is there again", seconds=60)
+    told = [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(told) == 1 and "SIGKILL" in told[0].getMessage(), told
+    assert swarm.peer_id == peer_id
+    _, left = psutil.wait_procs(list(tree.values()), timeout=10)
+    assert left == []
+    assert_good_round(*pair)
+
+
+@pytest.mark.parametrize("victim", ["host", "p2pd"])
+def test_a_process_killed_in_matchmaking_does_not_cost_the_round(
+    pair: list[HivemindSwarm], victim: str
+) -> None:
+    swarm, _ = pair
+    tree = processes(swarm)
+    rounds = Rounds(*pair, request=everybody(pair))
+    wait_for(swarm._keeper._in_use.locked, "the round runs")
+    tree[victim].kill()
+    for outcome in rounds.join().values():
+        assert isinstance(outcome, AllReduceResult), outcome
+        assert not outcome.partial
+    assert mended(swarm, tree)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["host", "p2pd"])
+def test_a_process_that_hangs_is_ended_and_started_again(
+    pair: list[HivemindSwarm], victim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, _ = pair
+    monkeypatch.setattr(host_process, "HANG", 6.0)
+    swarm.restart()
+    tree = processes(swarm)
+    tree[victim].suspend()
+    wait_for(lambda: mended(swarm, tree), "it was started again", seconds=60)
+    assert not psutil.pid_exists(tree[victim].pid)
+    assert_good_round(*pair)
+
+
+def used(swarm: HivemindSwarm) -> dict[str, Any]:
+    tree = processes(swarm)
+    return {
+        "our descriptors": psutil.Process().num_fds(),
+        "our threads": psutil.Process().num_threads(),
+        "host's descriptors": tree["host"].num_fds(),
+        "host's threads": tree["host"].num_threads(),
+        "p2pd's descriptors": tree["p2pd"].num_fds(),
+        "sockets": len(os.listdir(swarm._keeper.host._sockets)),
+        "folders of sockets": len(list(Path(tempfile.gettempdir()).glob("swarm-sockets-*"))),
+        "hivemind's files": len(list(Path("/tmp").glob("hivemind-*"))),
+        "processes": len(psutil.Process().children(recursive=True)),
+    }
+
+
+@pytest.mark.slow
+def test_rounds_leave_nothing_behind(pair: list[HivemindSwarm]) -> None:
+    """A round, a round without a group, one that is cancelled: again and again."""
+    swarm, _ = pair
+
+    def once() -> None:
+        assert_good_round(*pair)
+        rounds = Rounds(swarm)
+        wait_for(swarm._keeper._in_use.locked, "the round runs")
+        swarm.cancel()
+        outcome = rounds.join()[swarm]
+        assert isinstance(outcome, AllReduceError) and outcome.fault is AllReduceFault.CANCELLED
+
+    for _ in range(2):
+        once()
+    before, memory = used(swarm), processes(swarm)["host"].memory_info().rss
+    for _ in range(8):
+        once()
+    wait_for(
+        lambda: all(now <= before[what] for what, now in used(swarm).items()),
+        f"as much is used as before: {before}, now {used(swarm)}",
+    )
+    assert processes(swarm)["host"].memory_info().rss < memory + 8_000_000
+    log = (swarm._keeper._folder / "hivemind.log").read_text()
+    assert "Traceback" not in log
+
+
+def test_the_host_of_a_closed_swarm_is_gone_with_its_sockets(pair: list[HivemindSwarm]) -> None:
+    swarm, _ = pair
+    tree = processes(swarm)
+    sockets = Path(swarm._keeper.host._sockets)
+    assert {path.suffix for path in sockets.iterdir()} == {".sock"}
+    began = time.monotonic()
+    swarm.close()
+    assert time.monotonic() - began < 8
+    _, left = psutil.wait_procs(list(tree.values()), timeout=5)
+    assert left == [] and not sockets.exists()
+    with pytest.raises(AllReduceError):
+        swarm.average(REQUEST)
+
+
+def test_leftovers_of_dead_processes_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead, alive = tmp_path / "swarm-sockets-4194305-a", tmp_path / f"swarm-sockets-{os.getpid()}-b"
+    for folder in (dead, alive):
+        folder.mkdir()
+    made = host_process.make_socket_folder()
+    assert not dead.exists() and alive.exists()
+    assert Path(made).stat().st_mode & 0o777 == 0o700
+
+
+def test_the_identity_is_for_its_owner_alone(pair: list[HivemindSwarm]) -> None:
+    identity = pair[1]._keeper._folder / "identity.key"
+    assert identity.stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,154 @@
+"""A peer that misbehaves in the all-reduce: ``swarm_bad_peer.py FOLDER SHAPES PEERS``.
+
+Each line on standard input is the kind of the next round, as in :data:`KINDS`. It joins the DHT and
+finds its group as any peer does; only what it sends to the others is wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hivemind.dht.node import DHTNode
+from torch import Tensor
+
+from distributed_training.swarm import all_reduce, averager, frames
+from distributed_training.swarm.messages import HostConfig, RoundOrder
+from distributed_training.swarm.streams import Stream
+
+KINDS = (
+    "short",  # fewer parts than its group needs of it
+    "long",  # more
+    "nan",
+    "weight",  # one that is no number
+    "misframed",  # bytes that are no message
+    "endless",  # a message of 2^60 bytes
+    "misshapen",  # parts of half as many values
+    "silent",  # never comes
+    "stall",  # stops in the middle, the stream open
+    "deaf",  # sends all and takes none of the differences
+    "short averages",  # as a reducer
+    "misframed averages",
+    "nan averages",
+    "no averages",
+    "vanish",  # the process ends in the middle
+)
+
+
+class BadAllReduce(all_reduce.AllReduce):
+    kind = ""
+
+    async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
+        middle, kind = len(share) // 2, self.kind
+        encode: Any = frames.encode
+        for i, part in enumerate(share):
+            fields: dict[str, Any] = {"weight": 1.0}
+            if not i:
+                fields |= {"code": 4, "group_id": self.group.id}
+            if i >= middle:
+                match kind:
+                    case "short":
+                        break
+                    case "vanish":
+                        os._exit(9)
+                    case "stall":
+                        await asyncio.Event().wait()
+                    case "misframed":
+                        await stream.send(b"\x07" * 5000)
+                    case "endless":
+                        await stream.send(b"\x00" + (1 << 60).to_bytes(8, "big"), bytes(5000))
+                    case "misshapen":
+                        part = part[: len(part) // 2]
+                    case "nan":
+                        part = torch.full_like(part, float("nan"))
+                    case "weight":
+                        fields["weight"] = float("nan")
+            await stream.send(*encode(part, **fields))
+        if kind == "long":
+            for part in share:
+                await stream.send(*encode(part, weight=1.0))
+        await stream.send(frames.END)
+
+    async def _exchange(self, index: int) -> bool:
+        return False if self.kind == "silent" else await super()._exchange(index)
+
+    async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
+        if self.kind == "deaf":
+            await asyncio.Event().wait()
+        await super()._take_differences(stream, left)
+
+    async def _answer(self, stream: Stream, sums: Any, collecting: Any) -> None:
+        if not self.kind.endswith(" averages"):
+            await super()._answer(stream, sums, collecting)
+            return
+        first: Any = await sums.get()
+        await first.done.wait()
+        match self.kind:
+            case "short averages":
+                await stream.send(*frames.encode(first.values, code=5))
+                return
+            case "misframed averages":
+                await stream.send(b"\x07" * 5000)
+                return
+            case "no averages":
+                await asyncio.Event().wait()
+        pending = first
+        while pending is not None:
+            await pending.done.wait()
+            await stream.send(*frames.encode(pending.values * float("nan"), code=5))
+            pending = await sums.get()
+
+
+async def main() -> None:
+    folder, shapes, peers = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    averager.AllReduce = BadAllReduce
+    node = await DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
+    tensors = [torch.ones(shape) for shape in shapes]
+    config = HostConfig(
+        parent=0,
+        tensors=0,
+        shapes=shapes,
+        sockets=tempfile.mkdtemp(prefix="bad-peer-"),
+        initial_peers=[],
+        listen=[],
+        announce=[],
+        identity=f"{folder}/identity",
+        start_timeout=30,
+        prefix="test_grad_averager",
+        part_size=512 * 1024,
+        compression="none",
+    )
+    peer = averager.DTGradAverager(node, config, tensors)
+    loop = asyncio.get_running_loop()
+    async with peer.serving():
+        print(node.peer_id, flush=True)
+        for number in range(1000):
+            kind = (await loop.run_in_executor(None, sys.stdin.readline)).strip()
+            if not kind:
+                break
+            BadAllReduce.kind = kind
+            for tensor in tensors:
+                tensor.fill_(1.0)
+            order = RoundOrder(
+                number=number,
+                weight=1.0,
+                timeout=15,
+                min_group_size=3,
+                min_matchmaking_time=1.5,
+                request_timeout=1.2,
+                allreduce_timeout=6,
+                next_chunk_timeout=3,
+                bandwidth=None,
+            )
+            print(await peer.average(order), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

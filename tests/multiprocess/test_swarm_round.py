@@ -1,0 +1,222 @@
+"""What a peer of the swarm promises, with real hivemind peers over loopback."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
+from distributed_training.swarm import HivemindSwarm
+from tests.swarm_world import (
+    REQUEST,
+    SMALL,
+    Rounds,
+    assert_good_round,
+    everybody,
+    open_swarm,
+    open_swarms,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+Pair = tuple[HivemindSwarm, HivemindSwarm]
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with open_swarms(tmp_path_factory.mktemp("swarm"), 2, SMALL) as (first, second):
+        yield first, second
+
+
+@pytest.fixture
+def pair(both: Pair) -> Iterator[Pair]:
+    """No round is judged by those of another test."""
+    for swarm in both:
+        swarm._judge._norms._norms.clear()
+    yield both
+
+
+def fill(swarm: HivemindSwarm, value: float) -> None:
+    for buffer in swarm.buffers:
+        buffer.fill_(value)
+
+
+def together(first: HivemindSwarm, second: HivemindSwarm) -> list[Any]:
+    rounds = Rounds(first, second, request=everybody([first, second]), fill=False)
+    outcomes = rounds.join()
+    return [outcomes[first], outcomes[second]]
+
+
+def test_two_peers_average_twice(pair: Pair) -> None:
+    for low, high in ((1.0, 2.0), (10.0, 30.0)):
+        fill(pair[0], low)
+        fill(pair[1], high)
+        for outcome in together(*pair):
+            assert isinstance(outcome, AllReduceResult), outcome
+            assert set(outcome.peers) == {swarm.peer_id for swarm in pair}
+            assert not outcome.partial
+            assert outcome.local_norm and outcome.average_norm
+        for swarm in pair:
+            for buffer in swarm.buffers:
+                assert torch.allclose(buffer, torch.full_like(buffer, (low + high) / 2))
+
+
+def test_averages_are_weighted(pair: Pair) -> None:
+    fill(pair[0], 1.0)
+    fill(pair[1], 5.0)
+    request = everybody(pair)
+    other = threading.Thread(target=pair[1].average, args=(request,), kwargs={"weight": 3.0})
+    other.start()
+    pair[0].average(request, weight=1.0)
+    other.join(60)
+    for swarm in pair:
+        for buffer in swarm.buffers:
+            assert torch.allclose(buffer, torch.full_like(buffer, 4.0))
+
+
+def test_alone_there_is_no_group_and_the_deadline_is_kept(pair: Pair) -> None:
+    began = time.monotonic()
+    with pytest.raises(AllReduceError) as caught:
+        pair[0].average(replace(REQUEST, timeout=timedelta(seconds=3)))
+    assert caught.value.fault is AllReduceFault.NO_GROUP
+    assert 2 < time.monotonic() - began < 6
+    assert pair[0].alive()
+
+
+def test_a_call_that_leaves_no_time_for_a_group_is_told_so(pair: Pair) -> None:
+    for matchmaking in (3, 30):
+        request = replace(
+            REQUEST,
+            timeout=timedelta(seconds=3),
+            min_matchmaking_time=timedelta(seconds=matchmaking),
+        )
+        with pytest.raises(AllReduceError, match="min_matchmaking_time") as caught:
+            pair[0].average(request)
+        assert caught.value.fault is AllReduceFault.NO_GROUP
+    assert pair[0].alive()
+
+
+def test_a_peer_that_sends_nan_spoils_the_round_for_all_and_is_noticed(pair: Pair) -> None:
+    fill(pair[0], 1.0)
+    fill(pair[1], float("nan"))
+    for outcome in together(*pair):
+        assert isinstance(outcome, AllReduceError)
+        assert outcome.fault is AllReduceFault.NOT_FINITE
+
+
+def test_a_peer_out_of_proportion_is_refused_by_the_others(pair: Pair) -> None:
+    fill(pair[0], 1.0)
+    fill(pair[1], 1e6)
+    small, large = together(*pair)
+    assert isinstance(small, AllReduceError)
+    assert small.fault is AllReduceFault.OUT_OF_BOUNDS
+    assert isinstance(large, AllReduceResult)
+
+
+def test_cancel_ends_a_round_early(pair: Pair) -> None:
+    timer = threading.Timer(0.5, pair[0].cancel)
+    timer.start()
+    began = time.monotonic()
+    with pytest.raises(AllReduceError) as caught:
+        pair[0].average(REQUEST)
+    timer.join()
+    assert caught.value.fault is AllReduceFault.CANCELLED
+    assert time.monotonic() - began < 5
+
+
+def test_a_cancel_that_comes_first_is_not_lost_and_is_not_the_next_one_s(pair: Pair) -> None:
+    first, _ = pair
+    cancelled = threading.Event()
+    cancelled.set()
+    first.cancel()
+    began = time.monotonic()
+    with pytest.raises(AllReduceError, match="cancelled"):
+        first.average(REQUEST, cancelled=cancelled)
+    assert time.monotonic() - began < 1
+    assert_good_round(*pair)
+
+
+def test_a_cancel_may_overtake_the_order_of_its_round(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The narrowest place: all checks are past, the order is not yet written."""
+    first, _ = pair
+    host = first._keeper.host
+    assert host is not None
+    send = host.send
+
+    def overtaken(message: Any) -> None:
+        first.cancel() if not first._cancelled.is_set() else None
+        send(message)
+
+    monkeypatch.setattr(host, "send", lambda message: (monkeypatch.undo(), overtaken(message)))
+    began = time.monotonic()
+    with pytest.raises(AllReduceError, match="cancelled"):
+        first.average(REQUEST)
+    assert time.monotonic() - began < 5
+    assert_good_round(*pair)
+
+
+def test_a_second_call_is_refused_and_the_first_goes_on(pair: Pair) -> None:
+    rounds = Rounds(*pair, request=everybody(pair))
+    while not pair[0]._one_round.locked():
+        time.sleep(0.01)
+    with pytest.raises(AllReduceError) as caught:
+        pair[0].average(REQUEST)
+    assert caught.value.fault is AllReduceFault.LOCAL
+    assert all(isinstance(outcome, AllReduceResult) for outcome in rounds.join().values())
+
+
+def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
+    other = open_swarm(tmp_path, [(3, 3)], pair[0].visible_maddrs)
+    try:
+        outcomes = Rounds(*pair, other, request=replace(REQUEST, timeout=timedelta(seconds=6)))
+        for swarm, outcome in outcomes.join().items():
+            if swarm is other:
+                assert isinstance(outcome, AllReduceError)
+            else:
+                assert isinstance(outcome, AllReduceResult), outcome
+                assert set(outcome.peers) == {s.peer_id for s in pair}
+    finally:
+        other.close()
+
+
+def test_a_restarted_peer_is_the_same_and_a_closed_one_starts_no_round(
+    pair: Pair, tmp_path: Path
+) -> None:
+    first, _ = pair
+    second = open_swarm(tmp_path, SMALL, first.visible_maddrs)
+    peer_id, addresses = second.peer_id, second.visible_maddrs
+    second.restart()
+    assert (second.peer_id, second.visible_maddrs) == (peer_id, addresses)
+    assert_good_round(first, second)
+    second.close()
+    second.close()
+    assert not second.alive()
+    with pytest.raises(AllReduceError):
+        second.average(REQUEST)
+
+
+def test_bandwidth_is_what_the_round_before_moved_and_absent_before(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distributed_training.swarm.peer._SHORTEST_MEASURE", 0.0)
+    first, second = pair
+    first._bandwidth = None
+    orders: list[Any] = []
+    make = first._order
+    monkeypatch.setattr(first, "_order", lambda *args: orders.append(make(*args)) or orders[-1])
+    result = Rounds(first, second, request=everybody(pair)).join()[first]
+    assert isinstance(result, AllReduceResult) and result.transfer_seconds
+    assert_good_round(first, second)
+    size = 4 * sum(buffer.numel() for buffer in first.buffers)
+    measured = 8e-6 * size / result.transfer_seconds
+    assert [order.bandwidth for order in orders] == [None, pytest.approx(measured)]

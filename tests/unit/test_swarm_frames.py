@@ -1,0 +1,268 @@
+"""Parts on the wire: byte for byte hivemind's, whatever is sent; and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from hivemind.compression import serialize_torch_tensor
+from hivemind.p2p import P2P, PeerID
+from hivemind.proto import averaging_pb2, runtime_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.swarm import frames
+from distributed_training.swarm.frames import FrameError
+from distributed_training.swarm.streams import Stream, StreamError, varint
+
+pytestmark = pytest.mark.timeout(60)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
+
+PART_BYTES = 4 * 4096
+CODES = averaging_pb2.MessageCode.values()
+COMPRESSIONS = [frames.NONE, runtime_pb2.CompressionType.FLOAT16]
+
+
+def hiveminds(message: Any) -> bytes:
+    """What hivemind writes for a message."""
+
+    class Writer:
+        data = b""
+
+        def write(self, data: bytes) -> None:
+            self.data += bytes(data)
+
+        async def drain(self) -> None: ...
+
+    writer = Writer()
+    asyncio.run(P2P.send_protobuf(message, writer))
+    return writer.data
+
+
+def part_of(values: torch.Tensor, compression: int = frames.NONE, **fields: Any) -> Any:
+    tensor = serialize_torch_tensor(values, compression)
+    return averaging_pb2.AveragingData(tensor_part=tensor, **fields)
+
+
+def ramp(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.float32) / 7
+
+
+def received(
+    data: bytes, act: Callable[[Stream], Coroutine[Any, Any, Any]], *, piece: int = 1 << 20
+) -> Any:
+    """What ``act`` makes of a stream on which a peer sends ``data``, in pieces, and ends."""
+
+    async def run() -> Any:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        loop = asyncio.get_running_loop()
+
+        async def send() -> None:
+            with theirs:
+                for at in range(0, len(data), piece):
+                    await loop.sock_sendall(theirs, data[at : at + piece])
+                    await asyncio.sleep(0)
+
+        with ours:
+            sending = asyncio.create_task(send())
+            try:
+                async with asyncio.timeout(5):
+                    return await act(Stream(ours, PeerID(b"peer")))
+            finally:
+                sending.cancel()
+
+    return asyncio.run(run())
+
+
+async def take(stream: Stream, count: int) -> tuple[Any, torch.Tensor]:
+    values = torch.full((count,), -1.0)
+    arriving = await frames.begin(stream, part_bytes=PART_BYTES)
+    assert arriving is not None
+    return await frames.finish(stream, arriving, values), values
+
+
+parts = st.integers(1, 4096)
+fields = st.fixed_dictionaries(
+    {
+        "code": st.sampled_from(CODES),
+        "group_id": st.binary(max_size=20),
+        "weight": st.floats(allow_nan=False),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts, fields, st.sampled_from(COMPRESSIONS))
+def test_what_is_sent_is_hiveminds_own_message(
+    count: int, fields: dict[str, Any], compression: int
+) -> None:
+    ours = b"".join(frames.encode(ramp(count), compression=compression, **fields))
+    assert ours == hiveminds(part_of(ramp(count), compression, **fields))
+
+
+def test_the_values_are_sent_from_where_they_lie() -> None:
+    values = ramp(100)
+    _, view, _ = frames.encode(values)
+    values[3] = 42.0
+    assert torch.frombuffer(bytearray(view), dtype=torch.float32)[3] == 42.0
+
+
+def test_codes_and_the_end_are_hiveminds_own() -> None:
+    for code in CODES:
+        assert frames.encode_code(code) == hiveminds(averaging_pb2.AveragingData(code=code))
+    assert hiveminds(P2P.END_OF_STREAM) == frames.END
+
+
+@settings(max_examples=60, deadline=None)
+@given(parts, fields, st.sampled_from(COMPRESSIONS), st.integers(1, 3000))
+def test_what_hivemind_sends_is_received(
+    count: int, fields: dict[str, Any], compression: int, piece: int
+) -> None:
+    data = hiveminds(part_of(ramp(count), compression, **fields))
+    message, values = received(data, lambda stream: take(stream, count), piece=piece)
+    assert {name: getattr(message, name) for name in fields} == fields
+    assert message.tensor_part.compression == compression
+    assert torch.allclose(values, ramp(count), rtol=1e-3)
+    assert compression != frames.NONE or torch.equal(values, ramp(count))
+
+
+def test_several_messages_follow_each_other() -> None:
+    data = b"".join(b"".join(frames.encode(ramp(n), weight=n)) for n in (5, 1, 900)) + frames.END
+
+    async def all_of(stream: Stream) -> list[float]:
+        weights = [(await take(stream, n))[0].weight for n in (5, 1, 900)]
+        assert await frames.begin(stream, part_bytes=PART_BYTES) is None
+        return weights
+
+    assert received(data, all_of) == [5, 1, 900]
+
+
+def field(number: int, kind: int, data: bytes) -> bytes:
+    return varint(number << 3 | kind) + data
+
+
+def long_field(number: int, data: bytes) -> bytes:
+    return field(number, 2, varint(len(data)) + data)
+
+
+def framed(body: bytes) -> bytes:
+    return b"\x00" + len(body).to_bytes(8, "big") + body
+
+
+BUFFER = long_field(1, bytes(40))
+SHAPE, DTYPE = long_field(2, b"\x0a"), long_field(4, b"float32")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        long_field(4, SHAPE + DTYPE + BUFFER),  # the values last
+        field(5, 1, bytes(8)) + long_field(4, BUFFER + SHAPE + DTYPE),  # the weight first
+        long_field(3, b"x" * 90) + long_field(4, BUFFER + SHAPE + DTYPE),  # a long peer id first
+        long_field(9, b"unknown") + long_field(4, BUFFER + SHAPE + DTYPE),
+    ],
+)
+def test_another_layout_of_the_same_message_is_understood(body: bytes) -> None:
+    _, values = received(framed(body), lambda stream: take(stream, 10))
+    assert torch.equal(values, torch.zeros(10))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        framed(long_field(4, long_field(1, bytes(36)) + SHAPE + DTYPE)),
+        framed(long_field(4, BUFFER + long_field(2, b"\x0b") + DTYPE)),
+        framed(long_field(4, BUFFER + SHAPE + long_field(4, b"int32x"))),
+        framed(long_field(4, BUFFER + SHAPE + DTYPE + field(5, 0, b"\x63"))),
+        framed(long_field(4, BUFFER + SHAPE + DTYPE + b"\xff\xff")),
+        framed(long_field(4, b"")),
+        framed(long_field(4, BUFFER)[:-3] + b"\xff\xff\xff"),
+        framed(b""),
+        framed(b"\xff" * 80),
+        framed(field(1, 0, b"\x0f")),
+        b"\x00" + (1 << 60).to_bytes(8, "big") + bytes(100),
+        b"\x00" + (PART_BYTES + 5000).to_bytes(8, "big") + bytes(100),
+        b"\x02" + bytes(8),
+        b"\x01" + (3).to_bytes(8, "big") + b"\x0a\x01x",
+        hiveminds(part_of(ramp(11))),
+        hiveminds(part_of(ramp(9), runtime_pb2.CompressionType.FLOAT16)),
+    ],
+    ids=[
+        "fewer bytes than values",
+        "another shape",
+        "no type of a number",
+        "compressed nobody knows how",
+        "bytes after the tensor",
+        "an empty tensor",
+        "cut within the tensor",
+        "nothing",
+        "noise",
+        "a code without values",
+        "endless",
+        "too long",
+        "an unknown marker",
+        "an error message",
+        "one value more",
+        "one value fewer, compressed",
+    ],
+)
+def test_what_is_no_part_is_refused(data: bytes) -> None:
+    with pytest.raises(FrameError):
+        received(data, lambda stream: take(stream, 10))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_damage_is_refused_or_harmless(data: st.DataObject) -> None:
+    """Whatever bytes come, they are a part, the end of the stream, or an OSError."""
+    good = bytearray(hiveminds(part_of(ramp(64), code=4, group_id=b"g" * 20, weight=1.0)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(good)))
+
+    async def attempt(stream: Stream) -> None:
+        with contextlib.suppress(OSError):
+            arriving = await frames.begin(stream, part_bytes=PART_BYTES)
+            if arriving is not None:
+                await frames.finish(stream, arriving, torch.zeros(64))
+
+    received(bytes(good[:cut]), attempt)
+
+
+def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
+    whole = hiveminds(part_of(ramp(1000)))
+    for cut in (0, 5, 9, 40, 2000):
+        with pytest.raises(StreamError):
+            received(whole[:cut], lambda stream: take(stream, 1000))
+
+
+def test_a_receiver_that_is_slow_gets_all_of_it() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        values = ramp(300_000)
+        with ours, theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)
+            sending = asyncio.create_task(
+                Stream(ours, PeerID(b"")).send(b"ab", *frames.encode(values))
+            )
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            stream = Stream(theirs, PeerID(b""))
+            assert await stream.receive(2) == b"ab"
+            arriving = await frames.begin(stream, part_bytes=values.nbytes)
+            got = torch.zeros(len(values))
+            assert arriving is not None
+            await frames.finish(stream, arriving, got)
+            await sending
+            assert torch.equal(got, values)
+
+    asyncio.run(run())
