@@ -179,6 +179,11 @@ class BlockList:
             ahead.append(self._current[0])
         return max([*self._trained, *ahead], default=0) >= self._last_requested - self._recent
 
+    @property
+    def newest_trained(self) -> int | None:
+        """The newest block with tokens in the weights; None before the first inner step."""
+        return max([*self._trained, *self._done], default=None)
+
     def list_is_recent(self) -> bool:
         """Whether a publication with :meth:`blocks` helps: its newest block is recent, or at least
         no older than that of the publications before."""

@@ -7,12 +7,15 @@ search for (``protocol/lines.py``) are an interface and stay.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -48,28 +51,42 @@ class Metrics:
         self._file = file
         self._counts = counts
         self._gauges = gauges
+        self._last_rounds: deque[bool] = deque(maxlen=20)
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
         self._file.write(time.monotonic(), self._collect)
 
-    def round_ended(self, *, ok: bool) -> None:
+    def round_ended(self, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry
-        registry.counter("rounds_total", "finished all-reduce rounds, successful or not").add()
-        registry.counter("rounds_failed_total", "of them, without an outer step").add(not ok)
+        registry.counter("rounds_total").add()
+        registry.counter("rounds_failed_total").add(not ok)
+        self._last_rounds.append(ok)
+        failed = list(itertools.takewhile(lambda worked: not worked, reversed(self._last_rounds)))
+        registry.gauge("rounds_failed_in_a_row").set(len(failed))
+        participation = sum(self._last_rounds) / len(self._last_rounds)
+        registry.gauge("round_participation_ratio").set(participation)
+        registry.gauge("round_seconds").set(seconds)
 
     def publication_ended(self, report: PublicationReport) -> None:
         registry = self._file.registry
-        registry.counter("publications_total", "publications, successful or not").add()
-        registry.counter("publications_failed_total", "failed publications").add(not report.ok)
-        registry.counter("uploaded_bytes_total", "bytes uploaded to the bucket").add(
-            report.bytes_sent
-        )
+        registry.counter("publications_total").add()
+        registry.counter("publications_failed_total").add(not report.ok)
+        registry.counter("uploaded_bytes_total").add(report.bytes_sent)
+
+    def previewed(self, delta: float) -> None:
+        self._file.registry.gauge("preview_loss_change").set(delta)
+
+    def stopped(self, exit_status: int) -> None:
+        """The last figures stay in the file: an alert tells a deregistration from a stop."""
+        registered = exit_status != ExitStatus.DEREGISTERED
+        self._file.registry.gauge("registered").set(registered)
+        self._file.write(time.monotonic(), self._collect, at_once=True)
 
     def _collect(self) -> None:
         registry = self._file.registry
         for name, value in self._gauges.items():
-            registry.gauge(name, name.replace("_", " ")).set(value())
+            registry.gauge(name).set(value())
         for room, counts in self._counts.items():
             registry.totals(room, counts())
 
@@ -141,6 +158,7 @@ class Reporter:
             case ev.Stopped(exit_status=status):
                 log.info("Stopped (%s)", state.stop_reason)
                 self._record("stop", reason=state.stop_reason, exit_status=status)
+                self._metrics.stopped(status)
 
     def _step(self, report: StepReport) -> None:
         log.info("%s", lines.step_line(report))
@@ -185,6 +203,7 @@ class Reporter:
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
         result, began = state.averaged, self._round_began
+        seconds = 0.0 if began is None else self._clock() - began
         self._round_began = None
         self._record(
             "round",
@@ -194,11 +213,11 @@ class Reporter:
             detail=detail,
             peers=list(result.peers) if result else [],
             failed_peers=list(result.failed_peers) if result else [],
-            seconds=0.0 if began is None else self._clock() - began,
+            seconds=seconds,
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
-        self._metrics.round_ended(ok=not fault)
+        self._metrics.round_ended(ok=not fault, seconds=seconds)
 
     # --- publications --------------------------------------------------------------------------
 
@@ -207,6 +226,7 @@ class Reporter:
         if delta is not None:
             log.info("%s (%.2f s)", lines.preview(delta), seconds)
             self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
+            self._metrics.previewed(delta)
         log.info("%s", lines.UPLOAD_MODEL_START)
         log.info("%s", lines.uploading(self._bucket))
 

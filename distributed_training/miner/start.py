@@ -40,7 +40,7 @@ from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.store.gate import disk_allows
-from distributed_training.telemetry import EventLog, MetricsFile
+from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 
 from . import events as ev
 from . import network
@@ -48,6 +48,7 @@ from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
 from .drift import Rows
+from .gauges import machine_gauges
 from .global_bucket import StopBeforeStart
 from .leader import Leader
 from .loop import MinerLoop
@@ -408,9 +409,15 @@ class RankZero:
                 "server": served,
             },
             gauges={
-                "repo_age_seconds": lambda: self.schedule.repo_age(time.monotonic()),
                 "server_connections": lambda: server.counters()["connections"],
                 "chain_age_seconds": lambda: outside.chain.age().total_seconds(),
+                "chain_block": outside.chain.block,
+                "block_list_newest_block": lambda: self.blocks.newest_trained,
+                "block_list_limit_blocks": lambda: config.miner.blocks_per_allreduce // 2,
+                "last_publication_timestamp_seconds": lambda: unix_time(self._published()),
+                "publication_age_limit_seconds": lambda: self.schedule.age_limit,
+                "next_round_timestamp_seconds": lambda: unix_time(self.round_clock.next_at()),
+                **machine_gauges(self._place.folder, needed=self._bytes_needed()),
             },
         )
         return Reporter(
@@ -422,8 +429,17 @@ class RankZero:
             reload_timeout=config.miner.round_reload_timeout,
         )
 
+    def _published(self) -> float | None:
+        """``time.monotonic()`` of the newest publication."""
+        now = time.monotonic()
+        age = self.schedule.repo_age(now)
+        return None if age is None else now - age
+
+    def _bytes_needed(self) -> int:
+        return snapshot_bytes(shape for _, shape in self._miner.trainer.schema)
+
     def _publishing(self) -> Publishing:
-        needed = snapshot_bytes(shape for _, shape in self._miner.trainer.schema)
+        needed = self._bytes_needed()
         return Publishing(
             schedule=self.schedule,
             round_clock=self.round_clock,

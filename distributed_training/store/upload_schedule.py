@@ -69,6 +69,11 @@ class UploadSchedule:
         """Seconds; None if nothing was published yet."""
         return None if self.published_at is None else max(0.0, now - self.published_at)
 
+    @property
+    def age_limit(self) -> float:
+        """Seconds after which validators score a publication zero."""
+        return self._age_limit
+
     def repo_age_line(self, now: float) -> str:
         age = self.repo_age(now)
         if age is None:

@@ -42,7 +42,6 @@ METRICS: Mapping[str, str] = {
     "round_participation_ratio": "share of the last 20 rounds that ended with an outer step",
     "round_seconds": "pause of the last round",
     "next_round_timestamp_seconds": "when the next round is expected",
-    "dht_peers": "peers in the DHT's routing table",
     # chain and server
     "chain_block": "newest chain block known",
     "chain_age_seconds": "since the chain was last heard of",
@@ -51,7 +50,7 @@ METRICS: Mapping[str, str] = {
     # machine
     "disk_free_bytes": "free where the run folder is",
     "disk_needed_bytes": "that a snapshot and a checkpoint take",
-    "memory_bytes": "of this miner's processes, proportional share of what they share",
+    "memory_bytes": "resident memory of rank 0 and the processes it started",
     "memory_total_bytes": "of the machine",
     "metrics_written_timestamp_seconds": "when these figures were written",
 }

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -21,11 +22,17 @@ from prometheus_client.registry import Collector
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import StepReport
 
+from .catalogue import METRICS
+
 log = logging.getLogger(__name__)
 
 _PREFIX = "dt_"
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
-_NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+
+
+def unix_time(moment: float | None) -> float | None:
+    """Unix seconds of a ``time.monotonic()`` moment, for a metric that is a timestamp."""
+    return None if moment is None else moment - time.monotonic() + time.time()
 
 
 class Counter:
@@ -73,21 +80,21 @@ class Registry(Collector):
         self._client = CollectorRegistry(auto_describe=False)
         self._client.register(self)
 
-    def counter(self, name: str, help: str) -> Counter:
-        """Raises ValueError for a bad name, TypeError if ``name`` is a gauge."""
+    def counter(self, name: str) -> Counter:
+        """Raises ValueError for a name that is not in the catalogue, TypeError for a gauge's."""
         self._check(name, self._gauges)
         with self._lock:
-            return self._counters.setdefault(name, Counter(name, help))
+            return self._counters.setdefault(name, Counter(name, METRICS[name]))
 
-    def gauge(self, name: str, help: str) -> Gauge:
-        """Raises ValueError for a bad name, TypeError if ``name`` is a counter."""
+    def gauge(self, name: str) -> Gauge:
+        """Raises ValueError for a name that is not in the catalogue, TypeError for a counter's."""
         self._check(name, self._counters)
         with self._lock:
-            return self._gauges.setdefault(name, Gauge(name, help))
+            return self._gauges.setdefault(name, Gauge(name, METRICS[name]))
 
     def _check(self, name: str, others: Mapping[str, object]) -> None:
-        if not _NAME.match(name):
-            raise ValueError(f"{name!r} is not a metric name")
+        if name not in METRICS:
+            raise ValueError(f"{name!r} is not in the catalogue of metrics")
         if name in others:
             raise TypeError(f"metric {name} is of the other kind")
 
@@ -134,12 +141,13 @@ class MetricsFile:
         self._written = -math.inf
         self._failing = False
 
-    def write(self, now: float, update: Callable[[], None]) -> None:
+    def write(self, now: float, update: Callable[[], None], *, at_once: bool = False) -> None:
         """``update`` is called first, if it is time. ``now``: of a monotonic clock."""
-        if now - self._written < self._every:
+        if now - self._written < self._every and not at_once:
             return
         self._written = now
         update()
+        self.registry.gauge("metrics_written_timestamp_seconds").set(time.time())
         try:
             write_bytes(self._path, self.registry.text().encode(), durable=False)
             self._failing = False
@@ -152,21 +160,21 @@ class MetricsFile:
 def record_step(registry: Registry, report: StepReport) -> None:
     """An inner step's figures; those the report does not have become absent."""
     gauges = {
-        "train_outer_step": ("outer step", report.outer_step),
-        "train_inner_step": ("inner steps done in this outer step", report.inner_step),
-        "train_loss": ("mean cross-entropy of the last inner step, nats", report.loss),
-        "train_learning_rate": ("learning rate of the last inner step", report.learning_rate),
-        "train_step_seconds": ("wall time of the last inner step", report.seconds),
-        "train_data_wait_seconds": ("of it, waiting for data", report.data_wait_seconds),
-        "train_tokens_per_second": ("all ranks", report.tokens_per_second),
-        "train_samples_per_second": ("all ranks", report.samples_per_second),
-        "train_grad_norm": ("before clipping", report.grad_norm),
-        "train_mfu": ("model FLOP utilization, 0 to 1", report.mfu),
-        "gpu_memory_gb": ("peak allocated, GB = 1e9 bytes", report.gpu_memory_gb),
-        "gpu_utilization_percent": ("by NVML", report.gpu_utilization),
+        "train_outer_step": report.outer_step,
+        "train_inner_step": report.inner_step,
+        "train_loss": report.loss,
+        "train_learning_rate": report.learning_rate,
+        "train_step_seconds": report.seconds,
+        "train_data_wait_seconds": report.data_wait_seconds,
+        "train_tokens_per_second": report.tokens_per_second,
+        "train_samples_per_second": report.samples_per_second,
+        "train_grad_norm": report.grad_norm,
+        "train_mfu": report.mfu,
+        "gpu_memory_gb": report.gpu_memory_gb,
+        "gpu_utilization_percent": report.gpu_utilization,
     }
-    for name, (text, value) in gauges.items():
-        registry.gauge(name, text).set(value)
-    registry.counter("train_tokens_total", "tokens trained on, all ranks").add(report.tokens)
-    registry.counter("train_steps_total", "inner steps").add(0 if report.skipped else 1)
-    registry.counter("train_steps_skipped_total", "inner steps with NaN or Inf").add(report.skipped)
+    for name, value in gauges.items():
+        registry.gauge(name).set(value)
+    registry.counter("train_tokens_total").add(report.tokens)
+    registry.counter("train_steps_total").add(0 if report.skipped else 1)
+    registry.counter("train_steps_skipped_total").add(report.skipped)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -102,8 +103,9 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
         )
         events.write("problem", level="WARNING", text="<b>disk</b> nearly full: free some")
         (folder / "metrics.prom").write_text(
-            "# TYPE dt_repo_age_seconds gauge\ndt_repo_age_seconds 4700\n"
-            "# TYPE dt_repo_age_limit_seconds gauge\ndt_repo_age_limit_seconds 4800\n"
+            "# TYPE dt_last_publication_timestamp_seconds gauge\n"
+            f"dt_last_publication_timestamp_seconds {time.time() - 4700}\n"
+            "# TYPE dt_publication_age_limit_seconds gauge\ndt_publication_age_limit_seconds 4800\n"
         )
         yield folder, events
 
@@ -225,7 +227,7 @@ def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog
     folder, _ = run_folder
     with closing(Page(folder)) as page:
         assert httpx.get(page.url + "history").status_code == 200
-        assert "dt_repo_age_seconds 4700" in httpx.get(page.url + "metrics").text
+        assert "dt_publication_age_limit_seconds 4800" in httpx.get(page.url + "metrics").text
         other_name = httpx.get(page.url + "history", headers={"host": "attacker.example"})
         assert other_name.status_code == 403, "a web site that resolves to 127.0.0.1"
         assert httpx.post(page.url + "history").status_code == 405

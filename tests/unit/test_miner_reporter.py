@@ -43,7 +43,7 @@ class Rig:
             metrics=Metrics(
                 file=MetricsFile(self.file, every=0.0),
                 counts={"data": lambda: {"blocks": 3}},
-                gauges={"chain_age_seconds": lambda: 4.0, "repo_age_seconds": lambda: None},
+                gauges={"chain_age_seconds": lambda: 4.0, "disk_free_bytes": lambda: None},
             ),
             schedule=UploadSchedule(
                 upload_steps=10,
@@ -92,7 +92,7 @@ def test_a_step(rig: Rig) -> None:
     text = rig.file.read_text()
     assert "dt_train_loss 2.5" in text and "dt_data_blocks_total 3" in text
     assert "dt_chain_age_seconds 4" in text
-    assert "repo_age" not in text, "what is not known is absent"
+    assert "disk_free" not in text, "what is not known is absent"
 
 
 def test_a_successful_round(rig: Rig) -> None:

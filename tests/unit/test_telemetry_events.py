@@ -17,6 +17,7 @@ from distributed_training.telemetry import (
     read_events,
     register_secret,
 )
+from distributed_training.telemetry.catalogue import METRICS
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -84,19 +85,19 @@ def test_switched_off(tmp_path: Path) -> None:
 
 def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry = Registry()
-    gauge = registry.gauge("train_mfu", "of the peak")
-    registry.counter("uploads_total", "publications").add(2)
-    assert "dt_uploads_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
+    gauge = registry.gauge("train_mfu")
+    registry.counter("publications_total").add(2)
+    assert "dt_publications_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
     gauge.set(0.5)
-    assert registry.gauge("train_mfu", "of the peak") is gauge
+    assert registry.gauge("train_mfu") is gauge
     gauge.set(float("nan"))
     assert gauge.value is None
     with pytest.raises(TypeError):
-        registry.counter("train_mfu", "")
+        registry.counter("train_mfu")
     with pytest.raises(ValueError):
-        registry.counter("uploads_total", "").add(-1)
+        registry.counter("publications_total").add(-1)
     with pytest.raises(ValueError):
-        registry.gauge("Bad-Name", "")
+        registry.gauge("not_in_the_catalogue")
 
 
 def test_the_metrics_file_is_whole_and_not_written_too_often(
@@ -109,7 +110,7 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
     def update() -> None:
         updates.append(1.0)
         file.registry.totals("server", {"refused.bad-signature": len(updates), "calls": 7})
-        file.registry.gauge("repo_age_seconds", "of the newest gradient").set(12.5)
+        file.registry.gauge("chain_age_seconds").set(12.5)
 
     for now in (100.0, 110.0, 115.0):
         file.write(now, update)
@@ -120,12 +121,13 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
         for family in families.values()
         for sample in family.samples
     }
+    assert told.pop(("gauge", "dt_metrics_written_timestamp_seconds")) > 1.7e9
     assert told == {
-        ("gauge", "dt_repo_age_seconds"): 12.5,
+        ("gauge", "dt_chain_age_seconds"): 12.5,
         ("counter", "dt_server_calls_total"): 7,
         ("counter", "dt_server_refused_total", "bad_signature"): 2,
     }
-    assert families["dt_repo_age_seconds"].documentation == "of the newest gradient"
+    assert families["dt_chain_age_seconds"].documentation == METRICS["chain_age_seconds"]
     path.unlink()
     path.mkdir()
     for now in (200.0, 300.0):

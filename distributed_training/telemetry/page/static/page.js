@@ -37,7 +37,7 @@ function replace(place, ...children) { place.replaceChildren(...children); }
 function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
-  if (event.gauges) { neuron.gauges = event.gauges; neuron.gaugesAt = Date.now() / 1000; return; }
+  if (event.gauges) { neuron.gauges = event.gauges; return; }
   if (event.time <= neuron.lastTime) return;  // the history had it already
   neuron.lastTime = event.time;
   if (event.kind === "step") {
@@ -57,7 +57,6 @@ function begin(history) {
     const times = [...neuron.steps.map((s) => s[0]), ...neuron.marks.map((m) => m.time),
       ...Object.values(neuron.tables).flat().map((r) => r.time), 0];
     neuron.lastTime = Math.max(...times.filter((t) => t !== null));
-    neuron.gaugesAt = Date.now() / 1000;
     neurons.set(neuron.name, neuron);
   }
   if (!neurons.has(shown)) {
@@ -98,8 +97,7 @@ function cards(neuron) {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
-  const aged = (name) => (gauge(name) === undefined ? undefined
-    : gauge(name) + Date.now() / 1000 - neuron.gaugesAt);
+  const now = Date.now() / 1000;
   const made = [];
   const steps = neuron.steps.length > 0;
   if (steps) {
@@ -116,14 +114,20 @@ function cards(neuron) {
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
   if (neuron.state) made.push(card("State", neuron.state.replace(/_/g, " ")));
-  const age = aged("repo_age_seconds"), limit = gauge("repo_age_limit_seconds") || 4800;
-  if (age !== undefined) made.push(card("Published", `${span(age)} ago`, `too old for validators in ${span(limit - age)}`,
-    age > 0.85 * limit ? "bad" : "", { value: age, limit }));
-  const blocks = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (blocks !== undefined && most) made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`,
-    `limit ${number(most, 0)} blocks`, blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
-  const next = gauge("next_round_seconds");
-  if (next !== undefined) made.push(card("Next round", `in ${span(next - (Date.now() / 1000 - neuron.gaugesAt))}`, "expected"));
+  const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
+  if (published !== undefined && limit) {
+    const age = now - published;
+    made.push(card("Published", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
+      : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
+  }
+  const newest = gauge("block_list_newest_block"), most = gauge("block_list_limit_blocks");
+  if (newest !== undefined && most) {
+    const blocks = Math.max(0, gauge("chain_block") - newest);
+    made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`, `limit ${number(most, 0)} blocks`,
+      blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
+  }
+  const next = gauge("next_round_timestamp_seconds");
+  if (next !== undefined) made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", "expected"));
   const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
   if (last) made.push(card("Last round", last.ok ? "took part" : (last.fault || "failed"),
     last.ok ? `${last.peers.length} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""), last.ok ? "good" : "bad"));
