@@ -14,7 +14,8 @@ const flags = [
   // ["--wallet.hotkey", "default"],
   ["--axon.port", "8091"], // validators call here: reachable from outside
   ["--dht.port", "8009"], // peers average here: reachable from outside
-  ["--neuron.local_batch_size_train", "2"],
+  // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
+  // ["--neuron.local_batch_size_train", "1"],    default: 2, or what the preset says
   ["--neuron.local_batch_size_train_effective", "512"],
   ["--neuron.upload_steps", "60"], // steps x step time + upload time: well below 4800 s
   ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
