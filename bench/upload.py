@@ -37,28 +37,34 @@ BASELINE = "boto3 tuned"
 
 
 def _store(spec: dict[str, str]) -> Any:
+    from pydantic import SecretStr
+
+    from distributed_training.config.store import StoreSettings
     from distributed_training.store.s3 import S3ObjectStore
 
-    return S3ObjectStore(
-        bucket=BUCKET,
+    settings = StoreSettings(
         endpoint_url=spec["endpoint"],
-        access_key_id=spec["key"],
-        secret_access_key=spec["secret"],
+        write_access_key_id=SecretStr(spec["key"]),
+        write_secret_access_key=SecretStr(spec["secret"]),
         write_interval=timedelta(0),
     )
+    return S3ObjectStore.from_settings(settings, bucket=BUCKET, write=True)
 
 
 def _ours(spec: dict[str, str], large: Path, small: list[Path]) -> tuple[float, float]:
     from distributed_training.store.journal import Journal
     from distributed_training.store.upload import Sender
 
-    sender = Sender(store=_store(spec), journal=Journal(Path(spec["work"]) / "journal.json"))
-    deadline = time.monotonic() + 600
-    began = time.perf_counter()
-    sender.upload(f"{spec['prefix']}/{large.name}", large, deadline=deadline)
-    middle = time.perf_counter()
-    sender.upload_all(((f"{spec['prefix']}/{p.name}", p) for p in small), deadline=deadline)
-    return middle - began, time.perf_counter() - middle
+    with Sender(
+        store=_store(spec),
+        journal=Journal(Path(spec["work"]) / "journal.json"),
+        deadline=time.monotonic() + 600,
+    ) as sender:
+        began = time.perf_counter()
+        sender.upload_all([(f"{spec['prefix']}/{large.name}", large)])
+        middle = time.perf_counter()
+        sender.upload_all((f"{spec['prefix']}/{p.name}", p) for p in small)
+        return middle - began, time.perf_counter() - middle
 
 
 def _boto3(tuned: bool) -> Callable[[dict[str, str], Path, list[Path]], tuple[float, float]]:
@@ -203,8 +209,12 @@ def _resume(spec: dict[str, str], store: Any) -> str:
     process.wait()
     from distributed_training.store.journal import Journal
 
-    sender = Sender(store=store, journal=Journal(Path(spec["work"]) / "journal.json"))
-    sender.upload(f"killed/{large.name}", large, deadline=time.monotonic() + 300)
+    with Sender(
+        store=store,
+        journal=Journal(Path(spec["work"]) / "journal.json"),
+        deadline=time.monotonic() + 300,
+    ) as sender:
+        sender.upload_all([(f"killed/{large.name}", large)])
     sent, kept = sender.sent.parts, sender.sent.parts_kept
     left = len(store.list_multiparts())
     return (

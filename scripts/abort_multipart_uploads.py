@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
@@ -26,6 +26,10 @@ from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.arguments import Parser, argument
 from distributed_training.config.flags import DAY
 from distributed_training.config.values import Bucket, Duration, Text, WebUrl
+
+if TYPE_CHECKING:
+    from distributed_training.store.cleanup import StuckUpload
+    from distributed_training.store.s3 import S3ObjectStore
 
 
 def build_parser() -> Parser:
@@ -62,7 +66,6 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error)
 
-    from distributed_training.store.claim import LAPSES_AFTER, OWNER_KEY
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
     from distributed_training.store.errors import StoreError
     from distributed_training.store.s3 import S3ObjectStore
@@ -76,19 +79,7 @@ def main() -> int:
         if not found:
             print(f"No multipart uploads older than {_age(arguments.older_than)} in {store.bucket}")
             return 0
-        width = max(len(u.key) for u in found)
-        print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
-        for u in found:
-            size = f"{u.size / 1e6:.1f} MB"
-            print(f"{u.key:{width}}  {_age(u.age):>9}  {u.parts:>5}  {size:>10}  {u.upload_id:.16}")
-        total = sum(u.size for u in found)
-        print(f"{len(found)} uploads, {total / 1e6:.1f} MB")
-        claim = store.head(OWNER_KEY)
-        if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
-            print(
-                f"A miner is at work in {store.bucket} (seen {age:.0f} s ago): an upload that it "
-                "resumed after a pause may be among these"
-            )
+        _show(store, found)
         if arguments.dry_run:
             return 0
         if not arguments.yes:
@@ -98,11 +89,34 @@ def main() -> int:
             if input("Abort them? [y/N] ").strip().lower() not in ("y", "yes"):
                 print("Nothing was aborted")
                 return 0
-        print(f"Aborted {abort_uploads(store, found)} uploads")
+        done = abort_uploads(store, found)
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
+    print(f"Aborted {done.gone} uploads")
+    if done.failed:
+        print(f"error: {done.failed} stay ({done.why}): run this again", file=sys.stderr)
+    return 1 if done.failed else 0
+
+
+def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
+    from distributed_training.store.claim import LAPSES_AFTER, OWNER_KEY
+    from distributed_training.store.cleanup import upload_sizes
+
+    width = max(len(u.key) for u in found)
+    print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")
+    total = 0
+    for u, known in zip(found, upload_sizes(store, found), strict=True):
+        parts, size = (str(known[0]), f"{known[1] / 1e6:.1f} MB") if known else ("?", "?")
+        total += known[1] if known else 0
+        print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
+    print(f"{len(found)} uploads, {total / 1e6:.1f} MB")
+    claim = store.head(OWNER_KEY)
+    if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
+        print(
+            f"A miner is at work in {store.bucket} (seen {age:.0f} s ago): an upload that it "
+            "resumed after a pause may be among these"
+        )
 
 
 if __name__ == "__main__":

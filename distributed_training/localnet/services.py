@@ -82,14 +82,18 @@ class Services:
 
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
         """A neuron's bucket, by default with the keys that may only read. Close it."""
-        from distributed_training.store.s3 import S3ObjectStore
+        from pydantic import SecretStr
 
-        keys, kind = self._keys(), "WRITE" if write else "READ"
+        from distributed_training.config.store import StoreSettings
+        from distributed_training.store.s3 import AccessKeys, S3ObjectStore
+
+        found, kind = self._keys(), "WRITE" if write else "READ"
+        key, secret = (found[f"R2_{kind}_{n}"] for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
         return S3ObjectStore(
             bucket=self.bucket(plan),
             endpoint_url=self.store_endpoint,
-            access_key_id=keys[f"R2_{kind}_ACCESS_KEY_ID"],
-            secret_access_key=keys[f"R2_{kind}_SECRET_ACCESS_KEY"],
+            keys=AccessKeys(SecretStr(key), SecretStr(secret)),
+            settings=StoreSettings(),
         )
 
     # --- life -----------------------------------------------------------------------------------

@@ -134,6 +134,7 @@ class PublicationReport:
     bytes_sent: int
     reason: str = ""  # why not, or empty
     finished_at: float = 0.0  # time.time()
+    age_seconds: float | None = None  # of gradients.pt then, by the store's clock
 
 
 @dataclass

@@ -3,23 +3,62 @@
 Two miners that publish into one bucket (a copied ``.env``, a forgotten process) overwrite each
 other's files and are both scored for the mixture. The claim is renewed while the miner runs and
 lapses when it does not, so moving to another machine needs a few minutes' wait or a flag.
+
+A miner is told apart by its run folder *and* the place where that lies: a folder that was copied
+to another machine, or to another path, is another miner's.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import platform
+import re
+import secrets
 from datetime import timedelta
+from pathlib import Path
 
-from .errors import StoreError
+from distributed_training.common.files import write_bytes
+
+from .errors import IntegrityError, StoreError
 from .interface import ObjectStore
 
 OWNER_KEY = ".miner/owner.json"
 RENEW_EVERY = timedelta(minutes=4)
 LAPSES_AFTER = timedelta(minutes=15)
+_MOST_BYTES = 4096
+_MACHINE_ID = Path("/etc/machine-id")
 
 
 class ForeignBucketError(StoreError):
     """Another miner publishes into this bucket."""
+
+
+def instance_of(folder: Path) -> str:
+    """Who publishes from this run folder: the same at each start, another in a copy elsewhere.
+
+    Half of it is random, in ``folder/instance``, written once: machines that were made from one
+    image are alike in all that can be asked of them. Raises OSError.
+    """
+    path = folder / "instance"
+    try:
+        token = path.read_bytes()[:64].decode("ascii", "replace")
+    except FileNotFoundError:
+        token = ""
+    if not re.fullmatch(r"[0-9a-f]{32}", token):
+        token = secrets.token_hex(16)
+        write_bytes(path, token.encode())
+    place = "\0".join((token, machine(), str(folder.resolve())))
+    return hashlib.sha256(place.encode(errors="replace")).hexdigest()[:16]
+
+
+def machine() -> str:
+    """What tells this machine, or this container, from another."""
+    try:
+        identity = _MACHINE_ID.read_text(errors="replace").strip()
+    except OSError:
+        identity = ""
+    return f"{identity}:{platform.node()}"
 
 
 def claim_bucket(store: ObjectStore, instance: str, *, take: bool = False) -> None:
@@ -38,11 +77,7 @@ def check_claim(store: ObjectStore, instance: str) -> None:
     info = store.head(OWNER_KEY)
     if info is None or (info.age_seconds or 0.0) > LAPSES_AFTER.total_seconds():
         return
-    data = store.get(OWNER_KEY, limit=4096)
-    try:
-        owner = json.loads(data or b"{}").get("instance")
-    except (ValueError, AttributeError):
-        return
+    owner = _owner(store)
     if owner is not None and owner != instance:
         raise ForeignBucketError(
             f"another miner claimed bucket {store.bucket} {info.age_seconds or 0:.0f} s ago, so "
@@ -53,6 +88,14 @@ def check_claim(store: ObjectStore, instance: str) -> None:
 
 def release_bucket(store: ObjectStore, instance: str) -> None:
     """Give the claim up at a clean stop, so that the next machine need not wait."""
-    data = store.get(OWNER_KEY, limit=4096)
-    if data is not None and f'"{instance}"'.encode() in data:
+    if _owner(store) == instance:
         store.delete([OWNER_KEY])
+
+
+def _owner(store: ObjectStore) -> str | None:
+    """None if nobody wrote a claim, or none that can be read: the next claim replaces it."""
+    try:
+        owner = json.loads(store.get(OWNER_KEY, limit=_MOST_BYTES) or b"{}").get("instance")
+    except (IntegrityError, ValueError, AttributeError, RecursionError):
+        return None
+    return owner if isinstance(owner, str) else None

@@ -1,151 +1,210 @@
-"""Stuck multipart uploads and old outer steps: found, shown, removed."""
+"""Stuck multipart uploads and old outer steps in a bucket: found, shown, removed.
+
+A stuck upload is one that was never completed, of a miner that was killed and went on elsewhere.
+It is billed and not visible. There may be thousands of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import shutil
+import threading
 import time
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
+from typing import TypeVar
 
 from distributed_training.protocol import keys
 
 from .claim import ForeignBucketError, check_claim
 from .errors import StoreError, UploadMissingError
 from .interface import ObjectStore
+from .retry import deadline_in, retrying
 
 log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 
 STUCK_AGE = timedelta(hours=1)
+_THREADS = 8
+_PATIENCE = timedelta(seconds=30)  # with one request, retries included
+_SWEEP_LIMIT = timedelta(minutes=20)  # of one sweep in the daemon; what is left is the next one's
 
 
 @dataclass(frozen=True)
 class StuckUpload:
-    """A multipart upload that was never completed. ``size``: bytes of its parts at the store."""
+    """A multipart upload that was never completed."""
 
     key: str
     upload_id: str
     age: timedelta
-    size: int
-    parts: int
+
+
+@dataclass(frozen=True)
+class Removed:
+    """How many are ``gone`` (removed, or not there any more), how many stay, and ``why``: what the
+    store said to the last of those."""
+
+    gone: int
+    failed: int = 0
+    why: str = ""
 
 
 def stuck_uploads(
-    store: ObjectStore,
-    *,
-    older_than: timedelta,
-    prefix: str = "",
-    spare: Collection[str] = (),
-    now: float | None = None,
+    store: ObjectStore, *, older_than: timedelta, prefix: str = "", now: float | None = None
 ) -> list[StuckUpload]:
-    """Oldest first; without those in ``spare`` (upload ids). Raises StoreError."""
+    """Oldest first. Raises StoreError when the list cannot be had."""
     now = time.time() if now is None else now
-    found = []
-    for upload in store.list_multiparts(prefix):
-        age = timedelta(seconds=max(0.0, now - upload.initiated))
-        if age < older_than or upload.upload_id in spare:
-            continue
+    listed = retrying(
+        f"list uploads in {store.bucket}",
+        lambda: store.list_multiparts(prefix),
+        deadline=deadline_in(_PATIENCE),
+    )
+    found = [
+        StuckUpload(u.key, u.upload_id, timedelta(seconds=max(0.0, now - u.initiated)))
+        for u in listed
+    ]
+    return sorted((u for u in found if u.age >= older_than), key=lambda u: u.age, reverse=True)
+
+
+def upload_sizes(
+    store: ObjectStore, uploads: Sequence[StuckUpload]
+) -> Iterator[tuple[int, int] | None]:
+    """(parts, bytes) of each; None where the store does not tell. One ListParts each, so slow."""
+
+    def size(upload: StuckUpload) -> tuple[int, int] | None:
         try:
-            parts = store.list_parts(upload.key, upload.upload_id)
-        except UploadMissingError:
-            continue
-        size = sum(p.size for p in parts)
-        found.append(StuckUpload(upload.key, upload.upload_id, age, size, len(parts)))
-    return sorted(found, key=lambda u: u.age, reverse=True)
+            parts = retrying(
+                f"list parts of {upload.key}",
+                lambda: store.list_parts(upload.key, upload.upload_id),
+                deadline=deadline_in(_PATIENCE),
+            )
+        except StoreError:
+            return None
+        return len(parts), sum(part.size for part in parts)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="sizes") as pool:
+        yield from pool.map(size, uploads)
 
 
-def abort_uploads(store: ObjectStore, uploads: Collection[StuckUpload]) -> int:
-    """How many were aborted or gone already. Raises StoreError at the first refusal."""
-    for upload in uploads:
-        try:
-            store.abort_multipart(upload.key, upload.upload_id)
-        except UploadMissingError:
-            continue
-    return len(uploads)
-
-
-def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> int:
-    """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``; how many.
-
-    Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
-    step half deleted is not one that anyone is pointed to.
-    """
-    old = []
-    for info in store.list_objects("epoch-"):
-        parsed = keys.parse_epoch_key(info.key)
-        if parsed is not None and parsed[0] <= newest - max(keep, 1):
-            old.append((parsed[1] != keys.METADATA, info.key))
-    store.delete([key for _, key in sorted(old)])
-    return len(old)
-
-
-def prune_snapshots(
-    folder: Path,
+def abort_uploads(
+    store: ObjectStore,
+    uploads: Sequence[StuckUpload],
     *,
-    before: Path | None = None,
-    unused_for: timedelta | None = None,
-    spare: Collection[Path] = (),
-) -> int:
-    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
+    limit: timedelta | None = None,
+    closing: threading.Event | None = None,
+) -> Removed:
+    """``limit``: begin no more after so long; ``closing``: nor once it is set."""
 
-    Those taken at an earlier chain block than the snapshot ``before``, and those in which nothing
-    was written for ``unused_for``: left by a miner that was killed, or by a disk that was full.
-    """
-    count = 0
-    newest = None if before is None else _chain_block(before)
-    spared = {path.resolve() for path in spare}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        block = _chain_block(path)
-        if block is None or not path.is_dir() or path.resolve() in spared:
-            continue
-        old = newest is not None and block < newest
-        if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
-            shutil.rmtree(path, ignore_errors=True)
-            count += 1
-    return count
+    def abort(upload: StuckUpload) -> None:
+        with contextlib.suppress(UploadMissingError):
+            retrying(
+                f"abort the upload of {upload.key}",
+                lambda: store.abort_multipart(upload.key, upload.upload_id),
+                deadline=deadline_in(_PATIENCE),
+            )
+
+    return _each(abort, uploads, limit, closing)
 
 
-def _chain_block(snapshot: Path) -> int | None:
-    """At which a snapshot was taken; None if the folder is not named as one. A miner that was
-    killed goes back to lower steps, never to lower blocks."""
-    parts = snapshot.name.split(".")
-    return int(parts[2]) if len(parts) == 3 and all(p.isdigit() for p in parts) else None
+def _each(
+    remove: Callable[[Item], None],
+    items: Sequence[Item],
+    limit: timedelta | None = None,
+    closing: threading.Event | None = None,
+) -> Removed:
+    """One that cannot be removed does not keep the others from it."""
+    end = None if limit is None else deadline_in(limit)
 
+    def answer(item: Item) -> str:
+        if closing is not None and closing.is_set():
+            return "stopped as asked"
+        if end is not None and time.monotonic() > end:
+            return "no time left"
+        try:
+            remove(item)
+        except StoreError as error:
+            return str(error)
+        return ""
 
-def _unused(folder: Path) -> float:
-    """Seconds since anything in it was written; 0 if it is being deleted."""
-    try:
-        written = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    except OSError:
-        return 0.0
-    return time.time() - written
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="cleanup") as pool:
+        answers = list(pool.map(answer, items))
+    failures = [text for text in answers if text]
+    return Removed(len(answers) - len(failures), len(failures), failures[-1] if failures else "")
 
 
 def sweep_uploads(
     store: ObjectStore,
     *,
     instance: str,
-    spare: Collection[str],
+    spare: Callable[[], Collection[str]],
     older_than: timedelta = STUCK_AGE,
+    closing: threading.Event | None = None,
 ) -> None:
     """The daemon's own cleaning: never raises, says what it did. A bucket that another than
-    ``instance`` has claimed is left alone: what looks stuck may be that one's."""
+    ``instance`` has claimed is left alone: what looks stuck may be that one's. ``spare``: ids of
+    the uploads that a resume will go on with."""
     try:
         check_claim(store, instance)
-        stuck = stuck_uploads(store, older_than=older_than, spare=spare)
-        abort_uploads(store, stuck)
+        found = stuck_uploads(store, older_than=older_than)
     except ForeignBucketError:
         return  # told by whoever tries to publish
     except StoreError as error:
-        log.warning("Stuck multipart uploads could not be cleaned up: %s", error)
+        log.warning("Stuck multipart uploads could not be listed, next try in an hour: %s", error)
         return
-    if stuck:
-        size = sum(u.size for u in stuck)
-        log.info(
-            "Aborted %d stuck multipart uploads (%.2f GB) in %s",
-            len(stuck),
-            size / 1e9,
+    kept = spare()
+    stuck = [upload for upload in found if upload.upload_id not in kept]
+    if not stuck:
+        return
+    done = abort_uploads(store, stuck, limit=_SWEEP_LIMIT, closing=closing)
+    if done.gone:
+        log.info("Aborted %d stuck multipart uploads in %s", done.gone, store.bucket)
+    if done.failed:
+        log.warning(
+            "%d stuck multipart uploads stay in %s until the next cleanup (%s)",
+            done.failed,
             store.bucket,
+            done.why,
         )
+
+
+def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
+    """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``.
+
+    Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
+    step half deleted is not one that anyone is pointed to. Raises StoreError when the bucket cannot
+    be listed.
+    """
+    listed = retrying(
+        f"list bucket {store.bucket}",
+        lambda: store.list_objects("epoch-"),
+        deadline=deadline_in(_PATIENCE),
+    )
+    old = [
+        (name, info.key)
+        for info in listed
+        for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
+        if step <= newest - max(keep, 1)
+    ]
+
+    def delete(key: str) -> None:
+        retrying(f"delete {key}", lambda: store.delete([key]), deadline=deadline_in(_PATIENCE))
+
+    metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
+    if metadata.failed:
+        return metadata
+    data = _each(delete, [key for name, key in old if name != keys.METADATA])
+    return replace(data, gone=metadata.gone + data.gone)
+
+
+def prune_old_steps(store: ObjectStore, *, newest: int, keep: int) -> None:
+    """:func:`prune_epochs` in the daemon: never raises, says what it did."""
+    try:
+        done = prune_epochs(store, newest=newest, keep=keep)
+    except StoreError as error:
+        done = Removed(0, 1, str(error))
+    if done.gone:
+        log.info("Deleted %d objects of old outer steps from %s", done.gone, store.bucket)
+    if done.failed:
+        log.warning("Old outer steps stay in %s for now: %s", store.bucket, done.why)

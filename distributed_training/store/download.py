@@ -31,22 +31,24 @@ def download(
     """One object into ``path``, in parallel ranges, complete or not at all.
 
     An interrupted download of the same object goes on where it was, also in another process.
-    Raises ObjectMissingError, IntegrityError (larger than ``limit``, the disk is too full, replaced
-    twice meanwhile), DeadlineError, StoppedError.
+    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all retries; ``concurrency``
+    ranges are in memory at once. Raises ObjectMissingError, IntegrityError (larger than ``limit``,
+    the disk is too full, replaced twice meanwhile), DeadlineError, StoppedError, OSError.
     """
     uplink = uplink or Uplink()
+    place = f"{store.bucket}/{key}"
     for _ in range(2):
         info = retrying(f"look at {key}", lambda: store.head(key), deadline=deadline, uplink=uplink)
         if info is None:
-            raise ObjectMissingError(f"{store.bucket}/{key}: no such object")
+            raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
-            raise IntegrityError(f"it has {info.size} bytes, more than the {limit} allowed")
+            raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
         try:
             _download(store, info, path, deadline=deadline, concurrency=concurrency, uplink=uplink)
             return info
         except PreconditionError:
             continue  # replaced between two ranges: once more, from its beginning
-    raise IntegrityError("it was replaced again and again while it was read")
+    raise IntegrityError(f"{place} was replaced again and again while it was read")
 
 
 def _download(
@@ -61,7 +63,7 @@ def _download(
     part = path.with_name(f".{path.name}.part")
     notes = path.with_name(f".{path.name}.part.json")
     done = _ranges_done(notes, part, info)
-    no_room = f"no room to download it: {info.size} bytes into {path.parent}; free the disk"
+    no_room = f"no room to download {info.key}: {info.size} bytes into {path.parent}; free the disk"
     if disk_allows(path.parent, info.size - len(done) * RANGE, reserve=0):
         raise IntegrityError(no_room)
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
@@ -78,7 +80,9 @@ def _download(
                 uplink=uplink,
             )
             if len(data) != length:
-                raise IntegrityError(f"the store sent {len(data)} bytes instead of {length}")
+                raise IntegrityError(
+                    f"{info.key}: the store sent {len(data)} bytes instead of {length}"
+                )
             view = memoryview(data)
             at = start
             while view:

@@ -2,20 +2,26 @@
 snapshot it was publishing.
 
 Written before the first part of an upload is sent. Which parts arrived is not in it: the store
-knows that better (ListParts), and comparing its MD5s with the file's proves it.
+knows that better (ListParts), and comparing its MD5s with the file's proves it. So a lost journal
+costs sending a snapshot again, nothing else: the uploads it knew are found and aborted by age.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
-import secrets
+import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.files import write_json
+from distributed_training.common.files import read_json_object, write_json
+from distributed_training.protocol.types import Revision
+
+log = logging.getLogger(__name__)
+
+_COUNTS = 2**53  # above any size, step or number of ranks
 
 
 @dataclass(frozen=True)
@@ -30,64 +36,90 @@ class UploadRecord:
     part_size: int
     etag: str = ""
 
+    @classmethod
+    def parse(cls, raw: Any) -> UploadRecord:
+        """Raises ValueError."""
+        texts = {n: _text(raw, n) for n in ("bucket", "key", "upload_id", "identity", "etag")}
+        return cls(**texts, size=_count(raw, "size"), part_size=_count(raw, "part_size"))
+
 
 @dataclass(frozen=True)
-class PendingRecord:
-    """The publication under way; ``folder`` is its snapshot."""
+class Submission:
+    """A snapshot to publish. ``preview_delta``: see :func:`~.gate.upload_gate`."""
 
-    folder: str
-    run: int
-    outer_step: int
-    inner_step: int
+    folder: Path
+    revision: Revision
     world_size: int
     peer_id: str
     preview_delta: float | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "folder": str(self.folder),
+            **dataclasses.asdict(self.revision),
+            "world_size": self.world_size,
+            "peer_id": self.peer_id,
+            "preview_delta": self.preview_delta,
+        }
+
+    @classmethod
+    def parse(cls, raw: Any) -> Submission:
+        """Raises ValueError."""
+        place = [_count(raw, name) for name in ("run", "outer_step", "inner_step")]
+        delta = raw.get("preview_delta")
+        if delta is not None and type(delta) not in (int, float):  # NaN is possible
+            raise ValueError("preview_delta is not a number")
+        folder, peer_id = Path(_text(raw, "folder")), _text(raw, "peer_id")
+        return cls(folder, Revision(*place), _count(raw, "world_size"), peer_id, delta)
+
 
 class Journal:
-    """One JSON file. ``instance`` identifies this miner's folder; made at the first start.
-
-    A journal that cannot be read is set aside: uploads it owned are then found and aborted by age.
-    """
+    """One JSON file. One that cannot be read is set aside as ``.damaged``, with a warning."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
         self._uploads: dict[str, UploadRecord] = {}
-        self._pending: PendingRecord | None = None
-        self.instance = secrets.token_hex(8)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            try:
-                self._load(json.loads(path.read_text()))
-            except (ValueError, TypeError, KeyError, AttributeError):
+        self._pending: Submission | None = None
+        if not path.exists():
+            self._save()  # a disk that cannot be written is told now, not amid an upload
+            return
+        try:
+            self._load(read_json_object(path))
+        except ValueError as error:
+            log.warning(
+                "%s is damaged (%s): it is set aside, and what was being uploaded is sent again",
+                path,
+                error,
+            )
+            with contextlib.suppress(OSError):
                 path.replace(path.with_suffix(".damaged"))
-                self._save()
-        else:
             self._save()
 
-    def _load(self, raw: dict[str, Any]) -> None:
-        uploads = {k: UploadRecord(**v) for k, v in raw["uploads"].items()}
-        pending = PendingRecord(**raw["pending"]) if raw["pending"] else None
-        self.instance = str(raw["instance"])
-        self._uploads, self._pending = uploads, pending
+    def _load(self, raw: dict[str, Any] | None) -> None:
+        if raw is None or not isinstance(raw.get("uploads"), dict):
+            raise ValueError("it is not what an uploader wrote")
+        records = [UploadRecord.parse(value) for value in raw["uploads"].values()]
+        pending = raw.get("pending")
+        self._pending = None if pending is None else Submission.parse(pending)
+        self._uploads = {record.key: record for record in records}
 
     def _save(self) -> None:
         write_json(
             self._path,
             {
-                "instance": self.instance,
-                "pending": dataclasses.asdict(self._pending) if self._pending else None,
+                "pending": self._pending and self._pending.plain(),
                 "uploads": {k: dataclasses.asdict(r) for k, r in self._uploads.items()},
             },
         )
 
     @property
-    def pending(self) -> PendingRecord | None:
+    def pending(self) -> Submission | None:
         with self._lock:
             return self._pending
 
-    def set_pending(self, pending: PendingRecord | None) -> None:
+    def set_pending(self, pending: Submission | None) -> None:
         with self._lock:
             if pending != self._pending:
                 self._pending = pending
@@ -118,3 +150,17 @@ class Journal:
                 del self._uploads[key]
             if known:
                 self._save()
+
+
+def _text(raw: Any, name: str) -> str:
+    value = raw.get(name) if isinstance(raw, dict) else None
+    if not isinstance(value, str) or not value.isprintable() or len(value) > 4096:
+        raise ValueError(f"{name} is not text")
+    return value
+
+
+def _count(raw: Any, name: str) -> int:
+    value = raw.get(name) if isinstance(raw, dict) else None
+    if type(value) is not int or not 0 <= value < _COUNTS:
+        raise ValueError(f"{name} is not a count")
+    return value

@@ -6,19 +6,20 @@ outage met by several parts at once exhausts it and ends the upload.
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
+
+from distributed_training.common.backoff import Backoff
 
 from .errors import DeadlineError, StoreError
 from .uplink import Uplink
 
 Result = TypeVar("Result")
 
-FIRST_WAIT = 0.25
-LONGEST_WAIT = 15.0
+FIRST_WAIT = timedelta(seconds=0.25)
+LONGEST_WAIT = timedelta(seconds=15)
 
 
 def retrying(
@@ -30,7 +31,7 @@ def retrying(
     error. Time spent paused does not count as an attempt but does count against the deadline.
     """
     uplink = uplink or Uplink()
-    wait = FIRST_WAIT
+    waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
     while True:
         uplink.wait_open()
         try:
@@ -40,11 +41,10 @@ def retrying(
                 raise
             if uplink.paused or uplink.stopped:
                 continue
-            pause = random.uniform(wait / 2, wait)
+            pause = waits.failed().total_seconds()
             if time.monotonic() + pause > deadline:
                 raise DeadlineError(f"{what}: no success in the time allowed ({error})") from None
         uplink.sleep(pause)
-        wait = min(wait * 2, LONGEST_WAIT)
 
 
 def deadline_in(duration: timedelta) -> float:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import email.utils
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import SecretStr
@@ -27,6 +28,7 @@ from .uplink import Section
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
 _READ_CHUNK = 1024 * 1024
+_BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
@@ -44,11 +46,21 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
     return url
 
 
-class S3ObjectStore:
-    """``what`` names the keys in messages: "R2_WRITE" or "R2_READ" for our own.
+@dataclass(frozen=True)
+class AccessKeys:
+    """A key and its secret. ``what`` names them in messages: ours are R2_WRITE and R2_READ."""
 
-    ``connect_timeout``: until the connection stands; ``read_timeout``: between two pieces of an
-    answer. One attempt per operation. Connections are made on first use and pooled.
+    key_id: SecretStr
+    secret: SecretStr
+    what: str = "R2"
+
+
+class S3ObjectStore:
+    """``settings``: timeouts, concurrency, and how R2 differs from S3. One attempt per operation.
+
+    ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
+    answer. Connections are made on first use and pooled. Raises ValueError for a name that no
+    bucket can have.
     """
 
     def __init__(
@@ -56,41 +68,39 @@ class S3ObjectStore:
         *,
         bucket: str,
         endpoint_url: str,
-        access_key_id: str | SecretStr,
-        secret_access_key: str | SecretStr,
-        region: str = "auto",
-        checksum_mode: str = "when_required",
-        concurrency: int = 6,
-        write_interval: timedelta = timedelta(seconds=1.1),
-        connect_timeout: timedelta = timedelta(seconds=10),
-        read_timeout: timedelta = timedelta(seconds=60),
+        keys: AccessKeys,
+        settings: StoreSettings,
         ca_bundle: str | None = None,
-        what: str = "R2",
     ) -> None:
         import boto3
         from botocore.config import Config
 
+        if not _BUCKET_NAME.fullmatch(bucket):
+            raise ValueError(
+                f"{bucket!r:.80} is not a bucket name: give 3 to 63 lower-case letters, digits, "
+                "hyphens or dots, e.g. llama-4b-ws-4-007"
+            )
         self._bucket = bucket
         self._endpoint = endpoint_url
-        self._refusal = Refusal(bucket, endpoint_url, what)
-        self._write_interval = write_interval.total_seconds()
+        self._refusal = Refusal(bucket, endpoint_url, keys.what)
+        self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
         with _CLIENTS:
             self._client: Any = boto3.session.Session().client(
                 "s3",
                 endpoint_url=endpoint_url,
-                region_name=region,
-                aws_access_key_id=_plain(access_key_id),
-                aws_secret_access_key=_plain(secret_access_key),
+                region_name=settings.region,
+                aws_access_key_id=keys.key_id.get_secret_value(),
+                aws_secret_access_key=keys.secret.get_secret_value(),
                 verify=ca_bundle,
                 config=Config(
-                    request_checksum_calculation=checksum_mode,
-                    response_checksum_validation=checksum_mode,
+                    request_checksum_calculation=settings.checksum_mode,
+                    response_checksum_validation=settings.checksum_mode,
                     retries={"total_max_attempts": 1, "mode": "standard"},
-                    connect_timeout=connect_timeout.total_seconds(),
-                    read_timeout=read_timeout.total_seconds(),
-                    max_pool_connections=concurrency + 4,
+                    connect_timeout=settings.connect_timeout.total_seconds(),
+                    read_timeout=settings.read_timeout.total_seconds(),
+                    max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
                     # Every part's MD5 is compared with the store's, so the payload need not be
                     # hashed a second time for the signature.
@@ -113,8 +123,12 @@ class S3ObjectStore:
                     f"R2_{kind}_{name} is not set, so bucket {bucket} cannot be used: put it into "
                     ".env (R2 dashboard, Manage API tokens)"
                 )
-        return cls._with(
-            settings, bucket, endpoint_of(settings), key, secret, ca_bundle, f"R2_{kind}"
+        return cls(
+            bucket=bucket,
+            endpoint_url=endpoint_of(settings),
+            keys=AccessKeys(key, secret, f"R2_{kind}"),
+            settings=settings,
+            ca_bundle=ca_bundle,
         )
 
     @classmethod
@@ -128,35 +142,11 @@ class S3ObjectStore:
         secret_access_key: str,
     ) -> S3ObjectStore:
         """Another's bucket, by the read credentials of its commitment. Raises ValueError."""
-        endpoint = endpoint_of(settings, account_id)
-        return cls._with(
-            settings, bucket, endpoint, access_key_id, secret_access_key, None, "commitment"
-        )
-
-    @classmethod
-    def _with(
-        cls,
-        settings: StoreSettings,
-        bucket: str,
-        endpoint: str,
-        key: str | SecretStr,
-        secret: str | SecretStr,
-        ca_bundle: str | None,
-        what: str,
-    ) -> S3ObjectStore:
         return cls(
             bucket=bucket,
-            endpoint_url=endpoint,
-            access_key_id=key,
-            secret_access_key=secret,
-            region=settings.region,
-            checksum_mode=settings.checksum_mode,
-            concurrency=settings.concurrency,
-            write_interval=settings.write_interval,
-            connect_timeout=settings.connect_timeout,
-            read_timeout=settings.read_timeout,
-            ca_bundle=ca_bundle,
-            what=what,
+            endpoint_url=endpoint_of(settings, account_id),
+            keys=AccessKeys(SecretStr(access_key_id), SecretStr(secret_access_key), "commitment"),
+            settings=settings,
         )
 
     @property
@@ -327,10 +317,6 @@ class S3ObjectStore:
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
                 f"({type(error).__name__})"
             ) from None
-
-
-def _plain(value: str | SecretStr) -> str:
-    return value.get_secret_value() if isinstance(value, SecretStr) else value
 
 
 def _unquote(etag: str) -> str:

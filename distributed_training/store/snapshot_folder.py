@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.common.files import sha256_of
+from distributed_training.common.files import read_json_object, sha256_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -27,6 +27,8 @@ from .contents import (
 )
 from .errors import IntegrityError
 from .uplink import Uplink
+
+_MOST_DONE_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ def wait_complete(
 
 def _read_done(path: Path, rank: int, world_size: int) -> list[FileRecord]:
     try:
-        raw = json.loads(path.read_text())
+        raw = read_json_object(path, at_most=_MOST_DONE_BYTES)
+        if raw is None:
+            raise ValueError("it is not a JSON object")
         records = [FileRecord(f["name"], int(f["size"]), f["sha256"]) for f in raw["files"]]
         if (raw["rank"], raw["world_size"]) != (rank, world_size):
             raise ValueError(f"it is of rank {raw['rank']} of {raw['world_size']}")
@@ -129,3 +133,48 @@ def read_config(path: Path) -> ConfigExtras:
         return parse_config(path.read_bytes())[1]
     except MetadataError as error:
         raise IntegrityError(str(error)) from None
+
+
+# --- old ones -------------------------------------------------------------------------------------
+
+
+def prune_snapshots(
+    folder: Path,
+    *,
+    before: Path | None = None,
+    unused_for: timedelta | None = None,
+    spare: Collection[Path] = (),
+) -> int:
+    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
+
+    Those taken at an earlier chain block than the snapshot ``before``, and those in which nothing
+    was written for ``unused_for``: left by a miner that was killed, or by a disk that was full.
+    """
+    count = 0
+    newest = None if before is None else _chain_block(before)
+    spared = {path.resolve() for path in spare}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        block = _chain_block(path)
+        if block is None or not path.is_dir() or path.resolve() in spared:
+            continue
+        old = newest is not None and block < newest
+        if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
+            shutil.rmtree(path, ignore_errors=True)
+            count += 1
+    return count
+
+
+def _chain_block(snapshot: Path) -> int | None:
+    """At which a snapshot was taken; None if the folder is not named as one. A miner that was
+    killed goes back to lower steps, never to lower blocks."""
+    parts = snapshot.name.split(".")
+    return int(parts[2]) if len(parts) == 3 and all(p.isdigit() for p in parts) else None
+
+
+def _unused(folder: Path) -> float:
+    """Seconds since anything in it was written; 0 if it is being deleted."""
+    try:
+        written = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
+    except OSError:
+        return 0.0
+    return time.time() - written

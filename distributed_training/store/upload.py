@@ -1,15 +1,15 @@
-"""Sending files, in parts when large, resumable by the next process.
+"""Files into a bucket: in parts when large, resumable by the next process.
 
 A file is sent in two steps: :meth:`Sender.stage` sends everything that can be sent without being
 seen (all parts of a multipart upload), :meth:`Sender.publish` makes it appear. So the files of one
-revision can appear together although sending them takes long.
+revision can appear together although sending them takes long. Miner and validator both send this
+way; :mod:`~.download` is the way back.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
@@ -17,7 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from .errors import IntegrityError, StoppedError, StoreError, UploadMissingError
+from .errors import (
+    DeadlineError,
+    IntegrityError,
+    StoppedError,
+    StoreError,
+    UploadMissingError,
+)
 from .interface import ObjectStore, PartInfo
 from .journal import Journal, UploadRecord
 from .retry import retrying
@@ -62,10 +68,36 @@ class Sent:
     parts_kept: int = 0
 
 
-class Sender:
-    """``concurrency`` parts or small files are under way at once; a part is never whole in memory.
+@dataclass(frozen=True)
+class _Parts:
+    """An open file cut into equal parts, numbered from 1."""
 
-    ``deadline`` arguments are of time.monotonic() and cover all retries of the call.
+    handle: int
+    size: int
+    part_size: int
+    uplink: Uplink
+
+    @property
+    def numbers(self) -> range:
+        return range(1, -(-self.size // self.part_size) + 1)
+
+    def section(self, number: int) -> Section:
+        start = (number - 1) * self.part_size
+        return Section(self.handle, start, min(self.part_size, self.size - start), self.uplink)
+
+    def local(self, number: int) -> PartInfo:
+        """As the store would list it. Reads the part."""
+        section = self.section(number)
+        while section.read(Section.BLOCK):
+            pass
+        return PartInfo(number, len(section), section.md5)
+
+
+class Sender:
+    """``deadline`` (time.monotonic()) covers everything it sends, with all retries and pauses.
+
+    ``concurrency`` parts or small files are under way at once; a part is never whole in memory.
+    A context manager; its end waits for attempts under way (stop the uplink to make them end).
     """
 
     def __init__(
@@ -73,38 +105,36 @@ class Sender:
         *,
         store: ObjectStore,
         journal: Journal,
+        deadline: float,
         uplink: Uplink | None = None,
         concurrency: int = 6,
         part_size: int = 0,
+        sent: Sent | None = None,
     ) -> None:
         self._store = store
         self._journal = journal
+        self._deadline = deadline
         self._uplink = uplink or Uplink()
         self._part_size = part_size
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
         self._count_lock = threading.Lock()
-        self.sent = Sent()
+        self.sent = sent or Sent()
 
-    def close(self) -> None:
-        """Waits for attempts under way (stop the line first to make them end)."""
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def upload(self, key: str, path: Path, *, deadline: float, sha256: str = "") -> str:
-        """Stage and publish one file; its etag."""
-        staged = self.stage(key, path, deadline=deadline, sha256=sha256)
-        etag = self.publish(staged, deadline=deadline)
-        self._journal.drop(key)
-        return etag
-
-    def upload_all(self, files: Iterable[tuple[str, Path]], *, deadline: float) -> None:
+    def upload_all(self, files: Iterable[tuple[str, Path]]) -> None:
         """Many files: parts of large ones in parallel, small ones beside each other."""
-        staged = [self.stage(key, path, deadline=deadline) for key, path in files]
-        self.publish_all(staged, deadline=deadline)
+        staged = [self.stage(key, path) for key, path in files]
+        self.publish_all(staged)
         self._journal.drop(*(s.key for s in staged))
 
     # --- stage ----------------------------------------------------------------------------------
 
-    def stage(self, key: str, path: Path, *, deadline: float, sha256: str = "") -> Staged:
+    def stage(self, key: str, path: Path, *, sha256: str = "") -> Staged:
         """Send all parts of a large file; a small one is only looked at.
 
         ``sha256`` of the file tells whether an upload of an earlier process was of the same bytes;
@@ -116,125 +146,107 @@ class Sender:
         if size <= part_size:
             return Staged(key, path, size)
         identity = sha256 or f"{status.st_ino}:{status.st_mtime_ns}"
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            return self._stage_parts(handle, key, path, size, part_size, identity, deadline)
-        finally:
-            os.close(handle)
-
-    def _stage_parts(
-        self,
-        handle: int,
-        key: str,
-        path: Path,
-        size: int,
-        part_size: int,
-        identity: str,
-        deadline: float,
-    ) -> Staged:
-        def section(number: int) -> Section:
-            start = (number - 1) * part_size
-            return Section(handle, start, min(part_size, size - start), self._uplink)
-
-        numbers = range(1, -(-size // part_size) + 1)
-        before = self._journal.upload(key)
-        kept: dict[int, PartInfo] = {}
-        record = None
-        if before is not None:
-            same = (before.bucket, before.size, before.identity, before.part_size)
-            if same == (self._store.bucket, size, identity, part_size):
-                record, kept = self._resume(before, numbers, section, deadline)
-                if record is not None and record.etag:
-                    return Staged(key, path, size, record, etag=record.etag, visible=True)
-            else:
-                self.abandon(before)
-        if record is None:
-            upload_id = self._try(
-                f"start upload of {key}", lambda: self._store.create_multipart(key), deadline
-            )
-            # An upload that a crash leaves without its record is found and aborted by its age.
-            record = UploadRecord(self._store.bucket, key, upload_id, size, identity, part_size)
-            self._journal.put(record)
-        held = record
-
-        def send(number: int) -> PartInfo:
-            what = f"part {number} of {len(numbers)} of {key}"
-            body = section(number)
-
-            def attempt() -> PartInfo:
-                body.seek(0)
-                return self._store.upload_part(key, held.upload_id, number, body)
-
-            part = self._try(what, attempt, deadline)
-            self._count(len(body))
-            return part
-
-        missing = [n for n in numbers if n not in kept]
-        try:
-            for part in self._run([lambda n=n: send(n) for n in missing]):  # type: ignore[misc]
-                kept[part.number] = part
-        except UploadMissingError:
-            # Aborted behind our back. A retry of the publication starts a new one.
-            self._journal.drop(key)
-            self._try("look for the bucket", self._store.list_multiparts, deadline)  # if it is gone
-            raise IntegrityError(
-                f"the multipart upload of {key} was aborted by someone else: it is sent again with "
-                "the next publication; is another miner using this bucket?"
-            ) from None
-        parts = tuple(kept[n] for n in numbers)
+        with path.open("rb") as file:
+            cut = _Parts(file.fileno(), size, part_size, self._uplink)
+            record, kept = self._resume(key, cut, identity)
+            if record is None:
+                record = self._begin(key, cut, identity)
+            if record.etag:
+                return Staged(key, path, size, record, etag=record.etag, visible=True)
+            parts = self._send_missing(record, cut, kept)
         return Staged(key, path, size, record, parts, multipart_etag(parts))
 
+    def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
+        upload_id = self._try(f"start upload of {key}", lambda: self._store.create_multipart(key))
+        # An upload that a crash leaves without its record is found and aborted by its age.
+        record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
+        self._journal.put(record)
+        return record
+
     def _resume(
-        self,
-        record: UploadRecord,
-        numbers: range,
-        section: Callable[[int], Section],
-        deadline: float,
+        self, key: str, cut: _Parts, identity: str
     ) -> tuple[UploadRecord | None, dict[int, PartInfo]]:
         """The upload to go on with and the parts that need not be sent again.
 
         A record with an etag means: complete and visible. None: start anew.
         """
-        key = record.key
-        if not record.etag:
-            try:
-                listed = self._try(
-                    f"list parts of {key}",
-                    lambda: self._store.list_parts(key, record.upload_id),
-                    deadline,
-                )
-            except UploadMissingError:
-                pass  # completed just before the process died, or expired
-            else:
-                at_store = {p.number: p for p in listed if p.number in numbers}
-                local = self._run(
-                    [lambda n=n: _local_part(n, section(n)) for n in at_store]  # type: ignore[misc]
-                )
-                kept = {p.number: p for p in local if at_store[p.number] == p}
-                with self._count_lock:
-                    self.sent.parts_kept += len(kept)
-                log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(numbers))
-                return record, kept
-        info = self._try(f"look at {key}", lambda: self._store.head(key), deadline)
+        record = self._journal.upload(key)
+        if record is None:
+            return None, {}
+        before = (record.bucket, record.size, record.identity, record.part_size)
+        if before != (self._store.bucket, cut.size, identity, cut.part_size):
+            self.abandon(record)
+            return None, {}
+        listed = None if record.etag else self._parts_at_store(record)
+        if listed is not None:
+            at_store = {p.number: p for p in listed if p.number in cut.numbers}
+            local = self._run([lambda n=n: cut.local(n) for n in at_store])  # type: ignore[misc]
+            kept = {p.number: p for p in local if at_store[p.number] == p}
+            self.sent.parts_kept += len(kept)
+            log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
+            return record, kept
+        info = self._try(f"look at {key}", lambda: self._store.head(key))
         if info is not None and info.size == record.size and "-" in info.etag:
-            local = self._run([lambda n=n: _local_part(n, section(n)) for n in numbers])  # type: ignore[misc]
-            if info.etag == multipart_etag(tuple(local)):
-                with self._count_lock:
-                    self.sent.parts_kept += len(local)
+            local = self._run([lambda n=n: cut.local(n) for n in cut.numbers])  # type: ignore[misc]
+            if info.etag == multipart_etag(local):
+                self.sent.parts_kept += len(local)
                 done = replace(record, etag=info.etag)
                 self._journal.put(done)
                 return done, {}
         self._journal.drop(key)
         return None, {}
 
+    def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
+        """None: the upload was completed just before the process died, expired, or never was."""
+        try:
+            return self._try(
+                f"list parts of {record.key}",
+                lambda: self._store.list_parts(record.key, record.upload_id),
+            )
+        except UploadMissingError:
+            return None
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            return None  # no such id can exist: a damaged journal must not stop publication
+
+    def _send_missing(
+        self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo]
+    ) -> tuple[PartInfo, ...]:
+        """All parts in their order. Raises IntegrityError if the upload was aborted meanwhile."""
+
+        def send(number: int) -> PartInfo:
+            body = cut.section(number)
+
+            def attempt() -> PartInfo:
+                body.seek(0)
+                return self._store.upload_part(record.key, record.upload_id, number, body)
+
+            part = self._try(f"part {number} of {len(cut.numbers)} of {record.key}", attempt)
+            self._count(len(body))
+            return part
+
+        missing = [n for n in cut.numbers if n not in kept]
+        try:
+            sent = self._run([lambda n=n: send(n) for n in missing])  # type: ignore[misc]
+        except UploadMissingError:
+            self._journal.drop(record.key)
+            self._try("look for the bucket", self._store.list_multiparts)  # raises if it is gone
+            raise IntegrityError(
+                f"the multipart upload of {record.key} was aborted by someone else: it is sent "
+                "again with the next publication; is another miner using this bucket?"
+            ) from None
+        parts = kept | {part.number: part for part in sent}
+        return tuple(parts[n] for n in cut.numbers)
+
     # --- publish --------------------------------------------------------------------------------
 
-    def publish(self, staged: Staged, *, deadline: float) -> str:
+    def publish(self, staged: Staged) -> str:
         """Make the file visible; its etag. Publishing again is harmless."""
         if staged.visible:
             return staged.etag
         if staged.record is None:
-            return self._put_small(staged, deadline)
+            return self._put_small(staged)
         record = staged.record
 
         def attempt() -> str:
@@ -248,7 +260,7 @@ class Sender:
                 raise
 
         try:
-            etag = self._try(f"complete {staged.key}", attempt, deadline)
+            etag = self._try(f"complete {staged.key}", attempt)
         except UploadMissingError:
             self._journal.drop(staged.key)
             raise IntegrityError(
@@ -256,8 +268,8 @@ class Sender:
                 "object: it is sent again with the next publication"
             ) from None
         except StoreError as error:
-            if not error.retryable and not isinstance(error, StoppedError):
-                self.abandon(record)
+            if not isinstance(error, (StoppedError, DeadlineError)):
+                self.abandon(record)  # refused for good: the parts would only be billed
             raise
         if etag != staged.etag:
             self._journal.drop(staged.key)
@@ -265,26 +277,21 @@ class Sender:
         self._journal.put(replace(record, etag=etag))
         return etag
 
-    def publish_all(self, staged: Iterable[Staged], *, deadline: float) -> dict[str, str]:
+    def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
         """Etags by key; all of them side by side, so that they appear within moments."""
         files = list(staged)
-        etags = self._run(
-            [lambda s=s: self.publish(s, deadline=deadline) for s in files]  # type: ignore[misc]
-        )
+        etags = self._run([lambda s=s: self.publish(s) for s in files])  # type: ignore[misc]
         return {s.key: etag for s, etag in zip(files, etags, strict=True)}
 
-    def _put_small(self, staged: Staged, deadline: float) -> str:
-        handle = os.open(staged.path, os.O_RDONLY)
-        try:
-            body = Section(handle, 0, staged.size, self._uplink)
+    def _put_small(self, staged: Staged) -> str:
+        with staged.path.open("rb") as file:
+            body = Section(file.fileno(), 0, staged.size, self._uplink)
 
             def attempt() -> str:
                 body.seek(0)
                 return self._store.put(staged.key, body)
 
-            etag = self._try(f"write {staged.key}", attempt, deadline)
-        finally:
-            os.close(handle)
+            etag = self._try(f"write {staged.key}", attempt)
         self._count(staged.size)
         return etag
 
@@ -301,8 +308,15 @@ class Sender:
                 log.warning("Could not abort the upload of %s: %s", record.key, error)
         self._journal.drop(record.key)
 
-    def _try(self, what: str, attempt: Callable[[], Result], deadline: float) -> Result:
-        return retrying(what, attempt, deadline=deadline, uplink=self._uplink)
+    def abandon_all_but(self, keys: Iterable[str]) -> None:
+        """What the journal still holds of outer steps that are over, or of another bucket."""
+        wanted = frozenset(keys)
+        for record in self._journal.uploads():
+            if record.key not in wanted or record.bucket != self._store.bucket:
+                self.abandon(record)
+
+    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
+        return retrying(what, attempt, deadline=self._deadline, uplink=self._uplink)
 
     def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
         """All tasks in the pool; the first error ends the rest. From a thread outside the pool."""
@@ -322,13 +336,6 @@ class Sender:
         with self._count_lock:
             self.sent.bytes += size
             self.sent.parts += 1
-
-
-def _local_part(number: int, section: Section) -> PartInfo:
-    section.seek(0)
-    while section.read(Section.BLOCK):
-        pass
-    return PartInfo(number, len(section), section.md5)
 
 
 def multipart_etag(parts: Iterable[PartInfo]) -> str:

@@ -22,8 +22,8 @@ from distributed_training.common.environment import without_secrets
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .publication import Submission
-from .uploader_messages import Busy, Close, Pause, PeerId, Resume, Said, Start
+from .journal import Submission
+from .uploader_messages import Busy, Close, Paused, PeerId, Said, Start
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Uploader:
         self._start = Start(
             settings,
             bucket,
-            folder.absolute() / "uploads.json",
+            folder.absolute(),
             snapshots,
             ca_bundle,
             miner_began=time.time(),
@@ -111,12 +111,12 @@ class Uploader:
         """Free the line within a second. Parts under way are sent again after :meth:`resume`."""
         with self._lock:
             self._paused = True
-            self._send(Pause())
+            self._send(Paused(True))
 
     def resume(self) -> None:
         with self._lock:
             self._paused = False
-            self._send(Resume())
+            self._send(Paused(False))
 
     def reports(self) -> list[PublicationReport]:
         """Those that came since the last call, oldest first."""
@@ -183,7 +183,7 @@ class Uploader:
         if self._peer_id:
             self._send(PeerId(self._peer_id))
         if self._paused:
-            self._send(Pause())
+            self._send(Paused(True))
         for submission in self._outstanding.values():
             self._send(submission)
 
@@ -243,5 +243,4 @@ class Uploader:
             case Busy():
                 self._busy = message.busy
             case Said():
-                level = {"error": logging.ERROR, "warning": logging.WARNING}
-                log.log(level.get(message.level, logging.INFO), "%s", message.text)
+                log.log(message.level, "%s", message.text)

@@ -11,23 +11,23 @@ from distributed_training.config.store import StoreSettings
 
 @dataclass(frozen=True)
 class Start:
-    """First message to the worker. ``miner_began``: time.time(), absent when the uploader alone was
-    started again; snapshots from before it that the journal does not name are leftovers."""
+    """First message to the uploader. ``folder``: for its journal, kept across restarts.
+    ``miner_began``: time.time(), absent when the uploader alone was started again; snapshots from
+    before it that the journal does not name are leftovers."""
 
     settings: StoreSettings
     bucket: str
-    journal: Path
+    folder: Path
     snapshots: Path | None
     ca_bundle: str | None = None
     miner_began: float | None = None
 
 
 @dataclass(frozen=True)
-class Pause: ...
+class Paused:
+    """Whether transfers are to leave the uplink free."""
 
-
-@dataclass(frozen=True)
-class Resume: ...
+    paused: bool
 
 
 @dataclass(frozen=True)
@@ -36,15 +36,14 @@ class PeerId:
 
 
 @dataclass(frozen=True)
-class Close:
-    release: bool = True
+class Close: ...
 
 
 @dataclass(frozen=True)
 class Said:
-    """A line for the operator; ``level``: info, warning or error."""
+    """A line for the operator, at a level of :mod:`logging`."""
 
-    level: str
+    level: int
     text: str
 
 

@@ -5,12 +5,16 @@ through it. When the other end closes, however rank 0 ended, the uploader stops:
 stay at the store, the journal knows them.
 
     python -m distributed_training.store.uploader_process FD
+
+Three threads work: one publishes, one renews the claim on the bucket, one cleans up. None of them
+waits for another, since a publication, and a cleanup of thousands of stuck uploads, may take long.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
@@ -26,45 +30,59 @@ from typing import Any
 
 from distributed_training.protocol.types import PublicationReport
 
-from .claim import RENEW_EVERY, claim_bucket, release_bucket
-from .cleanup import STUCK_AGE, prune_snapshots, sweep_uploads
-from .errors import StoppedError, StoreError
-from .journal import Journal
-from .publication import Publication, Submission
+from .claim import RENEW_EVERY, claim_bucket, instance_of, release_bucket
+from .cleanup import STUCK_AGE, prune_old_steps, sweep_uploads
+from .errors import StoppedError, StoreError, disk_problem
+from .interface import ObjectStore
+from .journal import Journal, Submission
+from .publication import Publication
 from .s3 import S3ObjectStore
+from .snapshot_folder import prune_snapshots
 from .uplink import Uplink
-from .uploader_messages import Busy, Close, Pause, PeerId, Resume, Said, Start
+from .uploader_messages import Busy, Close, Paused, PeerId, Said, Start
 
+log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
+
+JOURNAL = "uploads.json"
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
 _PEER_ID_RETRY = timedelta(seconds=30)
 
 
-class Worker:
-    """One thread works; :meth:`receive` may be called from another."""
+class UploadLoop:
+    """:meth:`run` works on its thread; :meth:`receive` may be called from another.
 
-    def __init__(self, start: Start, store: S3ObjectStore, send: Callable[[Any], None]) -> None:
+    Raises OSError when ``start.folder`` cannot be written.
+    """
+
+    def __init__(self, start: Start, store: ObjectStore, send: Callable[[Any], None]) -> None:
         self._settings = start.settings
         self._snapshots = start.snapshots
         self._send = send
         self._store = store
-        self._journal = Journal(start.journal)
+        self._journal = Journal(start.folder / JOURNAL)
+        self._instance = instance_of(start.folder)
         self._uplink = Uplink()
         self._publication = Publication(
-            store, self._journal, start.settings, self._uplink, self._say, self._newer_waits
+            store,
+            self._journal,
+            start.settings,
+            self._instance,
+            uplink=self._uplink,
+            newer=lambda: self._waiting is not None,
         )
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
+        self._current: Submission | None = None
         self._peer_id: str | None = None  # not published yet
         self._latest_peer_id = ""
-        self._closing: Close | None = None
-        self._current: Submission | None = None
-        self._next_sweep = 0.0
         self._peer_id_after = 0.0
+        self._newest_published: int | None = None  # outer step, until old ones were deleted
+        self._closing = threading.Event()
         pending = self._journal.pending
-        if pending is not None and Path(pending.folder).is_dir():
-            self._waiting = Submission.of(pending)
-            self._say("info", f"Going on with the upload of {self._waiting.revision.tag}")
+        if pending is not None and pending.folder.is_dir():
+            self._waiting = pending
+            log.info("Going on with the upload of %s", pending.revision.tag)
         if start.miner_began is not None:
             # Or a miner that is killed again and again would fill the disk with them.
             age = timedelta(seconds=time.time() - start.miner_began)
@@ -72,21 +90,20 @@ class Worker:
 
     def receive(self, message: Any) -> None:
         match message:
-            case Pause():
-                self._uplink.pause()
-            case Resume():
-                self._uplink.resume()
-            case _:
-                with self._wake:
-                    if isinstance(message, Submission):
-                        self._take(message)
-                    elif isinstance(message, PeerId):
-                        self._peer_id = self._latest_peer_id = message.peer_id
-                        self._peer_id_after = 0.0
-                    elif isinstance(message, Close):
-                        self._closing = message
-                        self._uplink.stop()
-                    self._wake.notify_all()
+            case Paused(paused):
+                (self._uplink.pause if paused else self._uplink.resume)()
+                return
+            case Close():
+                self._closing.set()
+                self._uplink.stop()
+        with self._wake:
+            match message:
+                case Submission():
+                    self._take(message)
+                case PeerId(peer_id):
+                    self._peer_id = self._latest_peer_id = peer_id
+                    self._peer_id_after = 0.0
+            self._wake.notify_all()
 
     def _take(self, new: Submission) -> None:
         for held in (self._current, self._waiting):
@@ -96,35 +113,23 @@ class Worker:
                 if new.folder != held.folder:
                     self._forget(new.folder)
                 return
-        if self._waiting is not None and self._waiting.revision != new.revision:
-            self._superseded(self._waiting, new)
+        if self._waiting is not None:
+            reason = f"superseded by {new.revision.tag} before it was sent"
+            self._failed(self._waiting, reason)
         self._waiting = new
 
-    def _superseded(self, old: Submission, new: Submission) -> None:
-        reason = f"superseded by {new.revision.tag} before it was sent"
-        self._send(PublicationReport(old.revision, False, 0.0, 0, reason, time.time()))
-
-    def _give_up(self, reason: str) -> None:
+    def _failed(self, submission: Submission, reason: str) -> None:
         """Whoever submitted must hear of the end, or nothing would ever be submitted again."""
-        current = self._current
-        if current is not None:
-            with contextlib.suppress(OSError):
-                self._journal.set_pending(None)
-            self._send(PublicationReport(current.revision, False, 0.0, 0, reason, time.time()))
-        time.sleep(1)
+        self._send(PublicationReport(submission.revision, False, 0.0, 0, reason, time.time()))
 
-    def _newer_waits(self) -> bool:
-        with self._wake:
-            return self._waiting is not None
+    # --- the threads ------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Until closed."""
-        # In a thread of its own: an upload takes longer than a claim lasts.
-        claim = threading.Thread(target=self._keep_claim, name="claim", daemon=True)
-        claim.start()
-        while self._closing is None:
+        for work in (self._keep_claim, self._keep_clean):
+            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+        while not self._closing.is_set():
             try:
-                self._housekeeping()
                 submission, peer_id = self._next()
                 if peer_id is not None:
                     self._publish_peer_id(peer_id)
@@ -134,31 +139,35 @@ class Worker:
                 break
             except Exception as error:  # one defect must not end publication for weeks
                 logging.exception("uploader")
-                self._give_up(
-                    f"a defect of the uploader ({type(error).__name__}), see its log line"
-                )
-        if self._closing is not None and self._closing.release:
-            with contextlib.suppress(StoreError):
-                release_bucket(self._store, self._journal.instance)
+                if self._current is not None:
+                    with contextlib.suppress(OSError):
+                        self._journal.set_pending(None)
+                    what = f"unexpected error ({type(error).__name__}), see its log line"
+                    self._failed(self._current, what)
+                self._closing.wait(1)
+        with contextlib.suppress(StoreError):
+            release_bucket(self._store, self._instance)
 
     def _next(self) -> tuple[Submission | None, str | None]:
-        """What to do now; nothing when only housekeeping is due. Raises StoppedError."""
+        """What to do now: a snapshot to publish, a peer id to publish. Raises StoppedError."""
         with self._wake:
             self._current = None
-            if self._waiting is None and self._closing is None:
-                due = self._next_sweep
-                if self._peer_id is not None:
-                    due = min(due, self._peer_id_after)
-                if due > time.monotonic():
-                    self._send(Busy(False))
-                    self._wake.wait(due - time.monotonic())
-            if self._closing is not None:
+            while self._waiting is None and not self._peer_id_due():
+                if self._closing.is_set():
+                    break
+                self._send(Busy(False))
+                retry_in = self._peer_id_after - time.monotonic()
+                self._wake.wait(None if self._peer_id is None else max(0.0, retry_in))
+            if self._closing.is_set():
                 raise StoppedError("closing")
             self._current, self._waiting = self._waiting, None
             peer_id = None
-            if time.monotonic() >= self._peer_id_after:
+            if self._peer_id_due():
                 peer_id, self._peer_id = self._peer_id, None
             return self._current, peer_id
+
+    def _peer_id_due(self) -> bool:
+        return self._peer_id is not None and time.monotonic() >= self._peer_id_after
 
     def _publish(self, submission: Submission) -> None:
         self._send(Busy(True))
@@ -168,9 +177,63 @@ class Worker:
         self._prune_snapshots(before=submission.folder)
         with self._wake:
             self._current = None
+            if report.ok:
+                self._newest_published = submission.revision.outer_step
+                self._wake.notify_all()
         if not report.ok:
             self._forget(submission.folder)
         self._send(report)
+
+    def _publish_peer_id(self, peer_id: str) -> None:
+        try:
+            self._publication.publish_peer_id(peer_id)
+        except StoppedError:
+            raise
+        except StoreError as error:
+            log.warning("The peer id is not published yet: %s", error)
+            with self._wake:
+                self._peer_id = self._peer_id or peer_id
+                self._peer_id_after = time.monotonic() + _PEER_ID_RETRY.total_seconds()
+
+    def _keep_claim(self) -> None:
+        complaint = ""
+        take = self._settings.take_bucket
+        wait = timedelta(0)
+        while not self._closing.wait(wait.total_seconds()):
+            wait = RENEW_EVERY
+            try:
+                claim_bucket(self._store, self._instance, take=take)
+                complaint, take = "", False
+            except StoreError as error:
+                wait = _CLAIM_RETRY
+                if str(error) != complaint:  # once, not every few seconds
+                    complaint = str(error)
+                    log.error("%s", complaint)
+
+    def _keep_clean(self) -> None:
+        """Stuck uploads each hour, old outer steps when a new one was published."""
+        swept = -math.inf
+        while not self._closing.is_set():
+            if time.monotonic() - swept >= SWEEP_EVERY.total_seconds():
+                swept = time.monotonic()
+                sweep_uploads(
+                    self._store,
+                    instance=self._instance,
+                    spare=self._journal.owned,
+                    older_than=max(STUCK_AGE, self._settings.file_deadline),
+                    closing=self._closing,
+                )
+                self._prune_snapshots(unused_for=2 * self._settings.file_deadline)
+            newest, self._newest_published = self._newest_published, None
+            if newest is not None:
+                prune_old_steps(self._store, newest=newest, keep=self._settings.keep_epochs)
+            with self._wake:
+                self._wake.wait_for(
+                    lambda: self._closing.is_set() or self._newest_published is not None,
+                    max(0.0, swept + SWEEP_EVERY.total_seconds() - time.monotonic()),
+                )
+
+    # --- snapshots on the disk --------------------------------------------------------------------
 
     def _forget(self, folder: Path) -> None:
         """A snapshot that was not published is not sent again, the next publication has its own. An
@@ -191,47 +254,8 @@ class Worker:
             used = [s.folder for s in (self._current, self._waiting) if s is not None]
         prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
 
-    def _publish_peer_id(self, peer_id: str) -> None:
-        try:
-            self._publication.publish_peer_id(peer_id)
-        except StoppedError:
-            raise
-        except StoreError as error:
-            self._say("warning", f"The peer id is not published yet: {error}")
-            with self._wake:
-                self._peer_id = self._peer_id or peer_id
-                self._peer_id_after = time.monotonic() + _PEER_ID_RETRY.total_seconds()
 
-    def _housekeeping(self) -> None:
-        now = time.monotonic()
-        if now >= self._next_sweep:
-            self._next_sweep = now + SWEEP_EVERY.total_seconds()
-            sweep_uploads(
-                self._store,
-                instance=self._journal.instance,
-                spare=self._journal.owned(),
-                older_than=max(STUCK_AGE, self._settings.file_deadline),
-            )
-            self._prune_snapshots(unused_for=2 * self._settings.file_deadline)
-
-    def _keep_claim(self) -> None:
-        complaint = ""
-        take = self._settings.take_bucket
-        while self._closing is None:
-            wait = RENEW_EVERY
-            try:
-                claim_bucket(self._store, self._journal.instance, take=take)
-                complaint, take = "", False
-            except StoreError as error:
-                wait = _CLAIM_RETRY
-                if str(error) != complaint:  # once, not every few seconds
-                    complaint = str(error)
-                    self._say("error", complaint)
-            with self._wake:
-                self._wake.wait_for(lambda: self._closing is not None, wait.total_seconds())
-
-    def _say(self, level: str, text: str) -> None:
-        self._send(Said(level, text))
+# --- the process ----------------------------------------------------------------------------------
 
 
 class _Forward(logging.Handler):
@@ -242,7 +266,6 @@ class _Forward(logging.Handler):
         self._send_message = send
 
     def emit(self, record: logging.LogRecord) -> None:
-        level = "error" if record.levelno >= 40 else "warning" if record.levelno >= 30 else "info"
         text = record.getMessage()
         if record.exc_info and record.exc_info[1] is not None:
             # The type and place only: texts of foreign exceptions may quote a request.
@@ -254,7 +277,7 @@ class _Forward(logging.Handler):
                 f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
             )
             text = f"{text}: {type(error).__name__} at {place}"
-        self._send_message(Said(level, text))
+        self._send_message(Said(record.levelno, text))
 
 
 def lower_priority(nice: int) -> None:
@@ -290,16 +313,16 @@ def main() -> int:
         store = S3ObjectStore.from_settings(
             start.settings, bucket=start.bucket, write=True, ca_bundle=start.ca_bundle
         )
-    except ValueError as error:
-        send(Said("error", str(error)))
+        loop = UploadLoop(start, store, send)
+    except (ValueError, OSError) as error:
+        log.error("%s", disk_problem(error) if isinstance(error, OSError) else error)
         return 2
-    worker = Worker(start, store, send)
-    thread = threading.Thread(target=worker.run, name="uploader", daemon=True)
+    thread = threading.Thread(target=loop.run, name="uploader", daemon=True)
     thread.start()
     try:
         while True:
             message = connection.recv()
-            worker.receive(message)
+            loop.receive(message)
             if isinstance(message, Close):
                 thread.join()
                 return 0

@@ -23,6 +23,7 @@ from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import names
 from distributed_training.protocol.commitment import BucketCredentials
 from distributed_training.protocol.payload import Schema
+from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.buckets import BucketError, ReadBucket
@@ -58,7 +59,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
             wallet=member.wallet,
             scheme="legacy" if config.chain.client_scheme == "legacy" else "btauth",
         ),
-        bucket=StoreBucket(bucket),
+        bucket=StoreBucket(bucket, journal=Journal(folder / "uploads.json")),
         open_bucket=PeerBuckets(config.store).of_miner,
         tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
         vocabulary=_vocabulary(tokenizer_path),

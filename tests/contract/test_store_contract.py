@@ -168,13 +168,8 @@ def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -
     settings = settings_for(server, write_secret_access_key=None)
     with pytest.raises(ValueError, match="R2_WRITE_SECRET_ACCESS_KEY is not set"):
         S3ObjectStore.from_settings(settings, bucket="b", write=True)
-    store = S3ObjectStore(
-        bucket="not-there-2",
-        endpoint_url=server.endpoint,
-        access_key_id=server.credentials.write_key,
-        secret_access_key="wrong-secret-value",
-        what="R2_WRITE",
-    )
+    wrong = settings_for(server, write_secret_access_key=SecretStr("wrong-secret-value"))
+    store = S3ObjectStore.from_settings(wrong, bucket="not-there-2", write=True)
     with pytest.raises(AccessDeniedError) as caught:
         store.put("a", b"x")
     assert "copy R2_WRITE_ACCESS_KEY_ID" in str(caught.value)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -18,10 +21,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from validator_world import MemoryBucket
 
 from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.store import download, upload
+from distributed_training.store.errors import TransientError
+from distributed_training.store.interface import ObjectStore
+from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.validator.buckets import Bucket, BucketError
 from distributed_training.validator.storage import StoreBucket
 from tests.memory_store import MemoryObjectStore
+from tests.support_store import settings_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -38,21 +46,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
 def _store(
     server: ObjectStoreServer, *, read_only: bool = False, **changes: object
 ) -> S3ObjectStore:
-    c = server.credentials
-    options: dict = {
-        "endpoint_url": server.endpoint,
-        "bucket": "bucket",
-        "access_key_id": c.read_key if read_only else c.write_key,
-        "secret_access_key": SecretStr(c.read_secret if read_only else c.write_secret),
-        "write_interval": timedelta(0),
-        **changes,
-    }
-    return S3ObjectStore(**options)
+    bucket = str(changes.pop("bucket", "bucket"))
+    return S3ObjectStore.from_settings(
+        settings_for(server, **changes), bucket=bucket, write=not read_only
+    )
 
 
 def _s3(server: ObjectStoreServer, **changes: object) -> StoreBucket:
     store = _store(server, **changes)  # type: ignore[arg-type]
-    return StoreBucket(store, small=timedelta(seconds=2), part_size=5 * 1024 * 1024)
+    return _bucket(store, small=timedelta(seconds=2))
+
+
+def _bucket(store: ObjectStore, **more: Any) -> StoreBucket:
+    journal = Journal(Path(tempfile.mkdtemp()) / "uploads.json")
+    return StoreBucket(store, journal=journal, part_size=upload.LEAST_PART, **more)
 
 
 @pytest.fixture(params=["memory", "store", "s3"])
@@ -60,7 +67,7 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Bucket]:
     if request.param == "memory":
         return MemoryBucket
     if request.param == "store":
-        return lambda: StoreBucket(MemoryObjectStore(), part_size=5 * 1024 * 1024)
+        return lambda: _bucket(MemoryObjectStore())
     server = request.getfixturevalue("server")
     return lambda: _s3(server)
 
@@ -120,7 +127,7 @@ def test_a_read_key_reads_and_cannot_write(server: ObjectStoreServer) -> None:
 def test_wrong_keys_and_no_server_are_bucket_errors_without_secrets(
     server: ObjectStoreServer,
 ) -> None:
-    wrong = _s3(server, secret_access_key=SecretStr("wrong-secret-wrong-secret"))
+    wrong = _s3(server, write_secret_access_key=SecretStr("wrong-secret-wrong-secret"))
     with pytest.raises(BucketError) as caught:
         wrong.get("shared", limit=1)
     assert "wrong-secret" not in str(caught.value)
@@ -139,9 +146,11 @@ def test_wrong_keys_and_no_server_are_bucket_errors_without_secrets(
         _s3(server, bucket="no-such-bucket").put("a", b"")
 
 
-def test_a_transfer_survives_a_store_that_stumbles(tmp_path: Path) -> None:
-    from distributed_training.store.errors import TransientError
-
+def test_a_transfer_survives_a_store_that_stumbles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "LEAST_PART", 1000)
+    monkeypatch.setattr(download, "RANGE", 1000)
     stumbles = {"put": 1, "upload_part": 2, "complete_multipart": 1, "get_range": 2, "get": 1}
 
     def before(operation: str, key: str) -> None:
@@ -149,7 +158,7 @@ def test_a_transfer_survives_a_store_that_stumbles(tmp_path: Path) -> None:
             stumbles[operation] -= 1
             raise TransientError(f"{operation}: 503")
 
-    bucket = StoreBucket(MemoryObjectStore(before=before), part_size=1000)
+    bucket = _bucket(MemoryObjectStore(before=before))
     data = os.urandom(2500)
     (tmp_path / "up").write_bytes(data)
     bucket.upload("a", tmp_path / "up")
@@ -160,7 +169,10 @@ def test_a_transfer_survives_a_store_that_stumbles(tmp_path: Path) -> None:
     assert set(stumbles.values()) == {0}
 
 
-def test_a_failed_upload_leaves_no_open_parts(tmp_path: Path) -> None:
+def test_a_failed_upload_leaves_no_open_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "LEAST_PART", 1000)
     from distributed_training.store.errors import AccessDeniedError
 
     def before(operation: str, key: str) -> None:
@@ -170,22 +182,60 @@ def test_a_failed_upload_leaves_no_open_parts(tmp_path: Path) -> None:
     store = MemoryObjectStore(before=before)
     (tmp_path / "up").write_bytes(bytes(2500))
     with pytest.raises(BucketError, match="refused"):
-        StoreBucket(store, part_size=1000).upload("a", tmp_path / "up")
+        _bucket(store).upload("a", tmp_path / "up")
     assert store.list_multiparts() == [] and store.head("a") is None
 
 
-def test_an_object_replaced_while_it_is_read_is_an_error(tmp_path: Path) -> None:
-    store = MemoryObjectStore()
-    store.put("a", bytes(2500))
-    ranges = []
+def test_an_upload_that_was_cut_goes_on_and_one_of_an_older_step_is_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "LEAST_PART", 1000)
+    parts: list[str] = []
+    down = True
 
     def before(operation: str, key: str) -> None:
-        if operation == "get_range":
-            ranges.append(key)
-            if len(ranges) == 2:
-                store.put("a", b"1" * 2500)
+        if operation == "upload_part":
+            parts.append(key)
+        if operation == "complete_multipart" and down:
+            raise TransientError("503")
+
+    store = MemoryObjectStore(before=before)
+    (tmp_path / "up").write_bytes(os.urandom(2500))
+    bucket = _bucket(store, large=timedelta(seconds=0.1))
+    for key in ("epoch-6/model", "epoch-7/model"):
+        with pytest.raises(BucketError, match="503"):
+            bucket.upload(key, tmp_path / "up")
+    assert [u.key for u in store.list_multiparts()] == ["epoch-7/model"]
+    down = False
+    bucket.upload("epoch-7/model", tmp_path / "up")
+    assert parts == 3 * ["epoch-6/model"] + 3 * ["epoch-7/model"], "no part is sent twice"
+    assert store.get("epoch-7/model", limit=2500) == (tmp_path / "up").read_bytes()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_object_replaced_while_it_is_read_is_never_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    monkeypatch.setattr(download, "RANGE", 1000)
+    store = MemoryObjectStore()
+    store.put("a", bytes(2500))
+    replaced, looked = 0, False
+    lock = threading.RLock()
+
+    def before(operation: str, key: str) -> None:
+        nonlocal replaced, looked
+        with lock:
+            looked = looked or operation == "head"
+            if operation == "get_range" and looked and replaced < times:
+                replaced, looked = replaced + 1, False
+                store.put("a", bytes([replaced]) * 2500)
 
     store._before = before
-    with pytest.raises(BucketError, match="changed"):
-        StoreBucket(store, part_size=1000).download("a", tmp_path / "down", limit=2500)
-    assert not list(tmp_path.iterdir())
+    bucket = StoreBucket(store)
+    if times == 1:
+        bucket.download("a", tmp_path / "down", limit=2500)
+        assert (tmp_path / "down").read_bytes() == b"\x01" * 2500
+        return
+    with pytest.raises(BucketError, match="replaced again and again"):
+        bucket.download("a", tmp_path / "down", limit=2500)
+    assert not (tmp_path / "down").exists()

@@ -103,16 +103,15 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
     pytest.importorskip("swift")
     from distributed_training.localnet.object_store import ObjectStoreServer
     from distributed_training.store.s3 import S3ObjectStore
+    from tests.support_store import settings_for
 
     server = ObjectStoreServer(folder=tmp_path / "store")
     server.start()
     try:
         account = server.credentials
-        S3ObjectStore(
-            bucket="llama-4b-ws-4-007",
-            endpoint_url=server.endpoint,
-            access_key_id=account.write_key,
-            secret_access_key=account.write_secret,
+        settings = settings_for(server)
+        S3ObjectStore.from_settings(
+            settings, bucket="llama-4b-ws-4-007", write=True
         ).create_bucket()
         keys = {
             "R2_ACCOUNT_ID": account.account_id,

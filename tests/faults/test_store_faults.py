@@ -3,8 +3,10 @@ says why not. The real server, with a proxy before it that enforces R2's rules."
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,10 +21,10 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store.claim import OWNER_KEY, claim_bucket
-from distributed_training.store.cleanup import stuck_uploads, sweep_uploads
-from distributed_training.store.journal import Journal, UploadRecord
-from distributed_training.store.publication import Publication, Submission
+from distributed_training.store.claim import OWNER_KEY, claim_bucket, instance_of
+from distributed_training.store.cleanup import stuck_uploads, sweep_uploads, upload_sizes
+from distributed_training.store.journal import Journal, Submission, UploadRecord
+from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.upload import MIB, Sender
 from distributed_training.store.uploader import Uploader
@@ -51,13 +53,11 @@ def publish(
     journal: Path,
     revision: Revision = REVISION,
 ) -> PublicationReport:
-    publication = Publication(store, Journal(journal), settings)
+    publication = Publication(store, Journal(journal), settings, "me")
     return publication.run(Submission(folder, revision, 1, PEER_ID))
 
 
 def through(shim: Shim, settings: Any, bucket: str, **more: Any) -> tuple[Any, S3ObjectStore]:
-    import dataclasses
-
     changed = dataclasses.replace(settings, endpoint_url=shim.endpoint)
     return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True, **more)
 
@@ -210,7 +210,7 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
 
     with Shim(server.endpoint, slow) as shim:
         settings, store = through(shim, base, direct.bucket)
-        publication = Publication(store, Journal(tmp_path / "j.json"), settings)
+        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me")
         reports: list[PublicationReport] = []
         submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
         thread = threading.Thread(target=lambda: reports.append(publication.run(submission)))
@@ -303,11 +303,10 @@ def test_a_part_at_the_store_with_other_bytes_is_not_kept(
     store.upload_part("model", upload_id, 2, content[part : 2 * part])
     sha256 = digest(path)
     journal.put(UploadRecord(store.bucket, "model", upload_id, size, sha256, part))
-    sender = Sender(store=store, journal=journal, part_size=part)
-    try:
-        sender.upload("model", path, deadline=time.monotonic() + 30, sha256=sha256)
-    finally:
-        sender.close()
+    with Sender(
+        store=store, journal=journal, deadline=time.monotonic() + 30, part_size=part
+    ) as sender:
+        sender.publish(sender.stage("model", path, sha256=sha256))
     assert (sender.sent.parts_kept, sender.sent.parts) == (1, 2)
     assert store.get("model", limit=size) == content
 
@@ -382,21 +381,25 @@ def test_a_wrong_clock_is_called_a_wrong_clock(
 def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -> None:
     settings = settings_for(server)
     store = new_bucket(server, settings)
-    first, second = Journal(tmp_path / "1.json"), Journal(tmp_path / "2.json")
-    assert first.instance != second.instance
-    claim_bucket(store, first.instance)
-    claim_bucket(store, first.instance)  # its own restart
+    first = instance_of(tmp_path)
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    second = instance_of(tmp_path / "copy")
+    assert first != second, "a run folder that was copied elsewhere"
+    claim_bucket(store, first)
+    assert instance_of(tmp_path) == first
+    claim_bucket(store, first)  # its own restart
     write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    report = Publication(store, second, settings).run(
+    journal = Journal(tmp_path / "j.json")
+    report = Publication(store, journal, settings, second).run(
         Submission(tmp_path / "s", REVISION, 1, PEER_ID)
     )
     assert not report.ok
     assert "another miner claimed bucket" in report.reason
     assert "--r2.take_bucket" in report.reason
     assert [o.key for o in store.list_objects()] == [OWNER_KEY]
-    claim_bucket(store, second.instance, take=True)
+    claim_bucket(store, second, take=True)
     assert (
-        not Publication(store, first, settings)
+        not Publication(store, journal, settings, first)
         .run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
         .ok
     )
@@ -414,12 +417,10 @@ def test_over_tls_no_trailers_are_sent(server: ObjectStoreServer, tmp_path: Path
         assert report.ok, report.reason
         assert_published(direct, REVISION, files)
         assert not any("401" in r for r in shim.refusals)
-        defaults = S3ObjectStore(
+        defaults = S3ObjectStore.from_settings(
+            dataclasses.replace(settings, checksum_mode="when_supported"),
             bucket=direct.bucket,
-            endpoint_url=shim.endpoint,
-            access_key_id=server.credentials.write_key,
-            secret_access_key=server.credentials.write_secret,
-            checksum_mode="when_supported",
+            write=True,
             ca_bundle=str(certificate),
         )
         upload_id = direct.create_multipart("x")
@@ -460,15 +461,15 @@ def test_cleanup_aborts_what_is_stuck_and_spares_the_journals_own(
     store = new_bucket(server, settings_for(server))
     mine, stuck = store.create_multipart("epoch-1/a"), store.create_multipart("epoch-1/b")
     store.upload_part("epoch-1/b", stuck, 1, b"x" * 1000)
-    now = time.time() + 7200
-    found = stuck_uploads(store, older_than=timedelta(hours=1), spare=[mine], now=now)
-    assert [(u.upload_id, u.size, u.parts) for u in found] == [(stuck, 1000, 1)]
-    sweep_uploads(store, instance="me", spare=[mine])  # nothing is an hour old
+    found = stuck_uploads(store, older_than=timedelta(hours=1), now=time.time() + 7200)
+    sizes = zip(found, upload_sizes(store, found), strict=True)
+    assert {u.upload_id: size for u, size in sizes} == {mine: (0, 0), stuck: (1, 1000)}
+    sweep_uploads(store, instance="me", spare=lambda: [mine])  # nothing is an hour old
     assert len(store.list_multiparts()) == 2
     claim_bucket(store, "another")
-    sweep_uploads(store, instance="me", spare=[], older_than=timedelta(0))
+    sweep_uploads(store, instance="me", spare=list, older_than=timedelta(0))
     assert len(store.list_multiparts()) == 2  # they may be that one's, at work
-    sweep_uploads(store, instance="another", spare=[mine], older_than=timedelta(0))
+    sweep_uploads(store, instance="another", spare=lambda: [mine], older_than=timedelta(0))
     assert [u.upload_id for u in store.list_multiparts()] == [mine]
     store.abort_multipart("epoch-1/a", mine)
     assert stuck_uploads(store, older_than=timedelta(hours=1)) == []

@@ -24,8 +24,8 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import IntegrityError
-from distributed_training.store.journal import Journal
-from distributed_training.store.publication import Publication, Submission
+from distributed_training.store.journal import Journal, Submission
+from distributed_training.store.publication import Publication
 from distributed_training.store.remote_state import download
 from distributed_training.store.retry import deadline_in
 from distributed_training.store.s3 import S3ObjectStore
@@ -118,7 +118,7 @@ class TcpProxy:
 
 
 def publish(store: S3ObjectStore, folder: Path, settings: Any, journal: Path) -> Any:
-    return Publication(store, Journal(journal), settings).run(
+    return Publication(store, Journal(journal), settings, "me").run(
         Submission(folder, REVISION, 1, PEER_ID)
     )
 
@@ -231,7 +231,7 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
 
         store.get_range = get_range  # type: ignore[method-assign]
         deadline = deadline_in(timedelta(seconds=20))
-        with pytest.raises(IntegrityError, match="no room to download it"):
+        with pytest.raises(IntegrityError, match="no room to download model"):
             download(store, "model", disk / "model", limit=10**8, deadline=deadline)
         assert (disk / "model").read_bytes() == b"last good"
         filled[0].unlink()

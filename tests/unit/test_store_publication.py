@@ -20,12 +20,13 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import uploader_process
-from distributed_training.store.cleanup import prune_epochs, prune_snapshots
+from distributed_training.store.cleanup import Removed, prune_epochs
 from distributed_training.store.errors import StoreError, TransientError
-from distributed_training.store.journal import Journal, PendingRecord, UploadRecord
-from distributed_training.store.publication import Publication, Submission
+from distributed_training.store.journal import Journal, Submission, UploadRecord
+from distributed_training.store.publication import Publication
 from distributed_training.store.remote_state import RemoteState, StateUnavailable
 from distributed_training.store.s3 import endpoint_of
+from distributed_training.store.snapshot_folder import prune_snapshots
 from distributed_training.store.uploader_messages import Close, Start
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, assert_published, finish_rank, until, write_snapshot
@@ -50,7 +51,7 @@ def run(
     **changes: object,
 ) -> PublicationReport:
     settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
-    publication = Publication(store, Journal(folder.parent / "uploads.json"), settings)
+    publication = Publication(store, Journal(folder.parent / "uploads.json"), settings, "me")
     return publication.run(Submission(folder, revision, world_size, PEER_ID, preview_delta))
 
 
@@ -132,9 +133,10 @@ def test_gradients_validators_would_reset_are_not_sent(
 
 def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
     store = MemoryObjectStore()
-    early = Revision(5, 3, 15)
-    write_snapshot(tmp_path / "a", early, world_size=1)
-    assert "inner_step (15) < minimum (50)" in run(store, tmp_path / "a", early).reason
+    zero = Revision(5, 4, 0)
+    write_snapshot(tmp_path / "a", zero, world_size=1)
+    refused = "UPLOAD BLOCKED: inner_step (0) < minimum (1)"
+    assert refused in run(store, tmp_path / "a", zero).reason, "validators would not score it"
     write_snapshot(tmp_path / "b", REVISION, world_size=1, blocks=())
     assert "block list is empty" in run(store, tmp_path / "b").reason
     write_snapshot(tmp_path / "c", REVISION, world_size=1)
@@ -142,10 +144,7 @@ def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
     assert "UPLOAD DOUBTFUL" in blocked.reason
     assert store.list_objects() == []
     assert run(store, tmp_path / "c", preview_delta=0.2).ok  # warns only
-    zero = Revision(5, 4, 0)
-    write_snapshot(tmp_path / "d", zero, world_size=1)
-    refused = run(store, tmp_path / "d", zero, minimum_valid_inner_step=0)
-    assert "inner_step is 0" in refused.reason
+    assert refused in run(store, tmp_path / "a", zero).reason
     root = Metadata.parse(store.get(keys.ROOT_METADATA, limit=9999) or b"")
     assert root.revision == REVISION
 
@@ -229,8 +228,8 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
         for name in ("config.json", "metadata.json", "model.safetensors"):
             store.put(f"epoch-{epoch}/{name}", b"x")
     store.put(keys.ROOT_METADATA, b"x")
-    assert prune_epochs(store, newest=4, keep=3) == 6
-    assert deleted[:2] == ["epoch-0/metadata.json", "epoch-1/metadata.json"]
+    assert prune_epochs(store, newest=4, keep=3) == Removed(6)
+    assert sorted(deleted[:2]) == ["epoch-0/metadata.json", "epoch-1/metadata.json"]
     assert {o.key.split("/")[0] for o in store.list_objects("epoch-")} == {
         f"epoch-{n}" for n in (2, 3, 4, 5)
     }
@@ -248,8 +247,8 @@ def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
     mine, stuck = store.create_multipart("epoch-3/a"), store.create_multipart("epoch-3/b")
     path = tmp_path / "uploads.json"
     Journal(path).put(UploadRecord("bucket", "epoch-3/a", mine, 9, "sha256", 5))
-    start = Start(SETTINGS, "bucket", path, None)
-    daemon = uploader_process.Worker(start, store, lambda message: None)  # type: ignore[arg-type]
+    start = Start(SETTINGS, "bucket", tmp_path, None)
+    daemon = uploader_process.UploadLoop(start, store, lambda message: None)
     thread = threading.Thread(target=daemon.run, daemon=True)
     thread.start()
 
@@ -280,7 +279,7 @@ def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
 
 def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
     store = MemoryObjectStore()
-    publication = Publication(store, Journal(tmp_path / "j.json"), SETTINGS)
+    publication = Publication(store, Journal(tmp_path / "j.json"), SETTINGS, "me")
     publication.publish_peer_id("12D3abc")
     assert store.list_objects() == []
     store.put(keys.ROOT_METADATA, Metadata(5, 3, 50, PEER_ID).to_json())
@@ -295,11 +294,11 @@ def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> 
     journal = Journal(path)
     record = UploadRecord("b", "epoch-1/a", "id", 10, "sha", 5)
     journal.put(record)
-    pending = PendingRecord("/s", 5, 1, 50, 1, PEER_ID)
+    pending = Submission(Path("/s"), Revision(5, 1, 50), 1, PEER_ID, float("nan"))
     journal.set_pending(pending)
     again = Journal(path)
-    assert again.instance == journal.instance
-    assert (again.uploads(), again.pending, again.owned()) == ([record], pending, {"id"})
+    assert again.pending is not None and repr(again.pending) == repr(pending)
+    assert (again.uploads(), again.owned()) == ([record], {"id"})
     path.write_text(path.read_text()[:-20])
     fresh = Journal(path)
     assert fresh.uploads() == []
