@@ -1,8 +1,10 @@
 """When to take a snapshot for publication. Pure: no clock of its own, no I/O.
 
-Three things pull: validators count a bucket as stale from an age on; a round closes soon and judges
-what is published by then, while the round itself stops uploads; and uploads cost time (and, with
-``--neuron.error_feedback upload``, direction), so ``--neuron.upload_steps`` bounds their frequency.
+``--neuron.upload_steps`` names the regular steps and bounds how often there is a publication, which
+costs time and, with ``--neuron.error_feedback upload``, direction. Within that bound the plan
+(:mod:`~.upload_plan`) tells what validators will find: a regular step is left out when its upload
+would be in the way of a better one, and a step between is taken when waiting would leave validators
+without an upload that counts.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import PublicationReport, StepReport
 
 from .gate import upload_due, upload_gate
+from .upload_plan import Bounds, Pace, Rounds, weigh
 
 _SMOOTHING = 0.3
+_STEPS_OF_A_BLOCK = 2.5  # of training, before the newest listed block's age was told
+_PAUSE_SHARE = 1 / 24  # of a period that a round takes, before one was seen
 
 
 @dataclass(frozen=True)
@@ -26,11 +32,25 @@ class Decision:
     lines: tuple[tuple[str, str], ...] = ()
 
 
-class UploadSchedule:
-    """Fed with each inner step and each publication report; times are of one clock,
-    the caller's (a monotonic one, or setting the wall clock would move what is due).
+@dataclass
+class _Asked:
+    """What was decided of the snapshot under way, and what is undone if it was not taken."""
 
-    ``slack``: how long before a round or the age limit a publication should have ended.
+    at: float
+    step: tuple[int, int]  # outer, inner
+    block_time: float  # of its newest listed block
+    before: tuple[int, int] | None
+    steps_before: int
+    through_a_round: bool = False  # so it took longer than sending takes
+
+
+class UploadSchedule:
+    """Fed with each inner step and each publication report; times are of one monotonic clock.
+
+    ``minimum_inner_step``: nothing of an outer step is published before it, unless that would come
+    too late for validators, who refuse inner step 0 only. ``age_limit``: of a file, ``slack``: how
+    long before such a limit things are to happen. ``published_at``: of what the bucket held at the
+    start.
     """
 
     def __init__(
@@ -49,21 +69,25 @@ class UploadSchedule:
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
-        self.next_round_at: float | None = None
-        self._busy_since: float | None = None
+        self._published_step: int | None = None  # its outer step
+        self._block_time = published_at  # of its newest listed block
+        self._block_age: float | None = None
+        self._next_round_at: float | None = None
+        self._period: float | None = None
+        self._pause: float | None = None  # that a round takes, measured
+        self._asked: _Asked | None = None
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
         self._steps_since = 0  # that snapshot, over rounds
-        self._before: tuple[tuple[int, int] | None, int] = (
-            None,
-            0,
-        )  # both, before it was asked for
         self._owed = False  # the next step asks, whatever the schedule says
         self._began: float | None = None  # the first step of this process
+        self._step_before: tuple[int, float] | None = None  # its outer step and its end
         self._warned: set[str] = set()
 
-    def expect_round(self, at: float | None) -> None:
-        """When the next round will be called, if known."""
-        self.next_round_at = at
+    def expect_round(self, at: float | None, period: float | None = None) -> None:
+        """When the next round will be called, None if unknown or overdue; seconds between two."""
+        if at is not None or period is None:
+            self._next_round_at = at
+        self._period = period
 
     def repo_age(self, now: float) -> float | None:
         """Seconds; None if nothing was published yet."""
@@ -80,152 +104,203 @@ class UploadSchedule:
             return f"Repo age: nothing published yet (limit {self._age_limit:.0f}s)"
         return f"Repo age: {age:.0f}s of {self._age_limit:.0f}s"
 
-    def finish_by(self, now: float) -> float | None:
-        """The moment by which a new publication should have ended, None if nothing presses."""
-        due = []
-        if self._stale_at is not None:
-            due.append(self._stale_at - self._slack)
-        if self.next_round_at is not None and self.next_round_at > now:
-            due.append(self.next_round_at - self._slack)
-        return min(due) if due else None
-
-    def step(self, report: StepReport, now: float) -> Decision:
-        """After an inner step: whether it should end with a snapshot."""
-        self.step_seconds = _mean(self.step_seconds, report.seconds)
-        self._steps_since += 1
-        if self._began is None:
-            self._began = now
-        lines = self._warnings(now)
-        inner = report.inner_step
+    def step(self, report: StepReport, now: float, *, block_age: float | None = None) -> Decision:
+        """After an inner step: whether it should end with a snapshot. ``block_age``: seconds since
+        the chain was at the newest block that would be listed; None if not known."""
+        self._learn(report, now, block_age)
+        said = self._warnings(now)
+        inner, minimum = report.inner_step, self._lowered_minimum(now)
         regular = inner % self._every == 0
-        if inner < self._minimum:
-            blocked = upload_gate(inner_step=inner, minimum=self._minimum)
+        if inner < minimum:
+            blocked = upload_gate(inner_step=inner, minimum=minimum)
             if regular and blocked:
-                lines.append(("warning", blocked))
-            return Decision(False, tuple(lines))
+                said.append(("warning", blocked))
+            return Decision(False, tuple(said))
         if report.skipped:
-            return Decision(False, tuple(lines))
-        if self._busy_since is not None:
+            return Decision(False, tuple(said))
+        if self._asked is not None:
             if regular:
-                lines.append(("info", "Previous upload still in progress, skipping new upload"))
-            return Decision(False, tuple(lines))
-        due = upload_due(inner, upload_steps=self._every, minimum=self._minimum)
-        early = self._last is not None and self._steps_since < self._every
-        if due and (early or self._hold_back(now)):
-            due = False
-        if not due and self._enough_steps(inner) and self._last_chance(now):
-            due = True
-        due = due or self._owed
+                said.append(("info", lines.UPLOAD_IN_PROGRESS))
+            return Decision(False, tuple(said))
+        due = self._owed or self._wanted(report, minimum, now)
         if due:
-            self._busy_since, self._owed = now, False
-            self._before = self._last, self._steps_since
-            self._last, self._steps_since = (report.outer_step, inner), 0
-        return Decision(due, tuple(lines))
+            place = (report.outer_step, inner)
+            made = now - self._age_of_blocks()
+            self._asked = _Asked(now, place, made, self._last, self._steps_since)
+            self._last, self._steps_since, self._owed = place, 0, False
+        return Decision(due, tuple(said))
 
     def published(self, report: PublicationReport) -> None:
         """A publication ended, well or not. Only the one under way frees the way for the next."""
-        if self._busy_since is not None and self._last is not None:
-            last = (report.revision.outer_step, report.revision.inner_step)
-            if last == self._last:  # not what a start found in the journal
-                if report.ok:
-                    took = max(report.finished_at - self._busy_since, report.seconds)
-                    self.upload_seconds = _mean(self.upload_seconds, took)
-                self._busy_since = None
+        asked, place = self._asked, (report.revision.outer_step, report.revision.inner_step)
+        ours = asked is not None and place == asked.step  # else: what a start found in the journal
         if report.ok:
-            self.published_at = max(self.published_at or 0.0, report.finished_at)
-            self._warned.clear()
+            at = report.finished_at - (report.age_seconds or 0.0)
+            self.published_at = max(self.published_at or -math.inf, at)
+            self._warned = {name for name in self._warned if name.startswith("minimum")}
+        if asked is None or not ours:
+            return
+        if report.ok:
+            self._block_time, self._published_step = asked.block_time, asked.step[0]
+            if not asked.through_a_round:
+                took = max(report.finished_at - asked.at, report.seconds)
+                self.upload_seconds = _mean(self.upload_seconds, took)
+        self._asked = None
 
     def cancelled(self, *, again: bool = False) -> None:
         """The snapshot asked for was not taken or not submitted, as if it had not been asked for;
         ``again``: the next step asks for one."""
-        if self._busy_since is not None:
-            self._last, steps = self._before
-            self._steps_since += steps
+        if self._asked is not None:
+            self._last = self._asked.before
+            self._steps_since += self._asked.steps_before
             self._owed = again
-        self._busy_since = None
+        self._asked = None
 
-    # --- inside ---------------------------------------------------------------------------------
+    # --- what is known ----------------------------------------------------------------------------
 
-    @property
-    def _stale_at(self) -> float | None:
-        """An empty bucket counts as one that was fresh when this process began to train."""
-        since = self._began if self.published_at is None else self.published_at
-        return None if since is None else since + self._age_limit
+    def _learn(self, report: StepReport, now: float, block_age: float | None) -> None:
+        self.step_seconds = _mean(self.step_seconds, report.seconds)
+        self._block_age = block_age
+        self._steps_since += 1
+        if self._began is None:
+            self._began = now
+        if self._step_before is not None and self._step_before[0] < report.outer_step:
+            gap = now - self._step_before[1] - report.seconds
+            self._pause = _mean(self._pause, max(0.0, gap))
+            if self._asked is not None:
+                self._asked.through_a_round = True
+        self._step_before = (report.outer_step, now)
+
+    def _age_of_blocks(self) -> float:
+        if self._block_age is not None:
+            return self._block_age
+        return _STEPS_OF_A_BLOCK * (self.step_seconds or 0.0)
+
+    def _rounds(self, now: float) -> Rounds:
+        if self._period is None:
+            return Rounds(math.inf, math.inf, 0.0)
+        at = math.inf if self._next_round_at is None else self._next_round_at
+        if at <= now:
+            # Validators finish what they are at first. Long after, they may be gone.
+            at = now + (self.step_seconds or 0.0) if now - at < self._period / 8 else math.inf
+        pause = self._period * _PAUSE_SHARE if self._pause is None else self._pause
+        return Rounds(at, self._period, min(pause, self._period / 4))
+
+    def _margin(self) -> float:
+        """Sending may take longer than it took so far."""
+        return min(self._slack, (self.upload_seconds or 0.0) / 4)
+
+    def _lowered_minimum(self, now: float) -> int:
+        """At least 1: inner step 0 is what validators refuse."""
+        rounds, step = self._rounds(now), self.step_seconds or 0.0
+        if rounds.period == math.inf or step <= 0:
+            return self._minimum
+        room = rounds.half - rounds.pause - (self.upload_seconds or 0.0) - self._margin()
+        return min(self._minimum, max(1, math.floor(room / step)))
+
+    def _counts_until(self, rounds: Rounds, outer_step: int) -> float:
+        """How long that counts which is published of this outer step."""
+        fresh = self._age_limit - self._slack
+        if self.published_at is None:
+            # The bucket is empty. Without a round in sight it is treated as one that was fresh when
+            # this process began to train.
+            since = -math.inf if self._period is not None else self._began or 0.0
+            return since + fresh
+        step_began = rounds.next_at - rounds.period if rounds.next_at < math.inf else -math.inf
+        known = self._published_step
+        if known not in (None, outer_step) or (known is None and self.published_at < step_began):
+            return -math.inf
+        assert self._block_time is not None
+        return min(self.published_at + fresh, self._block_time + rounds.half - self._margin())
+
+    # --- what follows -----------------------------------------------------------------------------
+
+    def _wanted(self, report: StepReport, minimum: int, now: float) -> bool:
+        inner = report.inner_step
+        if self._last is not None and self._steps_since < self._every:
+            return False  # upload_steps bounds the frequency, whatever presses
+        regular = upload_due(inner, upload_steps=self._every, minimum=minimum)
+        if regular and self.upload_seconds is None:
+            return True  # how long sending takes is not known yet
+        rounds, step = self._rounds(now), max(self.step_seconds or 0.0, 0.01)
+        worth = weigh(
+            now,
+            rounds=rounds,
+            pace=Pace(step, self.upload_seconds or 0.0, self._age_of_blocks()),
+            bounds=Bounds(
+                age_limit=self._age_limit - self._slack,
+                margin=self._margin(),
+                spacing=self._every * step,
+                first=minimum * step,
+            ),
+            counts_until=self._counts_until(rounds, report.outer_step),
+        )
+        if regular:
+            return worth.now >= worth.later - worth.resolution
+        return worth.now > worth.later + step / 2 and self._enough_steps(inner)
 
     def _enough_steps(self, inner_step: int) -> bool:
-        """``upload_steps`` bounds the frequency, whatever presses."""
-        if self._last is not None:
-            return self._steps_since >= self._every
         # After a restart: at least those of this outer step.
-        return self.published_at is None or max(inner_step, self._steps_since) >= self._every
-
-    def _hold_back(self, now: float) -> bool:
-        """An upload started now would still be under way when the one for the round must start."""
-        if self.next_round_at is None or self.upload_seconds is None or self.step_seconds is None:
-            return False
-        if self.published_at is None:
-            return False  # something old is better than nothing
-        start_by = self.next_round_at - self._slack - self.upload_seconds
-        if now + self.step_seconds > start_by:
-            return False  # this is the one for the round
-        fresh_until = self.published_at + self._age_limit - self._slack - self.upload_seconds
-        return now + self.upload_seconds > start_by and start_by <= fresh_until
-
-    def _last_chance(self, now: float) -> bool:
-        """The next step would be too late for an upload to end in time."""
-        finish = self.finish_by(now)
-        if finish is None:
-            return False
-        upload = self.upload_seconds or 0.0
-        start_by = finish - upload
-        if now <= start_by:
-            return start_by < now + (self.step_seconds or 0.0)
-        # Too late for the round; but never too late to replace nothing, or what is soon stale.
-        assert self._stale_at is not None
-        return self.published_at is None or now > self._stale_at - self._slack - upload
+        return (
+            self._last is not None
+            or self.published_at is None
+            or max(inner_step, self._steps_since) >= self._every
+        )
 
     def _warnings(self, now: float) -> list[tuple[str, str]]:
-        lines = []
-        upload = self.upload_seconds or 0.0
-        if self.step_seconds is not None:
-            period = self._every * self.step_seconds + upload
-            if period + self._slack > self._age_limit:
-                fitting = int((self._age_limit - self._slack - upload) / self.step_seconds)
-                # So that each round has its publication.
-                fitting = min(fitting, max(self._minimum, 1))
-                remedy = (
-                    f"give --neuron.upload_steps {fitting} or less"
-                    if fitting >= 1
-                    else "make steps or uploads faster"
-                )
-                lines += self._once(
-                    "period",
-                    f"⚠️  {self._every} steps of {self.step_seconds:.0f}s and an upload of "
-                    f"{upload:.0f}s take longer than the {self._age_limit:.0f}s after which "
-                    f"validators count this bucket as stale: {remedy}",
-                )
-            first = self._minimum * self.step_seconds + upload
-            if first + self._slack > self._age_limit:
-                lines += self._once(
-                    "first",
-                    f"⚠️  Step {self._minimum}, before which nothing is published, takes "
-                    f"{first:.0f}s from a round's end, too long for the age limit of "
-                    f"{self._age_limit:.0f}s: make steps faster (see the throughput guide) or "
-                    "lower --neuron.minimum_valid_inner_step",
-                )
+        if self.step_seconds is None:
+            return []
+        said = []
+        upload, rounds = self.upload_seconds or 0.0, self._rounds(now)
+        limit, what = self._age_limit - self._slack, "the age limit"
+        if rounds.half - self._margin() < limit:
+            limit, what = rounds.half - self._margin(), "half the time between two rounds"
+        if self._every * self.step_seconds + upload > limit:
+            fitting = int((limit - upload) / self.step_seconds)
+            fitting = min(fitting, max(self._minimum, 1))  # so that each round has its publication
+            remedy = (
+                f"give --neuron.upload_steps {fitting} or less"
+                if fitting >= 1
+                else "make steps or uploads faster"
+            )
+            said += self._once(
+                "period",
+                f"⚠️  {self._every} steps of {self.step_seconds:.0f}s and an upload of "
+                f"{upload:.0f}s take longer than {what} allows ({limit:.0f}s), so validators will "
+                f"count this bucket as stale: {remedy}",
+            )
+        minimum = self._lowered_minimum(now)
+        if minimum < self._minimum:
+            said += self._once(
+                f"minimum {minimum}",
+                f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
+                f"{self._minimum} (--neuron.minimum_valid_inner_step): {self._minimum} steps of "
+                f"{self.step_seconds:.0f}s and an upload of {upload:.0f}s would end after "
+                f"validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
+                "round. They refuse only inner step 0",
+            )
+        elif minimum * self.step_seconds + upload > self._age_limit - self._slack:
+            said += self._once(
+                "first",
+                f"⚠️  Step {minimum}, before which nothing is published, ends "
+                f"{minimum * self.step_seconds + upload:.0f}s after a round, too late for the age "
+                f"limit of {self._age_limit:.0f}s: make steps faster or lower "
+                "--neuron.minimum_valid_inner_step",
+            )
+        return said + self._age_warning(now, upload)
+
+    def _age_warning(self, now: float, upload: float) -> list[tuple[str, str]]:
         age = self.repo_age(now)
-        if age is not None and age > self._age_limit - self._slack - upload:
-            why = (
-                "an upload is under way"
-                if self._busy_since is not None
-                else ("no step could be published since")
-            )
-            lines += self._once(
-                f"age-{math.floor(age / 300)}",
-                f"⚠️  Repo age is {age:.0f}s, the limit {self._age_limit:.0f}s ({why}; an upload "
-                f"takes {upload:.0f}s): validators will soon score this miner 0",
-            )
-        return lines
+        if age is None or age <= self._age_limit - self._slack - upload:
+            return []
+        why = "no step could be published since"
+        if self._asked is not None:
+            why = "an upload is under way"
+        return self._once(
+            f"age-{math.floor(age / 300)}",
+            f"⚠️  Repo age is {age:.0f}s, the limit {self._age_limit:.0f}s ({why}; an upload "
+            f"takes {upload:.0f}s): validators will soon score this miner 0",
+        )
 
     def _once(self, name: str, text: str) -> list[tuple[str, str]]:
         if name in self._warned:
