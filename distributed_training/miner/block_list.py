@@ -184,6 +184,10 @@ class BlockList:
         """The newest block with tokens in the weights; None before the first inner step."""
         return max([*self._trained, *self._done], default=None)
 
+    def newest_age(self) -> int | None:
+        """How many blocks the chain is ahead of the newest one in :meth:`blocks`."""
+        return self.chain_block() - max(self._trained) if self._trained else None
+
     def list_is_recent(self) -> bool:
         """Whether a publication with :meth:`blocks` helps: its newest block is recent, or at least
         no older than that of the publications before."""

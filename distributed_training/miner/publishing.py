@@ -94,8 +94,11 @@ class Publishing:
     def _wanted(self, report: StepReport, state: MinerState) -> list[ev.Event]:
         """Whether the step that just ended is published, as far as is known now."""
         now = self._clock()
-        self._schedule.expect_round(self._round_clock.next_at())
-        decision = self._schedule.step(report, now)
+        rounds, age = self._round_clock, self._blocks.newest_age()
+        self._schedule.expect_round(rounds.next_at(), rounds.seconds())
+        decision = self._schedule.step(
+            report, now, block_age=None if age is None else rounds.seconds(age)
+        )
         for level, text in decision.lines:
             log.log(logging.WARNING if level == "warning" else logging.INFO, "%s", text)
         if not decision.snapshot:

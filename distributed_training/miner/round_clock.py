@@ -58,6 +58,10 @@ class RoundClock:
         early = self._last_averaged + self._shortest - self._shortest // 10
         return self._chain_block() >= early
 
+    def seconds(self, blocks: int | None = None) -> float:
+        """That so many blocks take at the pace seen; default: those between two rounds."""
+        return (self._period if blocks is None else blocks) * self._seconds_per_block
+
     def next_at(self) -> float | None:
         """``time.monotonic()`` of the next call; None if unknown or already due."""
         if self._last is None:

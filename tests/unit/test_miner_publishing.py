@@ -47,6 +47,9 @@ class Blocks:
     def blocks(self) -> list[int]:
         return self.trained
 
+    def newest_age(self) -> int | None:
+        return 1 if self.trained else None
+
     def list_is_recent(self) -> bool:
         return self.recent
 

@@ -214,6 +214,7 @@ def test_a_publication(rig: Rig) -> None:
         "bytes_sent": 2_500_000,
         "reason": "",
         "finished_at": 1.7e9,
+        "age_seconds": None,
     }
     assert stays.items() <= rig.records[1][1].items()
     rig.see(ev.InnerStepDone(REPORT))
