@@ -174,3 +174,19 @@ def test_log_lines_in_the_documents_are_lines_of_the_programs() -> None:
         assert fragments, line
         for fragment in fragments:
             assert fragment in source, f"{line!r}: nothing says {fragment!r}"
+
+
+def test_the_ways_through_the_house_name_files_that_exist() -> None:
+    """Each way in docs/architecture.md is five steps."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    ways = re.findall(r"^\*\*((?:An?|The) [^*]+)\*\*\n\n((?:\d\. .*\n(?:   .*\n)*)+)", text, re.M)
+    assert {name for name, _ in ways} >= {
+        "An inner step", "A publication", "A loss", "The block list", "An R2 secret",
+        "An AllReduce call",
+    }  # fmt: skip
+    for name, steps in ways:
+        assert len(re.findall(r"^\d\. ", steps, re.M)) == 5, name
+        files = re.findall(r"`([a-z_]+/[a-z_/]+\.py)`", steps)
+        assert len(files) >= 3, name
+        for file in files:
+            assert (ROOT / "distributed_training" / file).exists(), f"{name}: {file}"
