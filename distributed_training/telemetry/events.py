@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.protocol.types import Revision
-from distributed_training.telemetry.logs import mask
+from distributed_training.telemetry.logs import level_name, mask
 
 _REPEAT_SECONDS = 60.0
 _REMEMBERED_LINES = 1000
@@ -121,7 +121,7 @@ class _Problems(logging.Handler):
         if len(self._said) > _REMEMBERED_LINES:
             self._said.clear()
         self._said[str(record.msg)] = now
-        self._events.write("problem", level=record.levelname, text=record.getMessage())
+        self._events.write("problem", level=level_name(record), text=record.getMessage())
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:

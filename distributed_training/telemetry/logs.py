@@ -75,10 +75,15 @@ class LineFormatter(logging.Formatter):
         if record.exc_info and record.exc_info[1] is not None:
             message = f"{message} ({fold(record.exc_info[1])})"
         moment = self.formatTime(record, "%Y-%m-%d %H:%M:%S")
-        level = _LEVELS.get(record.levelno, record.levelname)
+        level = level_name(record)
         head = f"{moment}.{int(record.msecs):03d} | {level} | {self._prefix}"
         body = " / ".join(part for part in message.splitlines() if part.strip()) or message
         return mask(head + body)
+
+
+def level_name(record: logging.LogRecord) -> str:
+    """WARNING is called WARNING, whatever a library made of it."""
+    return _LEVELS.get(record.levelno, record.levelname)
 
 
 def fold(error: BaseException, *, depth: int = 6) -> str:
