@@ -1,6 +1,6 @@
 """The ranks of one miner: forks of one process that has imported everything already.
 
-A rank needs torch, the Llama model and hivemind, seconds of imports and 300 MB. Python's fork
+A rank needs torch and the Llama model, seconds of imports and 300 MB. Python's fork
 server imports them once (:data:`PRELOAD`) and forks each rank from there; it stays, so a rank that
 died is back in the time of a fork. Processes that a rank starts may come from the same server.
 
@@ -46,7 +46,6 @@ PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
-    "hivemind",
     "distributed_training.miner.start",
 )
 

@@ -27,7 +27,7 @@ from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.buckets import BucketError, ReadBucket
-from distributed_training.validator.program import Outside, Swarm
+from distributed_training.validator.program import Outside
 from distributed_training.validator.storage import StoreBucket
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.
@@ -49,7 +49,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Outside:
         sequence_length=config.training.sequence_length,
     )
 
-    def swarm(schema: Schema) -> Swarm:
+    def swarm(schema: Schema) -> HivemindSwarm:
         return HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder)
 
     return Outside(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import names
 from distributed_training.protocol.commitment import CommitmentError, parse_commitment
 from distributed_training.protocol.payload import Schema
+from distributed_training.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer import OUTER_LEARNING_RATE, OUTER_MOMENTUM
@@ -47,12 +48,6 @@ from distributed_training.validator.validator import Chain, Identity, Validator
 log = logging.getLogger(__name__)
 
 
-class Swarm(rounds.Swarm, Protocol):
-    @property
-    def peer_id(self) -> str: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Outside:
     """Everything beyond this room. ``swarm`` is called once the model's schema is known;
@@ -69,7 +64,7 @@ class Outside:
     source: PageSource
     unavailable: tuple[type[Exception], ...]
     held_out: Tensor
-    swarm: Callable[[Schema], Swarm]
+    swarm: Callable[[Schema], HivemindSwarm]
 
 
 def run_validator(config: Config, *, connect: Callable[..., Outside] | None = None) -> int:

@@ -31,6 +31,7 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
+from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.buckets import BucketError, ReadBucket
 from distributed_training.validator.model import load_weights
 from distributed_training.validator.publisher import GlobalState, model_bytes
@@ -55,17 +56,6 @@ class Client(Protocol):
     ) -> Mapping[int, Any]:
         """None for a uid that did not acknowledge."""
         ...
-
-
-class Swarm(Protocol):
-    """``swarm.Swarm``, as far as a round needs it."""
-
-    @property
-    def buffers(self) -> Sequence[Tensor]: ...
-    def average(self, request: RoundRequest, *, weight: float = 1.0) -> AllReduceResult: ...
-    def cancel(self) -> None: ...
-    def alive(self) -> bool: ...
-    def restart(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -122,7 +112,7 @@ class RoundCaller:
         self,
         *,
         client: Client,
-        swarm: Swarm,
+        swarm: HivemindSwarm,
         bucket_of: Callable[[Neuron], ReadBucket],
         rules: RoundRules,
         caller: str,
