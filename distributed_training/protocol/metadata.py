@@ -50,7 +50,7 @@ class Metadata:
         """Raises MetadataError. ``run`` may be a number or its decimal text."""
         raw = _load(data, "metadata.json", MAX_METADATA_BYTES)
         run = raw.get("run")
-        if isinstance(run, str) and run.isascii() and run.isdigit():
+        if isinstance(run, str) and run.isascii() and run.isdigit() and len(run) < 20:
             run = int(run)
         peer_id = raw.get("peer_id")
         if peer_id is None:

@@ -105,6 +105,7 @@ def test_metadata_never_fails_otherwise(data: bytes | str) -> None:
         {"outer_step": None},
         {"outer_step": 2**53},
         {"run": "five"},
+        {"run": "5" * 5000},
         {"peer_id": "not/base58"},
         {"peer_id": 5},
     ],
