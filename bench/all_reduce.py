@@ -1,12 +1,12 @@
-"""All-reduce over loopback: ours, stock hivemind with its defaults, and raw TCP.
+"""All-reduce over loopback: ours, one of ours among stock peers, stock hivemind, and raw TCP.
 
     python -m bench.all_reduce --peers 2 --parameters 10 --repeats 3
 
-Each peer is a process of its own; the three ways take turns, medians are printed with their ratio
-to stock hivemind. Transfer is what the peers do after the group was found; matchmaking is apart.
+Each peer is a process of its own; the ways take turns, medians are printed with their ratio to
+stock hivemind. Transfer is what the peers do after the group was found; matchmaking is apart.
 ``CPU`` is what the peers' processes used in a round, p2pd (hivemind's libp2p daemon, which encrypts
-and frames) apart from Python (serialization, sums, asyncio), and their sum as a share of all cores
-during the transfer: near 100 % the machine's processors, not the way, are what bounds a round.
+and frames) apart from Python (serialization, sums, asyncio), with the ratio of CPU seconds to
+stock's for as many bytes, and Python's minor page faults (first touches of fresh memory).
 Raw TCP moves what one all-reduce moves through one peer (2 (n-1)/n of the model out, as much in)
 from n sending processes to n threads of one that receives, with no sums and no serialization.
 """
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import socket
 import statistics
 import subprocess
@@ -24,6 +23,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -45,13 +47,17 @@ from hivemind.averaging import DecentralizedAverager
 from hivemind.averaging.control import AveragingStage
 
 
+class DTGradAverager(DecentralizedAverager):
+    pass
+
+
 def main():
-    peers, size, tensors, timeout, matchmaking, group = json.loads(sys.argv[1])
+    peers, size, tensors, timeout, matchmaking, group, prefix = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     dht = hivemind.DHT(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
-    averager = DecentralizedAverager(
+    averager = DTGradAverager(
         averaged_tensors=[torch.randn(size // tensors) for _ in range(tensors)], dht=dht,
-        start=True, prefix="bench", min_group_size=group, min_matchmaking_time=matchmaking)
+        start=True, prefix=prefix, min_group_size=group, min_matchmaking_time=matchmaking)
     print(json.dumps([str(m) for m in dht.get_visible_maddrs()]), flush=True)
     for _ in sys.stdin:
         started, found = time.monotonic(), None
@@ -71,27 +77,42 @@ main()
 """
 
 Sample = tuple[float, float]  # matchmaking and transfer, seconds: the slowest peer's
+USED = ("p2pd", "python", "faults")
 
 
-def cpu_seconds() -> dict[str, float]:
-    """Of this process's children and theirs, by kind."""
-    used = {"p2pd": 0.0, "python": 0.0}
+def used() -> dict[str, float]:
+    """By this process's children and theirs: CPU seconds by kind, Python's minor page faults."""
+    total = dict.fromkeys(USED, 0.0)
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
             times = child.cpu_times()
             kind = "p2pd" if "p2pd" in child.name() else "python"
-            used[kind] += times.user + times.system
-            if kind == "python":  # a round's averager is a process that its host has waited for
-                used[kind] += times.children_user + times.children_system
-    return used
+            total[kind] += times.user + times.system
+            if kind == "python":  # field 10 of proc(5), the first after the name being the third
+                fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+                total["faults"] += int(fields[7])
+    return total
 
 
 class Ours:
-    def __init__(self, folder: Path, peers: int, size: int, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        peers: int,
+        size: int,
+        options: argparse.Namespace,
+        *,
+        known: Sequence[str] = (),
+        group: int | None = None,
+        run_id: str = "ours",
+    ) -> None:
+        """``group``: of how many peers a round is, if not all are of this object."""
+        self._group = group or peers
         settings = SwarmSettings(
             dht_port=0,
             dht_listen_ip="127.0.0.1",
-            initial_peers=(),
+            initial_peers=tuple(known),
+            run_id=run_id,
             part_size=options.part_size,
             compression=options.compression,
         )
@@ -103,14 +124,15 @@ class Ours:
                 run_folder=folder / str(i),
             )
             self._swarms.append(swarm)
-            settings = replace(settings, initial_peers=tuple(self._swarms[0].visible_maddrs))
+            known = known or self._swarms[0].visible_maddrs
+            settings = replace(settings, initial_peers=tuple(known))
 
     def round(self) -> Sample:
         request = RoundRequest(
             caller="",
             received_at=0.0,
             timeout=timedelta(seconds=TIMEOUT),
-            min_group_size=len(self._swarms),
+            min_group_size=self._group,
             min_matchmaking_time=timedelta(seconds=PEER_MATCHMAKING),
         )
         samples: list[Sample] = []
@@ -136,13 +158,18 @@ class Ours:
 
 
 class Stock:
-    def __init__(self, folder: Path, peers: int, size: int) -> None:
+    def __init__(
+        self, folder: Path, peers: int, size: int, *, group: int, run_id: str = "stock"
+    ) -> None:
         script = folder / "stock_peer.py"
         script.write_text(STOCK_PEER)
+        self._group = group
         self._peers: list[subprocess.Popen[str]] = []
-        known: list[str] = []
+        self.known: list[str] = []
         for _ in range(peers):
-            order = json.dumps([known, size, TENSORS, TIMEOUT, PEER_MATCHMAKING, peers])
+            prefix = f"{run_id}_grad_averager"
+            terms = [self.known, size, TENSORS, TIMEOUT, PEER_MATCHMAKING, group, prefix]
+            order = json.dumps(terms)
             process = subprocess.Popen(
                 [sys.executable, str(script), order],
                 stdin=subprocess.PIPE,
@@ -151,7 +178,7 @@ class Stock:
                 text=True,
             )
             self._peers.append(process)
-            known = known or self._answer(process)
+            self.known = self.known or self._answer(process)
 
     @staticmethod
     def _answer(process: subprocess.Popen[str]) -> list[str]:
@@ -169,7 +196,7 @@ class Stock:
             process.stdin.write("go\n")
             process.stdin.flush()
         samples = [[float(x) for x in self._answer(p)] for p in self._peers]
-        assert all(int(s[2]) == len(self._peers) for s in samples), "a peer was left out"
+        assert all(int(s[2]) == self._group for s in samples), "a peer was left out"
         return max(s[0] for s in samples), max(s[1] for s in samples)
 
     def close(self) -> None:
@@ -182,6 +209,27 @@ class Stock:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+class Mixed:
+    """One of ours among stock peers."""
+
+    def __init__(self, folder: Path, peers: int, size: int, options: argparse.Namespace) -> None:
+        self._stock = Stock(folder, peers - 1, size, group=peers, run_id="mixed")
+        self._ours = Ours(
+            folder, 1, size, options, known=self._stock.known, group=peers, run_id="mixed"
+        )
+
+    def round(self) -> Sample:
+        with ThreadPoolExecutor(1) as pool:
+            ours = pool.submit(self._ours.round)
+            stock = self._stock.round()
+            other = ours.result()
+        return max(stock[0], other[0]), max(stock[1], other[1])
+
+    def close(self) -> None:
+        self._ours.close()
+        self._stock.close()
 
 
 RAW_SENDER = """
@@ -232,36 +280,57 @@ def main() -> None:
     parser.add_argument("--compression", default="none", help="ours")
     args = parser.parse_args()
     size = args.parameters * 1_000_000
-    samples: dict[str, list[Sample]] = {"stock": [], "ours": [], "raw tcp": []}
-    cpu: dict[str, list[list[float]]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory(prefix="bench-all-reduce-") as name:
-        ours, stock = Ours(Path(name), args.peers, size, args), Stock(Path(name), args.peers, size)
-        try:
-            for _ in range(args.repeats):
-                for way, swarm in (("stock", stock), ("ours", ours)):
-                    before = cpu_seconds()
-                    samples[way].append(swarm.round())
-                    after = cpu_seconds()
-                    cpu[way].append([max(0.0, after[k] - before[k]) for k in ("p2pd", "python")])
-                samples["raw tcp"].append((0.0, raw_tcp(args.peers, size)))
-        finally:
-            ours.close()
-            stock.close()
+        samples, costs = measure(Path(name), size, args)
+    report(samples, costs, size, args)
+
+
+def measure(
+    folder: Path, size: int, args: argparse.Namespace
+) -> tuple[dict[str, list[Sample]], dict[str, list[dict[str, float]]]]:
+    """Seconds, and what was used, by way and round."""
+    ways: dict[str, Ours | Stock | Mixed] = {}
+    samples: dict[str, list[Sample]] = {}
+    costs: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        ways["stock"] = Stock(folder, args.peers, size, group=args.peers)
+        stack.callback(ways["stock"].close)
+        ways["ours"] = Ours(folder / "ours", args.peers, size, args)
+        stack.callback(ways["ours"].close)
+        ways["one of ours"] = Mixed(folder, args.peers, size, args)
+        stack.callback(ways["one of ours"].close)
+        for _ in range(args.repeats):
+            for way, peers in ways.items():
+                before = used()
+                samples.setdefault(way, []).append(peers.round())
+                after = used()
+                cost = {what: max(0.0, after[what] - before[what]) for what in USED}
+                costs.setdefault(way, []).append(cost)
+            samples.setdefault("raw tcp", []).append((0.0, raw_tcp(args.peers, size)))
+    return samples, costs
+
+
+def report(
+    samples: dict[str, list[Sample]],
+    costs: dict[str, list[dict[str, float]]],
+    size: int,
+    args: argparse.Namespace,
+) -> None:
     base = statistics.median(t for _, t in samples["stock"])
+    stock_cpu = statistics.median(c["p2pd"] + c["python"] for c in costs["stock"])
     print(f"{args.peers} peers, {args.parameters} M fp32 parameters, {args.repeats} repeats")
     for way, taken in samples.items():
         matchmaking = statistics.median(m for m, _ in taken)
         transfer = statistics.median(t for _, t in taken)
         print(
-            f"{way:8} transfer {transfer:7.2f} s  {4 * size / transfer / 1e6:8.0f} MB/s per peer"
+            f"{way:11} transfer {transfer:7.2f} s  {4 * size / transfer / 1e6:8.0f} MB/s per peer"
             f"  {base / transfer:6.2f} x stock   matchmaking {matchmaking:5.2f} s"
         )
-        if way in cpu:
-            p2pd, python = (statistics.median(c[i] for c in cpu[way]) for i in (0, 1))
-            share = (p2pd + python) / (transfer * len(os.sched_getaffinity(0)))
+        if way in costs:
+            p2pd, python, faults = (statistics.median(c[w] for c in costs[way]) for w in USED)
             print(
-                f"{'':8} CPU p2pd {p2pd:.1f} s, python {python:.1f} s: "
-                f"{100 * share:.0f} % of all cores during the transfer"
+                f"{'':11} CPU p2pd {p2pd:.1f} s, python {python:.1f} s: "
+                f"{(p2pd + python) / stock_cpu:.2f} x stock's; {faults / 1e6:.2f} M page faults"
             )
 
 
