@@ -57,8 +57,7 @@ class StoreSettings:
     global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
-    """publish at most every so many inner steps; with --neuron.error_feedback upload the error
-    feedback drifts with each"""
+    """publish at most every so many inner steps"""
     minimum_valid_inner_step: int = flag("neuron.minimum_valid_inner_step", 50, ge=0, le=1_000_000)
     """do not publish before this inner step of an outer step"""
     age_limit: Duration = flag("neuron.repo_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY)

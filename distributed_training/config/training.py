@@ -51,9 +51,17 @@ class TrainingSettings:
     """publish DCT coefficients; the validators of the public network cannot read them"""
     momentum_decay: float = flag("neuron.momentum_decay", 0.999, ge=0, le=1)
     """decay of the error feedback of the published gradient"""
-    error_feedback: Literal["round", "upload", "off"] = flag("neuron.error_feedback", "round")
-    """what was not published is remembered: 'round' commits once per outer step, uploads are
-    previews; 'upload' commits at each upload as the public miner does; 'off' forgets"""
+    error_feedback: Literal["best", "upload", "round", "off"] = flag(
+        "neuron.error_feedback", "best"
+    )
+    """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
+    what earlier uploads left out, as the public miner does; 'off' publishes the largest entries
+    and forgets the rest; 'best' tries both at each upload and publishes the one that lowers the
+    loss more; 'round' adds what earlier outer steps left out. Never part of the all-reduce"""
+    step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
+    """'search': multiply the published values by the factor that lowers the loss on held-back
+    sequences most, as validators apply them; 'plain': publish them as they are, as the public
+    miner does. Needs --neuron.preview_sequences"""
     preview_sequences: int = flag("neuron.preview_sequences", 4, ge=0, le=10_000)
     """sequences of each rank that are never trained on: each gradient to be published is tried on
     them as validators do; 0: no preview"""

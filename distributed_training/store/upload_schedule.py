@@ -1,7 +1,7 @@
 """When to take a snapshot for publication. Pure: no clock of its own, no I/O.
 
 ``--neuron.upload_steps`` names the regular steps and bounds how often there is a publication, which
-costs time and, with ``--neuron.error_feedback upload``, direction. Within that bound the plan
+costs time. Within that bound the plan
 (:mod:`~.upload_plan`) tells what validators will find: a regular step is left out when its upload
 would be in the way of a better one, and a step between is taken when waiting would leave validators
 without an upload that counts.

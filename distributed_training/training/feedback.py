@@ -4,22 +4,28 @@ With g = epoch start - current and the outer learning rate lr (protocol page, se
 
     EF' = decay * EF + lr * g ;  publish top-k(EF') ;  EF = EF' - what was published
 
-g is cumulative over the epoch, so an EF that advances at every upload adds the whole of g again and
-again: after 50 uploads the cosine with g is 0.16. Three modes:
+g is cumulative over the epoch, so an EF that advances at every publication adds the whole of g
+again and again, and it still holds the last epoch's g when a new one begins. What is published is a
+*direction*; how long a step along it helps most is measured by the preview. Modes:
 
-``round``   EF advances once per outer step, when it commits; uploads are previews from a copy.
-``upload``  EF advances at every upload, as the public miner does.
+``best``    two directions are tried at each publication, ``upload`` and ``off``; the one that
+            lowers the loss more is published.
+``upload``  EF advances at every publication, as the public miner does.
+``round``   EF advances once per outer step, when it commits; publications are made from a copy.
 ``off``     publish top-k(lr * g) and remember nothing.
 
 The code of some rows of a matrix is the same rows of the code of the matrix, so each rank encodes
-its own rows where they lie. Vectors (and everything under DCT) are chunked across that border and
-are encoded whole on rank 0.
+its own rows where they lie, beside training. Vectors (and everything under DCT) are chunked across
+that border; they are gathered and encoded whole on rank 0, on the training thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import contextlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +35,7 @@ from distributed_training.protocol import gradients
 from .shards import ParameterShard, RowStream
 
 Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
-_DEVICE_ROWS = 1 << 26  # elements visiting the device at once
+_DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs several times as much
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,51 @@ class Codec:
             whole, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
         )
 
+    def decode(self, code: Code, shape: Sequence[int]) -> Tensor:
+        return gradients.decode(*code, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def subtract_sent(self, whole: Tensor, code: Code) -> None:
+        """``whole`` loses what its ``code`` holds."""
+        gradients.subtract_sent_(whole, *code, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         return gradients.encoded_shape(
             shape, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
         )
 
 
+Rows = Callable[[int], Tensor]  # parameter index -> a new host tensor of this rank's rows
+
+
+@dataclass
+class Direction:
+    """One rank's part of one direction of a publication, fixed at a step boundary.
+
+    ``parts``: per parameter a function that encodes this rank's rows later, in another thread; or
+    the finished code (rank 0; None elsewhere). ``lock`` is held while they run; then ``done``.
+    """
+
+    name: str
+    parts: list[Callable[[], Code] | Code | None]
+    lock: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    done: Callable[[], None] = lambda: None
+
+    def encode(self, check: Callable[[], None] = lambda: None) -> list[Code | None]:
+        """The codes: of this rank's rows, or whole on rank 0. ``check`` may raise to give up."""
+        codes: list[Code | None] = []
+        with self.lock:
+            for part in self.parts:
+                check()
+                codes.append(part() if callable(part) else part)
+            self.done()
+        return codes
+
+
 class ErrorFeedback:
     """One rank's part. ``residual``: host row blocks like the shards; None: nothing left out yet.
 
-    ``residual`` is never changed in place; a reference taken at a step boundary stays what it was.
+    No tensor of ``residual`` is ever changed in place, nor the list: a reference taken at a step
+    boundary stays what it was.
     """
 
     def __init__(
@@ -72,35 +113,110 @@ class ErrorFeedback:
         self.residual: list[Tensor] | None = None
         self._shards = shards
         self._stream = stream
+        self._in_turn = threading.Lock()  # publications advance EF one after the other
+        self._swap = threading.Lock()  # of ``residual``, by training and by a publication
 
     def by_rows(self, index: int) -> bool:
         """Whether ranks encode their own rows of this parameter."""
         return len(self._shards[index].shape) == 2 and not self.codec.use_dct
 
-    def accumulated(self, index: int, start: Tensor, current: Tensor, lr: float) -> Tensor:
-        """EF' of one parameter's rows, a new host tensor."""
-        return self._accumulate(index, start, current, lr, self.residual)
+    def directions(
+        self, start: Sequence[Tensor], current: Sequence[Tensor], lr: float
+    ) -> list[Direction]:
+        """What may be published now; the first is published when nothing is measured.
 
-    def _accumulate(
-        self, index: int, start: Tensor, current: Tensor, lr: float, residual: list[Tensor] | None
-    ) -> Tensor:
-        result = (start - current).mul_(lr)
-        if self.mode != "off" and residual is not None:
-            result.add_(residual[index], alpha=self.decay)
-        return result
+        ``start``, ``current``: host row blocks that do not change any more. Collective. With
+        ``best`` and ``upload`` EF advances, once the direction of that name is encoded.
+        """
 
-    def encoder(self, index: int, start: Tensor, current: Tensor, lr: float) -> Callable[[], Code]:
-        """Encodes one parameter's rows later, in another thread, from what is true now."""
-        residual, device = self.residual, self._shards[index].local.device
+        def gradient(i: int) -> Tensor:
+            return (start[i] - current[i]).mul_(lr)
 
-        def encode() -> Code:
-            rows = self._accumulate(index, start, current, lr, residual)
-            return self.encode_rows(rows, device)
+        if self.mode == "round":
+            kept = self.residual
 
-        return encode
+            def preview(i: int) -> Tensor:
+                rows = gradient(i)
+                return rows if kept is None else rows.add_(kept[i], alpha=self.decay)
 
-    def encode_rows(self, rows: Tensor, device: torch.device) -> Code:
-        """``(rows, k)`` codes of host ``rows`` of a matrix, computed on ``device``."""
+            return [self._plain("round", preview)]
+        made = []
+        if self.mode in ("best", "upload"):
+            made.append(self._upload(gradient))
+        if self.mode in ("best", "off"):
+            made.append(self._plain("off", gradient))
+        return made
+
+    def after_round(self, start: Sequence[Tensor], lr: float) -> list[Tensor]:
+        """EF once the epoch that began at ``start`` is over. Collective; changes nothing."""
+        kept, remaining = self.residual, []
+        for i, shard in enumerate(self._shards):
+            rows = (start[i] - shard.local.to("cpu")).mul_(lr)
+            if kept is not None:
+                rows.add_(kept[i], alpha=self.decay)
+            if self.by_rows(i):
+                self._take_rows(i, rows)
+            else:
+                self._take_whole(i, rows, subtract=True)
+            remaining.append(rows)
+        return remaining
+
+    def _plain(self, name: str, rows_of: Rows) -> Direction:
+        """The code of what ``rows_of`` gives; nothing is remembered."""
+
+        def later(i: int) -> Callable[[], Code]:
+            return lambda: self._encode_rows(i, rows_of(i))
+
+        count = range(len(self._shards))
+        return Direction(
+            name,
+            [
+                later(i) if self.by_rows(i) else self._take_whole(i, rows_of(i), subtract=False)
+                for i in count
+            ],
+        )
+
+    def _upload(self, gradient: Rows) -> Direction:
+        """The public miner's way: EF advances by what ``gradient`` gives."""
+        if self.residual is None:
+            self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
+        before = self.residual
+        whole: dict[int, Tensor] = {}  # what remains of those encoded here and now
+        rows: dict[int, Tensor] = {}  # ... of those encoded later
+
+        def advanced(i: int) -> Tensor:
+            # Read when it runs: the publication before may still have been under way.
+            kept = self.residual or before
+            return gradient(i).add_(kept[i], alpha=self.decay)
+
+        def later(i: int) -> Callable[[], Code]:
+            def part() -> Code:
+                rows[i] = advanced(i)
+                return self._take_rows(i, rows[i])
+
+            return part
+
+        def done() -> None:
+            self._replace(rows)
+
+        parts: list[Callable[[], Code] | Code | None] = []
+        for i in range(len(self._shards)):
+            if self.by_rows(i):
+                parts.append(later(i))
+            else:
+                whole[i] = advanced(i)
+                parts.append(self._take_whole(i, whole[i], subtract=True))
+        self._replace(whole)
+        return Direction("upload", parts, self._in_turn, done)
+
+    def _replace(self, entries: Mapping[int, Tensor]) -> None:
+        with self._swap:
+            if self.residual is not None:  # else a checkpoint without one was loaded meanwhile
+                self.residual = [entries.get(i, kept) for i, kept in enumerate(self.residual)]
+
+    def _encode_rows(self, index: int, rows: Tensor) -> Code:
+        """``(rows, k)`` codes of host ``rows`` of a matrix, computed where its shard lies."""
+        device = self._shards[index].local.device
         if device.type == "cpu" or rows.numel() == 0:
             return gradients.encode_rows(rows, topk=self.codec.topk)
         step = max(1, _DEVICE_ROWS // rows.shape[1])
@@ -110,7 +226,13 @@ class ErrorFeedback:
         ]
         return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
-    def encode_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
+    def _take_rows(self, index: int, rows: Tensor) -> Code:
+        """The code of ``rows``, which lose what it holds."""
+        code = self._encode_rows(index, rows)
+        rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
+        return code
+
+    def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
         """The code of a parameter that must be whole; collective; rank 0 gets it.
 
         With ``subtract``, ``rows`` loses what the code holds.
@@ -123,35 +245,7 @@ class ErrorFeedback:
         if whole is not None:
             code = self.codec.encode(whole)
             if subtract:
-                gradients.subtract_sent_(
-                    whole,
-                    *code,
-                    target_chunk=self.codec.target_chunk,
-                    use_dct=self.codec.use_dct,
-                )
+                self.codec.subtract_sent(whole, code)
         if subtract:
             self._stream.scatter(shard.shape, whole, rows)
         return code
-
-    def advance(self, start: Sequence[Tensor], lr: float) -> tuple[list[Tensor], list[Code | None]]:
-        """EF after publishing now, and the codes: of this rank's rows, or whole on rank 0.
-
-        Collective; ``self.residual`` does not change.
-        """
-        residual: list[Tensor] = []
-        codes: list[Code | None] = []
-        for i, shard in enumerate(self._shards):
-            rows = self.accumulated(i, start[i], shard.local.to("cpu"), lr)
-            if self.by_rows(i):
-                code: Code | None = self.encode_rows(rows, shard.local.device)
-                assert code is not None
-                rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
-            else:
-                code = self.encode_whole(i, rows, subtract=True)
-            residual.append(rows)
-            codes.append(code)
-        return residual, codes
-
-    def after_round(self, start: Sequence[Tensor], lr: float) -> list[Tensor]:
-        """EF once the epoch that began at ``start`` is over. Collective; changes nothing."""
-        return self.advance(start, lr)[0]

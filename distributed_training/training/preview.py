@@ -1,20 +1,24 @@
 """What a gradient about to be published would do to the loss, as a validator measures it.
 
-Weights for a moment: epoch start - outer_lr * 0.5 * decode(code) (protocol page, section 4). The
-sequences are this rank's own, held back from training; the loss without the gradient is measured
+Weights for a moment: epoch start - factor * outer_lr * 0.5 * decode(code) (protocol page, section
+4). Validators use factor 1; a gradient whose values are multiplied by a factor before they are
+published has that effect. So a short search tells which direction and which length to publish, and
+costs some forward passes: only the entries that were sent differ between two trials.
+
+The sequences are this rank's own, held back from training; the loss without a gradient is measured
 once per epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from distributed_training.protocol import gradients
-
 from .feedback import Code, ErrorFeedback
+from .line_search import Found, best_factor
 from .sharding import ShardedModel
 from .shards import RowStream
 
@@ -22,75 +26,132 @@ from .shards import RowStream
 APPLIED_FRACTION = 0.5
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What to publish: ``factor`` times the values of ``direction``. Losses are means in nats per
+    token, of which the one without a gradient was subtracted: below 0 is good."""
+
+    direction: str
+    factor: float
+    delta: float
+    plain_delta: float  # of the first direction as it is
+    evaluations: int
+
+
 class Preview:
-    """One rank's part."""
+    """One rank's part. ``search``: look for the best length; otherwise only measure factor 1."""
 
     def __init__(
-        self, *, sharded: ShardedModel, stream: RowStream, feedback: ErrorFeedback
+        self, *, sharded: ShardedModel, stream: RowStream, feedback: ErrorFeedback, search: bool
     ) -> None:
         self._sharded = sharded
-        self._shards = sharded.shards
         self._stream = stream
         self._feedback = feedback
+        self._search = search
         self._before: tuple[str, float] | None = None  # epoch, loss without a gradient
+        self._last: dict[str, float] = {}  # by direction, the factor found last
 
     @torch.no_grad()
-    def measure(
+    def choose(
         self,
         *,
         epoch_id: str,
         start: Sequence[Tensor],
-        codes: Sequence[Code | None],
+        codes: Mapping[str, Sequence[Code | None]],
         learning_rate: float,
         held: Sequence[Tensor],
         count: float,
-    ) -> float:
-        """Mean loss with minus without the gradient, nats per token, equal on all ranks.
+    ) -> Choice:
+        """The best of the directions, equal on all ranks.
 
-        ``codes``: as published, of this rank's rows, or whole on rank 0. ``held``: micro-batches,
-        equally many on all ranks; ``count`` is 1.0, or 0.0 for a rank whose own do not count
-        (it has none and runs something else in the collectives). NaN if no rank's count. At an
-        inner step's boundary only; the weights are afterwards what they were, to the bit.
+        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one as it is
+        is always among what is tried. ``held``: micro-batches, equally many on all ranks;
+        ``count`` is 1.0, or 0.0 for a rank whose own do not count (it has none and runs something
+        else in the collectives). NaN if no rank's count. At an inner step's boundary only; the
+        weights are afterwards what they were, to the bit.
         """
-        current = [shard.local.to("cpu", copy=True) for shard in self._shards]
+        shards = self._sharded.shards
+        current = [shard.local.to("cpu", copy=True) for shard in shards]
+        applied = learning_rate * APPLIED_FRACTION
         try:
+            for shard, rows in zip(shards, start, strict=True):
+                shard.local.copy_(rows)
             if self._before is None or self._before[0] != epoch_id:
-                for shard, rows in zip(self._shards, start, strict=True):
-                    shard.local.copy_(rows)
                 self._before = (epoch_id, self._mean(held, count))
-            self._apply(start, codes, learning_rate * APPLIED_FRACTION)
-            return self._mean(held, count) - self._before[1]
+            found: dict[str, Found] = {}
+            plain = 0.0
+            for name, parts in codes.items():
+                step = TrialStep(self._sharded, self._stream, self._feedback, start, parts)
+
+                def loss(factor: float, step: TrialStep = step) -> float:
+                    step.apply(factor * applied)
+                    return self._mean(held, count)
+
+                if not found:
+                    plain = loss(1.0)
+                    found[name] = Found(1.0, plain, 1)
+                if self._search:
+                    best = best_factor(loss, first=self._last.get(name, 1.0))
+                    self._last[name] = best.factor
+                    if name not in found or best.loss < found[name].loss:
+                        found[name] = best
+                step.apply(0.0)
         finally:
-            for shard, rows in zip(self._shards, current, strict=True):
+            for shard, rows in zip(shards, current, strict=True):
                 shard.local.copy_(rows)
             self._sharded.discard_gradients()
-
-    def _apply(self, start: Sequence[Tensor], codes: Sequence[Code | None], factor: float) -> None:
-        codec = self._feedback.codec
-        for i, shard in enumerate(self._shards):
-            code = codes[i]
-            rows = torch.zeros_like(start[i])
-            if self._feedback.by_rows(i):
-                assert code is not None
-                rows.scatter_(1, code[0].long(), code[1])
-            else:
-                whole = None
-                if code is not None:
-                    whole = gradients.decode(
-                        *code,
-                        shard.shape,
-                        target_chunk=codec.target_chunk,
-                        use_dct=codec.use_dct,
-                    )
-                self._stream.scatter(shard.shape, whole, rows)
-            shard.local.copy_(torch.add(start[i], rows, alpha=-factor))
+        name = min(found, key=lambda n: found[n].loss)
+        return Choice(
+            direction=name,
+            factor=found[name].factor,
+            delta=found[name].loss - self._before[1],
+            plain_delta=plain - self._before[1],
+            evaluations=sum(f.evaluations for f in found.values()),
+        )
 
     def _mean(self, held: Sequence[Tensor], count: float) -> float:
         self._sharded.discard_gradients()
-        total = sum(float(self._sharded.loss_of(batch)) for batch in held) if count else 0.0
-        if not count:
-            for batch in held:
-                self._sharded.loss_of(batch)
+        total = torch.zeros((), dtype=torch.float64, device=self._sharded.device)
+        for batch in held:
+            total += self._sharded.loss_of(batch)
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
-        summed, counted = self._stream.sum([total, count * tokens])
+        summed, counted = self._stream.sum([float(total) * count, count * tokens])
         return summed / counted if counted else float("nan")
+
+
+class TrialStep:
+    """A step from the epoch start along one direction, for this rank's rows, on the device.
+
+    Of a matrix only the entries that were sent are kept and written; of a vector all.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        stream: RowStream,
+        feedback: ErrorFeedback,
+        start: Sequence[Tensor],
+        codes: Sequence[Code | None],
+    ) -> None:
+        self._shards = sharded.shards
+        self._parts: list[tuple[Tensor | None, Tensor, Tensor]] = []  # where, start, what was sent
+        for i, shard in enumerate(self._shards):
+            code, local = codes[i], shard.local
+            if feedback.by_rows(i):
+                assert code is not None
+                where, sent = (part.to(local.device) for part in code)
+                self._parts.append((where, local.gather(1, where.long()), sent))
+                continue
+            rows = torch.empty_like(start[i])
+            whole = None if code is None else feedback.codec.decode(code, shard.shape)
+            stream.scatter(shard.shape, whole, rows)
+            self._parts.append((None, local.clone(), rows.to(local.device)))
+
+    def apply(self, factor: float) -> None:
+        """Weights := epoch start - ``factor`` * what was sent."""
+        for shard, (where, start, sent) in zip(self._shards, self._parts, strict=True):
+            value = torch.add(start, sent, alpha=-factor)
+            if where is None:
+                shard.local.copy_(value)
+            else:
+                shard.local.scatter_(1, where.long(), value)

@@ -7,8 +7,9 @@ gradient of a finished snapshot on sequences held back from training (preview.py
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,14 +21,22 @@ from torch import Tensor
 from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .feedback import Code
+from .feedback import Direction
 from .inner_optimizer import InnerOptimizer
 from .outer_step import OuterStep
-from .preview import Preview
+from .preview import Choice, Preview
 from .schedule import CosineSchedule
 from .sharding import ShardedModel
 from .shards import RowStream
-from .snapshot import SnapshotHandle, SnapshotState, prepare_folder, write_snapshot
+from .snapshot import (
+    SnapshotHandle,
+    SnapshotState,
+    prepare_folder,
+    publish_instead,
+    write_snapshot,
+)
+
+log = logging.getLogger(__name__)
 
 PARTS_TIMEOUT = timedelta(
     minutes=10
@@ -56,7 +65,12 @@ class Publication:
         self._optimizer = optimizer
         self._schedule = schedule
         self._outer = outer
-        self._preview = Preview(sharded=sharded, stream=stream, feedback=outer.feedback)
+        self._preview = Preview(
+            sharded=sharded,
+            stream=stream,
+            feedback=outer.feedback,
+            search=settings.step_length == "search",
+        )
         self._held: Tensor | None = None
 
     @torch.no_grad()
@@ -67,8 +81,8 @@ class Publication:
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
         inner steps in total. Training is held for the copy to host memory and the codes of vectors
-        only (under ``--neuron.error_feedback upload`` and with DCT for all codes). Raises OSError
-        on all ranks alike when ``folder`` cannot be made; what fails later is in the handle.
+        only (with DCT for all codes). Raises OSError on all ranks alike when ``folder`` cannot be
+        made; what fails later is in the handle.
         """
         started = time.perf_counter()
         start = self._outer.epoch_start
@@ -91,14 +105,15 @@ class Publication:
             "loss": float(last_loss),
         }
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
-        state = self._state(self._codes(start, current), current, steps, config, metadata)
+        directions = self._outer.feedback.directions(start, current, self._outer.learning_rate)
+        state = self._state(directions, current, steps, config, metadata)
         handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
         handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
         return handle
 
     def _state(
         self,
-        codes: Sequence[Callable[[], Code] | Code | None],
+        directions: Sequence[Direction],
         current: Sequence[Tensor],
         steps: int,
         config: Mapping[str, Any],
@@ -112,7 +127,7 @@ class Publication:
             world_size=self._stream.world_size,
             shards=shards,
             weights=current,
-            codes=codes,
+            directions=directions,
             codec=self._outer.feedback.codec,
             config=config,
             gradients_metadata=metadata,
@@ -123,23 +138,6 @@ class Publication:
             param_group=optimizer.published_group(names, rate, self._schedule.peak),
             scheduler_state=self._schedule.published_state(steps),
         )
-
-    def _codes(
-        self, start: Sequence[Tensor], current: Sequence[Tensor]
-    ) -> list[Callable[[], Code] | Code | None]:
-        feedback, rate = self._outer.feedback, self._outer.learning_rate
-        if feedback.mode == "upload":
-            residual, made = feedback.advance(start, rate)
-            feedback.residual = residual
-            return list(made)
-        codes: list[Callable[[], Code] | Code | None] = []
-        for i in range(len(self._sharded.shards)):
-            if feedback.by_rows(i):
-                codes.append(feedback.encoder(i, start[i], current[i], rate))
-            else:
-                rows = feedback.accumulated(i, start[i], current[i], rate)
-                codes.append(feedback.encode_whole(i, rows, subtract=False))
-        return codes
 
     def hold_back(self, sequences: Tensor | None) -> None:
         """int64 (n, sequence) of this rank that are never trained on; None: it has none."""
@@ -155,15 +153,16 @@ class Publication:
         """
         wanted = batches * micro_batch
         usable = self._held is not None and len(self._held) >= wanted > 0
-        problem = float(handle.codes is None or handle.epoch_id != self._outer.epoch_id)
+        problem = float(not handle.codes or handle.epoch_id != self._outer.epoch_id)
         there, problems = self._stream.sum([float(usable), problem])
         if not there or problems:
+            handle.forget()
             return None
-        assert handle.codes is not None and self._outer.epoch_start is not None
+        assert self._outer.epoch_start is not None
         held = self._held if usable else None
         if held is None:
             held = torch.zeros((wanted, self._settings.sequence_length), dtype=torch.int64)
-        delta = self._preview.measure(
+        choice = self._preview.choose(
             epoch_id=self._outer.epoch_id,
             start=self._outer.epoch_start,
             codes=handle.codes,
@@ -171,5 +170,28 @@ class Publication:
             held=held[:wanted].split(micro_batch),
             count=float(usable),
         )
-        handle.codes = None
-        return delta
+        published = self._stream.rank != 0 or self._publish(handle, choice)
+        handle.forget()
+        return choice.delta if published else choice.plain_delta
+
+    def _publish(self, handle: SnapshotHandle, choice: Choice) -> bool:
+        """Rank 0: write what was chosen. False: what the snapshot wrote is published."""
+        if choice.evaluations > 1:
+            log.info(
+                "Published step: direction '%s', values times %.3g, changes the held-back loss by "
+                "%+.4f; as it is, '%s' changes it by %+.4f (%d tried)",
+                choice.direction,
+                choice.factor,
+                choice.delta,
+                next(iter(handle.contents)),
+                choice.plain_delta,
+                choice.evaluations,
+            )
+        if choice.delta >= choice.plain_delta:
+            return False
+        try:
+            publish_instead(handle, choice.direction, choice.factor)
+        except OSError as error:
+            log.warning("%s: the gradient is published as it was written before", error)
+            return False
+        return True

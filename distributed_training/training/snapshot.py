@@ -29,26 +29,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from distributed_training.common.files import atomic_file, sha256_of, sync_folder, write_json
 from distributed_training.protocol import keys
 
-from .feedback import Code, Codec
+from .feedback import Code, Codec, Direction
 from .shards import ParameterShard
 from .tensor_files import SafetensorsLayout, tensor_bytes, write_safetensors
 
 _PARTS = ".parts"
+_INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page, section 4)
 
 
 @dataclass(frozen=True)
 class SnapshotState:
     """What the training thread hands over; nothing in it changes any more. Host memory.
 
-    ``codes`` holds a function per parameter that each rank encodes by rows, and the finished code
-    (rank 0; None elsewhere) of the others.
+    ``directions``: what may be published; the first is written to ``gradients.pt``.
     """
 
     rank: int
     world_size: int
     shards: Sequence[ParameterShard]
     weights: Sequence[Tensor]
-    codes: Sequence[Callable[[], Code] | Code | None]
+    directions: Sequence[Direction]
     codec: Codec
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
@@ -67,7 +67,10 @@ class SnapshotHandle:
         self.folder = folder
         self.hold_seconds = hold_seconds  # how long training was held
         self.epoch_id = epoch_id  # of the epoch start that the gradient is measured from
-        self.codes: Sequence[Code | None] | None = None  # as published; there before done()
+        # By direction, this rank's codes; there before done(), until a preview took them.
+        self.codes: dict[str, list[Code | None]] = {}
+        # Rank 0: by direction, the content of gradients.pt.
+        self.contents: dict[str, dict[str, Any]] = {}
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._cancelled = threading.Event()
@@ -99,6 +102,10 @@ class SnapshotHandle:
         """For the writing thread, now and then. Raises RuntimeError after :meth:`cancel`."""
         if self._cancelled.is_set():
             raise RuntimeError("the snapshot was given up")
+
+    def forget(self) -> None:
+        """Give the memory of the codes back: what is written stays as it is."""
+        self.codes, self.contents = {}, {}
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Covers all writing of this rank (rank 0: also the other ranks' parts).
@@ -134,10 +141,7 @@ def write_snapshot(
     files: list[Path] = []
     try:
         layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
-        codes: list[Code | None] = []
-        for code in state.codes:
-            handle.check()
-            codes.append(code() if callable(code) else code)
+        codes = {each.name: each.encode(handle.check) for each in state.directions}
         handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
@@ -151,7 +155,8 @@ def write_snapshot(
         _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
-        _write_gradients(state, codes, parts, folder / keys.GRADIENTS)
+        handle.contents = _contents(state, codes, parts)
+        _write_gradients(folder, handle.contents[state.directions[0].name])
         write_json(folder / keys.CONFIG, state.config)
         files += [folder / keys.CONFIG, folder / keys.MODEL, folder / keys.GRADIENTS]
     handle.check()
@@ -162,16 +167,31 @@ def write_snapshot(
     if state.rank == 0:
         shutil.rmtree(parts)
     sync_folder(folder)
-    write_json(
-        folder / f"rank-{state.rank}.done.json",
-        {
-            "rank": state.rank,
-            "world_size": state.world_size,
-            "files": [
-                {"name": f.name, "size": f.stat().st_size, "sha256": sha256_of(f)} for f in files
-            ],
-        },
-    )
+    done = {"rank": state.rank, "world_size": state.world_size, "files": _listed(files)}
+    write_json(_done_file(folder, state.rank), done)
+
+
+def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
+    """Rank 0, once the snapshot is done: ``gradients.pt`` becomes ``factor`` times the values of
+    another ``direction``. Raises OSError; what was written before then stays."""
+    chosen = handle.contents[direction]
+    scaled = {
+        name: value * factor if name.endswith(_VALUES) else value for name, value in chosen.items()
+    }
+    _write_gradients(handle.folder, scaled)
+    path = _done_file(handle.folder, 0)
+    done = json.loads(path.read_bytes())
+    (fresh,) = _listed([handle.folder / keys.GRADIENTS])
+    done["files"] = [fresh if f["name"] == fresh["name"] else f for f in done["files"]]
+    write_json(path, done)
+
+
+def _done_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.done.json"
+
+
+def _listed(files: Sequence[Path]) -> list[dict[str, Any]]:
+    return [{"name": f.name, "size": f.stat().st_size, "sha256": sha256_of(f)} for f in files]
 
 
 def _write_model_rows(
@@ -206,11 +226,15 @@ def _gradient_part(parts: Path, rank: int) -> Path:
     return parts / f"gradients.rank-{rank}.safetensors"
 
 
-def _part_tensors(state: SnapshotState, codes: Sequence[Code | None]) -> dict[str, Tensor]:
+def _part_tensors(
+    state: SnapshotState, codes: Mapping[str, Sequence[Code | None]]
+) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for shard, code in zip(state.shards, codes, strict=True):
-        if code is not None:
-            tensors[shard.name + "idxs"], tensors[shard.name + "vals"] = code
+    for direction, made in codes.items():
+        for shard, code in zip(state.shards, made, strict=True):
+            if code is not None:
+                name = f"{direction}/{shard.name}"
+                tensors[name + _INDICES], tensors[name + _VALUES] = code
     return tensors
 
 
@@ -230,22 +254,30 @@ def _wait_for_parts(
             raise RuntimeError(f"rank {rank} could not write its part of the snapshot: {error}")
 
 
-def _write_gradients(
-    state: SnapshotState, codes: Sequence[Code | None], parts: Path, path: Path
-) -> None:
-    """``gradients.pt``: the same bytes of every tensor as encoding the whole would give."""
-    content: dict[str, Any] = {}
+def _contents(
+    state: SnapshotState, codes: Mapping[str, Sequence[Code | None]], parts: Path
+) -> dict[str, dict[str, Any]]:
+    """Rank 0: ``gradients.pt`` of each direction, the same bytes of every tensor as encoding the
+    whole would give."""
     others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.world_size)]
-    for shard, code in zip(state.shards, codes, strict=True):
-        assert code is not None
-        shape = state.codec.shape(shard.shape)
-        for which, mine in zip(("idxs", "vals"), code, strict=True):
-            key = shard.name + which
-            pieces = [mine, *(o.get_tensor(key) for o in others if key in o.keys())]  # noqa: SIM118
-            content[key] = torch.cat([p.reshape(-1, shape[-1]) for p in pieces]).reshape(shape)
-    content["metadata"] = dict(state.gradients_metadata)
-    with atomic_file(path) as handle:
-        torch.save(content, handle)
+    contents: dict[str, dict[str, Any]] = {}
+    for direction, made in codes.items():
+        content: dict[str, Any] = {}
+        for shard, code in zip(state.shards, made, strict=True):
+            assert code is not None
+            shape = state.codec.shape(shard.shape)
+            for which, mine in zip((_INDICES, _VALUES), code, strict=True):
+                key = f"{direction}/{shard.name}{which}"
+                there = [o.get_tensor(key) for o in others if key in o.keys()]  # noqa: SIM118
+                flat = torch.cat([p.reshape(-1, shape[-1]) for p in (mine, *there)])
+                content[shard.name + which] = flat.reshape(shape)
+        contents[direction] = content | {"metadata": dict(state.gradients_metadata)}
+    return contents
+
+
+def _write_gradients(folder: Path, content: Mapping[str, Any]) -> None:
+    with atomic_file(folder / keys.GRADIENTS) as handle:
+        torch.save(dict(content), handle)
 
 
 def inner_optimizer_content(state: SnapshotState) -> dict[str, Any]:

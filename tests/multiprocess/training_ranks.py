@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -115,7 +116,7 @@ def outer(folder: Path) -> None:
 
 
 def snapshot(folder: Path) -> None:
-    for mode in ("round", "upload", "off"):
+    for mode in ("round", "upload", "off", "best"):
         made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
         start = whole_weights(made)
         train(made, 0, 2)
@@ -173,13 +174,16 @@ def rebase(folder: Path) -> None:
 
 
 def preview(folder: Path) -> None:
-    """What it says is what applying the published file gives, and it leaves no trace."""
+    """What is published is the best of what was tried, what it says is what applying the published
+    file gives, and it leaves no trace in training."""
     made, other = (trainer(rank=RANK, world_size=WORLD, preview_sequences=3) for _ in range(2))
     held = sequences(99, count=4 * WORLD)[RANK * 4 : (RANK + 1) * 4]
     for each in (made, other):
         each.hold_back(held)
         train(each, 0, 3)
     start, now = [t.clone() for t in made.outer.epoch_start], made.outer.current()
+    spread = torch.cat([sequences(99, count=4 * WORLD)[r * 4 : (r + 1) * 4] for r in range(WORLD)])
+    before = evaluated(other, start, spread)
 
     def snapshot_of(step: int) -> SnapshotHandle:
         handle = made.snapshot(
@@ -189,24 +193,37 @@ def preview(folder: Path) -> None:
         dist.barrier()
         return handle
 
+    def by_hand() -> float:
+        """As a validator does it, from the file."""
+        dist.barrier()
+        code = torch.load(folder / "preview" / "gradients.pt", weights_only=True)
+        applied = []
+        for item, rows in zip(other.sharded.shards, start, strict=True):
+            idxs, vals = code[item.name + "idxs"], code[item.name + "vals"]
+            assert (idxs.dtype, vals.dtype) == (torch.int16, torch.float32)
+            whole = gradients.decode(idxs, vals, item.shape)
+            applied.append(rows - 0.8 * 0.5 * whole[item.start : item.stop])
+        return evaluated(other, applied, spread) - before
+
     handle = snapshot_of(3)
-    code = torch.load(folder / "preview" / "gradients.pt", weights_only=True)
+    plain = by_hand()  # no preview yet: the public miner's way
     delta = made.preview(handle)
-    assert delta is not None and delta < 0
+    assert delta is not None and delta < plain < 0
+    assert not handle.codes and not handle.contents, "their memory is given back"
     same(now, made.outer.current())
+    assert abs(delta - by_hand()) < 1e-5
+    listed = json.loads((folder / "preview" / "rank-0.done.json").read_text())["files"]
+    for entry in listed:
+        data = (folder / "preview" / entry["name"]).read_bytes()
+        assert (entry["size"], entry["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    for item, rows in zip(other.sharded.shards, now, strict=True):
+        item.local.copy_(rows)  # by_hand used its weights
+    other.drop_step()
     assert [r.loss for r in train(made, 3, 5)] == [r.loss for r in train(other, 3, 5)]
-    # the same by hand, from the file
-    spread = torch.cat([sequences(99, count=4 * WORLD)[r * 4 : (r + 1) * 4] for r in range(WORLD)])
-    before = evaluated(other, start, spread)
-    applied = []
-    for item, rows in zip(other.sharded.shards, start, strict=True):
-        idxs, vals = code[item.name + "idxs"], code[item.name + "vals"]
-        whole = gradients.decode(idxs, vals, item.shape)
-        applied.append(rows - 0.8 * 0.5 * whole[item.start : item.stop])
-    assert abs(delta - (evaluated(other, applied, spread) - before)) < 1e-5
-    # a gradient that points the wrong way is seen
+    # a gradient that points the wrong way: the shortest step does the least harm
     handle = snapshot_of(5)
-    handle.codes = [None if c is None else (c[0], -c[1]) for c in handle.codes]
+    for name, codes in handle.codes.items():
+        handle.codes[name] = [None if c is None else (c[0], -c[1]) for c in codes]
     assert made.preview(handle) > 0
     # a rank that holds nothing back runs along and does not count
     handle = snapshot_of(5)

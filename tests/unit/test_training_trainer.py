@@ -372,7 +372,7 @@ def test_micro_batches_of_another_shape_are_dropped_at_a_restart(tmp_path: Path)
 
 
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
-    made = trainer()
+    made = trainer(error_feedback="round")
     buffers = [torch.zeros(s) for _, s in made.schema]
     train(made, 0, 2)
     made.write_pseudo_gradient(buffers)
@@ -384,7 +384,7 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     keeper.save({"cursor": 3}, Progress(1, 1, 3, [8]))
     keeper.wait()
-    other = trainer(seed=5)
+    other = trainer(error_feedback="round", seed=5)
     restored = Checkpointer(trainer=other, folder=tmp_path).restore()
     assert restored == (Progress(1, 1, 3, [8]), {"cursor": 3})
     assert (other.outer_step, other.inner_step, other.total_inner_steps) == (1, 1, 3)

@@ -1,0 +1,166 @@
+"""Error feedback: the public miner's way to the bit, and what is published when."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from training_world import sequences, train, trainer
+
+from distributed_training.protocol import gradients
+from distributed_training.protocol.types import Progress
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.trainer import Trainer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:
+    handle = made.snapshot(folder, progress=Progress(0, step, step, [1]), block=1, last_loss=1.0)
+    handle.wait(timedelta(seconds=30))
+    made.preview(handle)
+    return torch.load(folder / "gradients.pt", weights_only=True)
+
+
+class PublicMiner:
+    """EF <- 0.999 EF + lr g; send top-k(EF); EF <- EF - sent (protocol page, section 4)."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def publish(self, made: Trainer, start: list[Tensor]) -> dict[str, Tensor]:
+        sent = {}
+        for item, before in zip(made.sharded.shards, start, strict=True):
+            kept = self.kept.get(item.name, torch.zeros_like(before))
+            kept = 0.999 * kept + 0.8 * (before - item.local)
+            sent[item.name] = gradients.decode(*gradients.encode(kept), item.shape)
+            self.kept[item.name] = kept - sent[item.name]
+        return sent
+
+
+@pytest.mark.parametrize("mode", ["best", "upload"])
+def test_without_a_preview_what_is_published_is_the_public_miners(
+    mode: str, tmp_path: Path
+) -> None:
+    made, public = trainer(error_feedback=mode), PublicMiner()
+    start = [rows.clone() for _, _, rows in made.epoch_start_rows()]
+    for step in range(1, 4):
+        train(made, step, step + 1)
+        expected = public.publish(made, start)
+        found = publish(made, tmp_path / str(step), step)
+        for item, kept in zip(made.sharded.shards, made.outer.feedback.residual or [], strict=True):
+            code = found[item.name + "idxs"], found[item.name + "vals"]
+            decoded = gradients.decode(*code, item.shape)
+            torch.testing.assert_close(decoded, expected[item.name], rtol=1e-5, atol=1e-9)
+            torch.testing.assert_close(kept, public.kept[item.name], rtol=1e-4, atol=1e-8)
+
+
+def test_best_publishes_what_lowers_the_loss_most_of_both_directions(tmp_path: Path) -> None:
+    made = {mode: trainer(error_feedback=mode) for mode in ("best", "upload", "off")}
+    plain = trainer(error_feedback="upload", step_length="plain")
+    deltas: dict[str, list[float]] = {mode: [] for mode in (*made, "plain")}
+    for step in range(1, 4):
+        for mode, each in (*made.items(), ("plain", plain)):
+            each.hold_back(sequences(99, count=4))
+            train(each, step, step + 1)
+            handle = each.snapshot(
+                tmp_path / f"{mode}-{step}",
+                progress=Progress(0, step, step, [1]),
+                block=1,
+                last_loss=1.0,
+            )
+            handle.wait(timedelta(seconds=30))
+            delta = each.preview(handle)
+            assert delta is not None
+            deltas[mode].append(delta)
+    for best, upload, off, as_it_is in zip(*(deltas[m] for m in deltas), strict=True):
+        assert best == min(upload, off) < as_it_is
+
+
+def test_what_a_checkpoint_took_does_not_change_when_the_next_is_published(tmp_path: Path) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    publish(made, tmp_path / "one", 1)
+    kept = made.outer.feedback.residual
+    assert kept is not None
+    before = [rows.clone() for rows in kept]
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    train(made, 1, 2)
+    publish(made, tmp_path / "two", 2)
+    assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
+    other = trainer(seed=3)
+    assert Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore() is not None
+    restored = other.outer.feedback.residual
+    assert all(torch.equal(a, b) for a, b in zip(before, restored or [], strict=True))
+
+
+def test_two_publications_under_way_advance_in_turn(tmp_path: Path) -> None:
+    made, one_by_one = trainer(error_feedback="upload"), trainer(error_feedback="upload")
+    feedback = made.outer.feedback
+    start = [rows for _, _, rows in made.epoch_start_rows()]
+    waiting = []
+    for step in range(2):
+        train(made, step, step + 1)
+        waiting += feedback.directions(start, made.outer.current(), 0.8)
+        train(one_by_one, step, step + 1)
+        publish(one_by_one, tmp_path / str(step), step)
+    for direction in waiting:  # the second was fixed before the first was encoded
+        direction.encode()
+    for a, b in zip(feedback.residual or [], one_by_one.outer.feedback.residual or [], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_choice_that_cannot_be_written_leaves_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from distributed_training.training import publication
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    made = trainer()
+    made.hold_back(sequences(99, count=4))
+    train(made, 0, 1)
+    handle = made.snapshot(tmp_path, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0)
+    handle.wait(timedelta(seconds=30))
+    before = (tmp_path / "gradients.pt").read_bytes()
+    monkeypatch.setattr(publication, "publish_instead", full)
+    delta = made.preview(handle)
+    assert delta is not None and delta < 0 and "No space left" in caplog.text
+    assert (tmp_path / "gradients.pt").read_bytes() == before
+    done = json.loads((tmp_path / "rank-0.done.json").read_text())
+    assert {f["name"]: f["size"] for f in done["files"]}["gradients.pt"] == len(before)
+
+
+def test_the_average_does_not_depend_on_what_is_published(tmp_path: Path) -> None:
+    """Where training happens, nothing is compressed or scaled."""
+    sent: list[list[Tensor]] = []
+    for changes in ({}, {"error_feedback": "upload", "step_length": "plain"}):
+        made = trainer(**changes)
+        made.hold_back(sequences(99, count=4))
+        train(made, 0, 2)
+        publish(made, tmp_path / str(len(sent)), 2)
+        buffers = [torch.zeros(shape) for _, shape in made.schema]
+        made.write_pseudo_gradient(buffers)
+        made.prepare_outer_step(buffers)
+        made.commit_outer_step()
+        sent.append([*buffers, *made.outer.current()])
+    assert all(torch.equal(a, b) for a, b in zip(*sent, strict=True))
