@@ -41,24 +41,3 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 """
 
 from __future__ import annotations
-
-from typing import Any, Protocol
-
-
-class EventSink(Protocol):
-    """``telemetry.EventLog``, or a list in a test."""
-
-    def write(self, kind: str, **fields: Any) -> None: ...
-
-
-class MemoryEvents:
-    """Keeps events in order; for tests and for tools that run a validator in their own process."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-
-    def write(self, kind: str, **fields: Any) -> None:
-        self.events.append({"kind": kind, **fields})
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [e for e in self.events if e["kind"] == kind]

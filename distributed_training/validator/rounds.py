@@ -8,22 +8,21 @@ What comes back is an average; whether it becomes an outer step is decided elsew
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from distributed_training.chain.base import Neuron
-from distributed_training.protocol import keys
+from distributed_training.chain.base import ChainError, Neuron
+from distributed_training.chain.client import SignedClient
+from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.validator import ValidatorSettings
+from distributed_training.node.peers import BucketReader
+from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
-from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -31,10 +30,12 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
+from distributed_training.scoring.model import load_weights
+from distributed_training.scoring.repository import OpenBucket
+from distributed_training.store.errors import StoreError
 from distributed_training.swarm import HivemindSwarm
-from distributed_training.validator.buckets import BucketError, ReadBucket
-from distributed_training.validator.model import load_weights
-from distributed_training.validator.publisher import GlobalState, model_bytes
+from distributed_training.validator.global_state import GlobalState, model_bytes
+from distributed_training.validator.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -42,20 +43,6 @@ MAX_CALLED = 64
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
-
-
-class Client(Protocol):
-    """Signed calls to many miners at once; ``chain.SignedClient``."""
-
-    def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta
-    ) -> Mapping[int, IsAliveReply | None]: ...
-
-    def sweep_all_reduce(
-        self, neurons: Sequence[Neuron], request: RoundRequest
-    ) -> Mapping[int, Any]:
-        """None for a uid that did not acknowledge."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,56 +69,49 @@ class RoundOutcome:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class RoundRules:
-    """From ``ValidatorSettings`` and the swarm's: see there for each."""
-
-    alive_wanted: int
-    alive_least: int
-    alive_timeout: timedelta
-    sweep_interval: timedelta
-    sweep_patience: timedelta
-    minimum_peers: int
-    top_candidates: int
-    round_timeout: timedelta
-    min_group_size: int
-
-
 @dataclass
 class _Candidate:
     neuron: Neuron
-    bucket: ReadBucket
+    bucket: BucketReader
     metadata: Metadata
 
 
 class RoundCaller:
-    """Leads rounds. ``bucket_of`` opens a miner's bucket (BucketError); ``scratch`` is a folder for
-    one downloaded checkpoint; ``stop`` ends a round early, as a failure CANCELLED."""
+    """Leads rounds. ``caller`` is our hotkey. A stop ends a round early, as a failure CANCELLED."""
 
     def __init__(
         self,
         *,
-        client: Client,
+        client: SignedClient,
         swarm: HivemindSwarm,
-        bucket_of: Callable[[Neuron], ReadBucket],
-        rules: RoundRules,
+        open_bucket: OpenBucket,
+        settings: ValidatorSettings,
+        swarm_settings: SwarmSettings,
         caller: str,
-        run: int,
-        scratch: Path,
-        stop: threading.Event,
+        run: Run,
     ) -> None:
         self._client = client
         self._swarm = swarm
-        self._bucket_of = bucket_of
-        self._rules = rules
+        self._open_bucket = open_bucket
+        self._settings = settings
+        self._swarm_settings = swarm_settings
         self._caller = caller
-        self._run = run
-        self._scratch = scratch
-        self._stop = stop
+        self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
+        self._stop = run.stop
+
+    @property
+    def peer_id(self) -> str:
+        """Of our averager; a new one after each restart of the swarm."""
+        return self._swarm.peer_id
+
+    @property
+    def maddrs(self) -> Sequence[str]:
+        """Where our DHT is reached: others' initial peers."""
+        return self._swarm.visible_maddrs
 
     def sweep(self, neurons: Sequence[Neuron], outer_step: int) -> Attendance:
         """One IsAlive sweep: alive is who answered with our outer step."""
-        replies = self._client.sweep_is_alive(neurons, self._rules.alive_timeout)
+        replies = self._client.sweep_is_alive(neurons, self._settings.alive_timeout)
         alive = tuple(
             uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
         )
@@ -182,7 +162,7 @@ class RoundCaller:
     # --- steps of a round -----------------------------------------------------------------------
 
     def _least(self, neurons: Sequence[Neuron]) -> int:
-        return max(1, min(self._rules.alive_least, len(neurons)))
+        return max(1, min(self._settings.alive_least, len(neurons)))
 
     def _gather(
         self,
@@ -191,8 +171,8 @@ class RoundCaller:
         on_sweep: Callable[[Attendance], None],
     ) -> tuple[Sequence[Neuron], Attendance]:
         """Sweep until enough are alive or patience ends: those asked last, and who answered."""
-        wanted = self._rules.alive_wanted
-        deadline = time.monotonic() + self._rules.sweep_patience.total_seconds()
+        wanted = self._settings.alive_wanted
+        deadline = time.monotonic() + self._settings.sweep_patience.total_seconds()
         while True:
             neurons = miners()
             attendance = self.sweep(neurons, outer_step)
@@ -203,7 +183,7 @@ class RoundCaller:
             if len(attendance.alive) >= wanted or late:
                 return neurons, attendance
             wanted -= 1
-            if self._stop.wait(self._rules.sweep_interval.total_seconds()):
+            if self._stop.wait(self._settings.sweep_interval.total_seconds()):
                 return neurons, attendance
 
     def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
@@ -211,11 +191,11 @@ class RoundCaller:
         candidates = []
         for neuron in neurons:
             try:
-                bucket = self._bucket_of(neuron)
+                bucket = self._open_bucket(neuron)
                 data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
                 if data is not None:
                     candidates.append(_Candidate(neuron, bucket, Metadata.parse(data)))
-            except (BucketError, MetadataError) as error:
+            except (StoreError, ChainError, MetadataError) as error:
                 log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
         return sorted(candidates, key=lambda c: -c.metadata.inner_step)
 
@@ -225,13 +205,13 @@ class RoundCaller:
         Returns the uid it came from; None (zeros) if no candidate's could be used.
         """
         buffers = self._swarm.buffers
-        for candidate in candidates[: self._rules.top_candidates]:
+        for candidate in candidates[: self._settings.top_candidates]:
             uid = candidate.neuron.uid
             if self._stop.is_set():
                 break
             try:
                 weights = self._checkpoint(state, candidate)
-            except (BucketError, MetadataError, ValueError, OSError) as error:
+            except (StoreError, MetadataError, ValueError, OSError) as error:
                 log.info("uid %d cannot be the top uid: %s", uid, error)
                 continue
             for buffer, start, reached in zip(buffers, state.weights, weights, strict=True):
@@ -243,7 +223,7 @@ class RoundCaller:
 
     def _checkpoint(self, state: GlobalState, candidate: _Candidate) -> list[Tensor]:
         inner_step = candidate.metadata.inner_step
-        expected = Revision(self._run, state.outer_step, inner_step)
+        expected = Revision(names.RUN, state.outer_step, inner_step)
         if inner_step == 0:
             raise ValueError("it has not published an inner step")
         key = keys.epoch_key(state.outer_step, keys.METADATA)
@@ -269,8 +249,8 @@ class RoundCaller:
         request = RoundRequest(
             caller=self._caller,
             received_at=time.time(),
-            timeout=self._rules.round_timeout,
-            min_group_size=self._rules.min_group_size,
+            timeout=self._swarm_settings.round_timeout,
+            min_group_size=self._swarm_settings.min_group_size,
         )
         weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
@@ -302,8 +282,8 @@ class RoundCaller:
             seconds=time.monotonic() - began,
         )
         good = result.group_size - len(set(result.failed_peers) & set(result.peers))
-        if good < self._rules.minimum_peers:
-            detail = f"{good} good peers, {self._rules.minimum_peers} are needed"
+        if good < self._settings.minimum_peers:
+            detail = f"{good} good peers, {self._settings.minimum_peers} are needed"
             return replace(outcome, fault=AllReduceFault.PEER_FAILED, detail=detail)
         return replace(outcome, averaged=[buffer.clone() for buffer in self._swarm.buffers])
 

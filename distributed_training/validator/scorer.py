@@ -3,90 +3,78 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 from distributed_training.chain.base import Neuron
+from distributed_training.config.validator import ValidatorSettings
 from distributed_training.protocol import schedule
-from distributed_training.validator.buckets import BucketError, OpenBucket
-from distributed_training.validator.evaluator import (
-    DataUnavailable,
-    Evaluator,
-    Judgement,
-    Repository,
-    event_fields,
-    inspect,
-)
-from distributed_training.validator.events import EventSink
-from distributed_training.validator.ledger import Ledger
-from distributed_training.validator.publisher import GlobalPublisher, GlobalState
+from distributed_training.scoring.evaluator import Evaluator, Judgement, judgement_fields
+from distributed_training.scoring.pages import DataUnavailable
+from distributed_training.scoring.repository import OpenBucket, Repository, inspect
+from distributed_training.scoring.upload import InvalidUpload, read_upload
+from distributed_training.store.errors import StoreError
+from distributed_training.validator.global_state import GlobalPublisher, GlobalState
+from distributed_training.validator.standings import Standings
 
 log = logging.getLogger(__name__)
 
 
 class Scorer:
-    """Checks every repository, judges at most ``uids_per_pass`` uploads, updates the ledger.
-
-    ``commitment``: what a hotkey committed, None if nothing; may raise ChainError, which is passed
-    on. ``age_limit``: of an upload, before failed rounds prolong it.
-    """
+    """Checks every repository, judges at most ``--validator.score_uids`` uploads, updates the
+    standings. ``rng`` draws the random block of each pass."""
 
     def __init__(
         self,
         *,
-        commitment: Callable[[str], str | None],
+        settings: ValidatorSettings,
         open_bucket: OpenBucket,
         publisher: GlobalPublisher,
         evaluator: Evaluator,
-        events: EventSink,
-        age_limit: timedelta,
-        uids_per_pass: int,
+        rng: random.Random,
+        record: Callable[..., None],
     ) -> None:
-        self._commitment = commitment
+        self._settings = settings
         self._open_bucket = open_bucket
         self._publisher = publisher
         self._evaluator = evaluator
-        self._events = events
-        self._age_limit = age_limit
-        self._uids_per_pass = uids_per_pass
+        self._rng = rng
+        self._record = record
 
     def score(
         self,
         miners: Sequence[Neuron],
         state: GlobalState,
-        ledger: Ledger,
+        standings: Standings,
         *,
         block: int,
         bpa: int,
         interrupted: Callable[[], bool],
     ) -> list[Judgement]:
         """What was judged. ``interrupted`` is asked between two uploads; the pass then ends with
-        what it has. Raises Stopped."""
+        what it has. Raises ChainError, Stopped."""
         outer_step = schedule.scored_epoch(
             outer_step=state.outer_step,
             block=block,
             last_allreduce_block=state.last_allreduce_block,
             bpa=bpa,
         )
-        limit = schedule.upload_age_limit(failed_rounds=ledger.failed_rounds, base=self._age_limit)
+        limit = schedule.upload_age_limit(
+            failed_rounds=standings.failed_rounds, base=self._settings.upload_age_limit
+        )
         repositories = [
-            inspect(
-                neuron.uid,
-                self._commitment(neuron.hotkey),
-                open_bucket=self._open_bucket,
-                outer_step=outer_step,
-                age_limit=limit,
-            )
+            inspect(neuron, self._open_bucket, outer_step=outer_step, age_limit=limit)
             for neuron in miners
         ]
         for repository in repositories:
-            self._tell_if_new(repository, outer_step, ledger)
-        chosen = self._choose(repositories, ledger)
-        judgements = self._judge(
+            self._tell_if_new(repository, outer_step, standings)
+        chosen = self._choose(repositories, standings)
+        judgements = self._judge_all(
             chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
         )
-        scores = ledger.judged(judgements, {r.uid: r.valid for r in repositories}, block=block)
-        self._events.write(
+        valid = {r.uid: r.valid for r in repositories}
+        scores = standings.judged(judgements, valid, block=block)
+        self._record(
             "scores",
             outer_step=outer_step,
             block=block,
@@ -94,13 +82,13 @@ class Scorer:
         )
         return judgements
 
-    def _choose(self, repositories: Sequence[Repository], ledger: Ledger) -> list[Repository]:
+    def _choose(self, repositories: Sequence[Repository], standings: Standings) -> list[Repository]:
         """Those not judged for longest first; who never published an inner step is left out."""
         published = [r for r in repositories if r.metadata is not None and r.metadata.inner_step]
-        published.sort(key=lambda r: ledger.entries[r.uid].scored_at)
-        return published[: self._uids_per_pass]
+        published.sort(key=lambda r: standings.entries[r.uid].scored_at)
+        return published[: self._settings.score_uids]
 
-    def _judge(
+    def _judge_all(
         self,
         chosen: Sequence[Repository],
         state: GlobalState,
@@ -114,41 +102,44 @@ class Scorer:
             return []
         try:
             weights = self._publisher.weights(outer_step, state.schema)
-        except (BucketError, ValueError) as error:
+        except (StoreError, ValueError) as error:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
-        random_block = self._evaluator.draw_random_block(block)
+        random_block = self._rng.randrange(*schedule.random_block_range(block))
         judgements: list[Judgement] = []
         for repository in chosen:
             if judgements and interrupted():
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
+                upload = read_upload(
+                    repository, state.schema, outer_step=outer_step, block=block, bpa=bpa
+                )
                 judgement = self._evaluator.judge(
-                    repository,
+                    upload,
                     weights=weights,
                     outer_step=outer_step,
                     outer_learning_rate=state.learning_rate,
-                    block=block,
-                    bpa=bpa,
-                    random_block=random_block,
+                    random_blocks=(random_block,),
                 )
+            except InvalidUpload as error:
+                judgement = Judgement.reset(repository.uid, outer_step, error.cause, str(error))
             except DataUnavailable as error:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
                 continue
             judgements.append(judgement)
-            self._events.write("upload_scored", **event_fields(judgement, repository))
-            log.info("%s", _line(judgement, repository))
+            self._record("upload_scored", **judgement_fields(judgement, repository.tag))
+            log.info("%s", _line(judgement, repository.tag))
         return judgements
 
-    def _tell_if_new(self, repository: Repository, outer_step: int, ledger: Ledger) -> None:
+    def _tell_if_new(self, repository: Repository, outer_step: int, standings: Standings) -> None:
         if repository.metadata is None:
             return
-        entry = ledger.entries[repository.uid]
-        tag = repository.metadata.revision.tag
+        entry = standings.entries[repository.uid]
+        tag = repository.tag
         if tag != entry.seen:
             entry.seen = tag
-            self._events.write(
+            self._record(
                 "upload_seen",
                 uid=repository.uid,
                 revision=tag,
@@ -157,12 +148,11 @@ class Scorer:
             )
 
 
-def _line(judgement: Judgement, repository: Repository) -> str:
-    tag = repository.metadata.revision.tag if repository.metadata else "?"
+def _line(judgement: Judgement, tag: str) -> str:
+    start = f"UID {judgement.uid:03d}: {tag or '?'}"
     if judgement.random is None or judgement.assigned is None:
-        return f"UID {judgement.uid:03d}: {tag} reset: {judgement.reason}"
+        return f"{start} reset: {judgement.reason}"
+    (r_before, r_after), (a_before, a_after) = judgement.random.losses, judgement.assigned.losses
     return (
-        f"UID {judgement.uid:03d}: {tag} random {judgement.random[0]:.4f} -> "
-        f"{judgement.random[1]:.4f}, assigned {judgement.assigned[0]:.4f} -> "
-        f"{judgement.assigned[1]:.4f}"
+        f"{start} random {r_before:.4f} -> {r_after:.4f}, assigned {a_before:.4f} -> {a_after:.4f}"
     )

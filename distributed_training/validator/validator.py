@@ -1,38 +1,39 @@
 """The reference validator: owns the global bucket, leads the rounds, scores the uploads.
 
 One thread, one clock of blocks. At each tick, in this order: a round when it is due, else weights,
-else a scoring pass. Everything it needs is handed to it (see ``wiring.py``), so that tests run it
-with twins in memory.
+else a scoring pass. Everything it needs is handed to it (see ``program.build``), so that tests run
+it with a chain, a bucket and miners in memory.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.validator import ValidatorSettings
+from distributed_training.node.chain import Member
 from distributed_training.node.signals import Stopped
-from distributed_training.protocol import schedule
+from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import AllReduceFault
+from distributed_training.scoring.evaluator import Judgement
 from distributed_training.training.outer import nesterov_sgd
-from distributed_training.validator.evaluator import Judgement
-from distributed_training.validator.events import EventSink
-from distributed_training.validator.ledger import Ledger
-from distributed_training.validator.model import EvaluationModel
-from distributed_training.validator.publisher import GlobalPublisher, GlobalState, GlobalStateError
+from distributed_training.validator.global_state import (
+    GlobalPublisher,
+    GlobalState,
+    GlobalStateError,
+)
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome
+from distributed_training.validator.run import Run
 from distributed_training.validator.scorer import Scorer
+from distributed_training.validator.standings import Standings
 
 log = logging.getLogger(__name__)
 
@@ -40,67 +41,35 @@ PUBLICATION_RETRY = timedelta(seconds=2)
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
 
 
-class Chain(Protocol):
-    """``chain.Chain``, as far as a validator needs it."""
-
-    def block(self) -> int: ...
-    def neurons(self) -> Sequence[Neuron]: ...
-    def commitment(self, hotkey: str) -> str | None: ...
-    def set_weights(self, weights: dict[int, float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Identity:
-    hotkey: str
-    peer_id: Callable[[], str]  # of the averager; a new one after each restart of the swarm
-    run: int
-    maddrs: tuple[str, ...] = ()
-
-
 class Validator:
-    """Call :meth:`start`, then :meth:`run`. ``stop`` ends both soon; the swarm's owner also cancels
-    a running round then.
-
-    ``folder`` keeps the ledger. ``epoch_length``: blocks between two settings of weights.
-    """
+    """Call :meth:`start`, then :meth:`run`. A stop ends both soon; the swarm's owner also cancels a
+    running round then. ``held_out_loss``: of a model with the given weights, in nats per token."""
 
     def __init__(
         self,
         *,
         settings: ValidatorSettings,
-        identity: Identity,
-        epoch_length: int,
-        chain: Chain,
+        member: Member,
         rounds: RoundCaller,
         publisher: GlobalPublisher,
         scorer: Scorer,
-        model: EvaluationModel,
-        held_out: Tensor,
-        events: EventSink,
-        folder: Path,
-        stop: threading.Event,
+        standings: Standings,
+        held_out_loss: Callable[[Sequence[Tensor]], float],
+        run: Run,
     ) -> None:
         # collaborators
         self._settings = settings
-        self._identity = identity
-        self._chain = chain
+        self._member = member
+        self._chain = member.chain
         self._rounds = rounds
         self._publisher = publisher
         self._scorer = scorer
-        self._model = model
-        self._held_out = held_out
-        self._events = events
-        self._stop = stop
-        self._epoch_length = epoch_length
+        self._held_out_loss = held_out_loss
+        self._record = run.record
+        self._stop = run.stop
         # what it knows
-        self._ledger_path = folder / "ledger.json"
-        try:
-            self._ledger = Ledger.load(self._ledger_path)
-        except ValueError as error:
-            raise GlobalStateError(
-                f"{self._ledger_path} is damaged ({error}), so the miners' scores are unknown: "
-                "restore it, or remove it to start with empty scores"
-            ) from None
+        self.standings = standings
+        self._standings_path = run.folder / "ledger.json"
         self._state: GlobalState | None = None
         self._loss = math.nan  # held-out loss of the state
         self._scored_at = -1
@@ -113,20 +82,16 @@ class Validator:
         return self._state
 
     @property
-    def ledger(self) -> Ledger:
-        return self._ledger
-
-    @property
     def blocks_per_allreduce(self) -> int:
         later = self._settings.blocks_per_allreduce_later
-        if later and self._ledger.successful_rounds:
+        if later and self.standings.successful_rounds:
             return later
         return self._settings.blocks_per_allreduce
 
     @property
     def last_allreduce_block(self) -> int:
         """Where the present period began: the last round, good or bad."""
-        return max(self.state.last_allreduce_block, self._ledger.last_round_block or 0)
+        return max(self.state.last_allreduce_block, self.standings.last_round_block or 0)
 
     # --- life -----------------------------------------------------------------------------------
 
@@ -142,24 +107,24 @@ class Validator:
             self._publish_initial()
         else:
             self._state = found
-            self._publisher.announce(found.outer_step)
+            self._publisher.announce(found.outer_step, self._rounds.peer_id)
         state = self.state
         self._loss = self._held_out_loss(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.
-        self._ledger.last_round_block = max(block, self._ledger.last_round_block or 0)
-        self._events.write(
+        self.standings.last_round_block = max(block, self.standings.last_round_block or 0)
+        self._record(
             "start",
-            uid=self._own_uid(),
-            hotkey=self._identity.hotkey,
-            peer_id=self._identity.peer_id(),
-            maddrs=list(self._identity.maddrs),
+            uid=self._chain.uid(self._member.hotkey),
+            hotkey=self._member.hotkey,
+            peer_id=self._rounds.peer_id,
+            maddrs=list(self._rounds.maddrs),
             outer_step=state.outer_step,
             resumed=found is not None,
         )
         self._told_loss(state.outer_step, self._loss, self._loss)
         log.info(
             "Global state %d.%d.0, held-out loss %.4f",
-            self._identity.run,
+            names.RUN,
             state.outer_step,
             self._loss,
         )
@@ -173,8 +138,8 @@ class Validator:
                 log.warning("The chain does not answer (%s). Trying again.", error)
             except Stopped:
                 break
-        self._ledger.save(self._ledger_path)
-        self._events.write("stop", reason="asked to stop")
+        self._save()
+        self._record("stop", reason="asked to stop")
 
     def tick(self) -> None:
         """Do what is due at the present block: a round, or weights, or a scoring pass.
@@ -184,7 +149,7 @@ class Validator:
         block = self._chain.block()
         if self._round_due(block):
             self.round()
-        elif block - self._weights_at >= self._epoch_length and self._ledger.weights():
+        elif block - self._weights_at >= self._settings.epoch_length and self.standings.weights():
             self._set_weights(block)
         elif block - self._scored_at >= self._settings.score_blocks:
             self.score()
@@ -201,7 +166,7 @@ class Validator:
         log.info("Round due at outer step %d", state.outer_step)
         outcome = self._rounds.run(state, self._miners, self._on_sweep)
         # One count a round, however many sweeps it took to gather the miners.
-        self._ledger.swept(outcome.attendance.alive, outcome.attendance.asked)
+        self.standings.swept(outcome.attendance.alive, outcome.attendance.asked)
         if outcome.averaged is None and self._stop.is_set():
             raise Stopped
         fault, detail = outcome.fault.name if outcome.fault else "", outcome.detail
@@ -239,34 +204,35 @@ class Validator:
     def _succeeded(
         self, following: GlobalState, loss: float, outcome: RoundOutcome, began: float
     ) -> None:
-        ledger = self._ledger
+        standings = self.standings
         self._state, self._loss = following, loss
-        ledger.round_succeeded(
+        standings.round_succeeded(
             alive=outcome.attendance.alive,
             asked=outcome.attendance.asked,
             failed=outcome.failed,
         )
-        ledger.failed_rounds = 0
-        ledger.successful_rounds += 1
-        ledger.last_round_block = following.last_allreduce_block
-        ledger.save(self._ledger_path)
-        self._events.write(
+        standings.failed_rounds = 0
+        standings.successful_rounds += 1
+        standings.last_round_block = following.last_allreduce_block
+        self._save()
+        self._record(
             "outer_step",
             outer_step=following.outer_step,
             participants=list(outcome.participants),
             seconds=round(time.monotonic() - began, 3),
         )
         log.info(
-            "AllReduce Operation Finished Succesfully: outer step %d, held-out loss %.4f",
+            "%s: outer step %d, held-out loss %.4f",
+            lines.ALL_REDUCE_DONE,
             following.outer_step,
             loss,
         )
 
     def _failed(self, fault: str, detail: str) -> None:
         """The epoch is kept and the whole period starts again."""
-        self._ledger.failed_rounds += 1
-        self._ledger.last_round_block = self._chain.block()
-        self._ledger.save(self._ledger_path)
+        self.standings.failed_rounds += 1
+        self.standings.last_round_block = self._chain.block()
+        self._save()
         log.warning(
             "The round failed (%s: %s), so outer step %d stays; the next round is due in %d blocks",
             fault,
@@ -277,7 +243,7 @@ class Validator:
 
     def _on_sweep(self, attendance: Attendance) -> None:
         alive = set(attendance.alive)
-        self._events.write(
+        self._record(
             "sweep",
             outer_step=self.state.outer_step,
             block=self._chain.block(),
@@ -296,32 +262,37 @@ class Validator:
         self._scored_at = block
         miners = self._miners()
         attendance = self._rounds.sweep(miners, state.outer_step)
-        self._ledger.swept(attendance.alive, attendance.asked)
+        self.standings.swept(attendance.alive, attendance.asked)
         self._on_sweep(attendance)
         judgements = self._scorer.score(
             miners,
             state,
-            self._ledger,
+            self.standings,
             block=block,
             bpa=self.blocks_per_allreduce,
             interrupted=lambda: self._round_due(self._chain.block()),
         )
-        self._ledger.save(self._ledger_path)
+        self._save()
         return judgements
 
     def _set_weights(self, block: int) -> None:
         self._weights_at = block
-        weights = self._ledger.weights()
+        weights = self.standings.weights()
         try:
             self._chain.set_weights(weights)
         except ChainError as error:
             log.warning(
-                "Weights were not set (%s). Trying again in %d blocks.", error, self._epoch_length
+                "Weights were not set (%s). Trying again in %d blocks.",
+                error,
+                self._settings.epoch_length,
             )
             return
-        self._events.write("weights", block=block, weights={str(u): w for u, w in weights.items()})
+        self._record("weights", block=block, weights={str(u): w for u, w in weights.items()})
 
     # --- small parts ------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        self.standings.save(self._standings_path)
 
     def _round_due(self, block: int) -> bool:
         return schedule.round_due(
@@ -335,21 +306,12 @@ class Validator:
         miners = [
             n
             for n in self._chain.neurons()
-            if n.hotkey != self._identity.hotkey
+            if n.hotkey != self._member.hotkey
             and n.port is not None
             and not (n.validator_permit and n.stake > self._settings.minimum_stake)
         ]
-        self._ledger.sync(miners)
+        self.standings.sync(miners)
         return miners
-
-    def _own_uid(self) -> int | None:
-        return next(
-            (n.uid for n in self._chain.neurons() if n.hotkey == self._identity.hotkey), None
-        )
-
-    def _held_out_loss(self, weights: list[Tensor]) -> float:
-        self._model.load(weights)
-        return self._model.loss(self._held_out)
 
     def _publish_initial(self) -> None:
         if not self._published(self.state):
@@ -362,8 +324,8 @@ class Validator:
         """Publish, trying again for a while: the miners have made the step already."""
         deadline = time.monotonic() + self._settings.publication_budget.total_seconds()
         while True:
-            report = self._publisher.publish(state)
-            self._events.write(
+            report = self._publisher.publish(state, self._rounds.peer_id)
+            self._record(
                 "publication",
                 revision=report.revision.tag,
                 ok=report.ok,
@@ -379,11 +341,11 @@ class Validator:
                 return False
 
     def _told_loss(self, outer_step: int, before: float, after: float) -> None:
-        self._events.write("held_out", outer_step=outer_step, before=before, after=after)
+        self._record("held_out", outer_step=outer_step, before=before, after=after)
 
     def _told_round(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
         result = outcome.result
-        self._events.write(
+        self._record(
             "round",
             outer_step=self.state.outer_step,
             ok=not fault,

@@ -18,16 +18,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
-from validator_world import PEER, RUN, TwinMiner, World, settings
+from validator_world import PEER, TwinMiner, World, settings
 
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.chain.wallet import create_wallet
+from distributed_training.config import Config
 from distributed_training.config.chain import ChainSettings
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
-from distributed_training.validator.rounds import RoundCaller, RoundRules
 from tests.chain_memory import MemoryChain
 
 pytestmark = pytest.mark.timeout(120)
@@ -45,6 +45,14 @@ SWARM = SwarmSettings(
     round_timeout=timedelta(seconds=30),
     start_timeout=timedelta(seconds=30),
 )
+
+
+PATIENT = {
+    "alive_wanted": 2,
+    "alive_timeout": timedelta(seconds=5),
+    "sweep_interval": timedelta(seconds=1),
+    "sweep_patience": timedelta(seconds=20),
+}
 
 
 class WiredMiner:
@@ -90,44 +98,35 @@ def closing() -> Iterator[list[Any]]:
         thing.close()
 
 
-def test_validator_and_miners_end_with_the_same_weights(tmp_path: Path, closing: list[Any]) -> None:
-    world = World(tmp_path / "world", settings(minimum_peers=3, alive_least=2))
-    (tmp_path / "world").mkdir()
-    wallets = {uid: create_wallet(tmp_path / "wallets", f"uid-{uid}") for uid in (200, *world.uids)}
-    ledger = world.chain_ledger
-    for uid, wallet in wallets.items():
-        entry = ledger.entries[uid]
-        ledger.entries[uid] = replace(entry, hotkey=wallet.ss58, port=None)
-        commitment = ledger.commitments.pop(entry.hotkey, None)
-        if commitment is not None:
-            ledger.commitments[wallet.ss58] = commitment
-    own = HivemindSwarm(settings=SWARM, schema=world.model.schema, run_folder=tmp_path / "own")
-    closing.append(own)
-    joined = replace(SWARM, initial_peers=tuple(own.visible_maddrs))
+class WiredWorld(World):
+    """The validator signs its calls and averages for real."""
 
-    world.swarm.peer_id = own.peer_id
-    world.validator._identity = replace(world.validator._identity, hotkey=wallets[200].ss58)
-    rules = RoundRules(
-        alive_wanted=2,
-        alive_least=2,
-        alive_timeout=timedelta(seconds=5),
-        sweep_interval=timedelta(seconds=1),
-        sweep_patience=timedelta(seconds=20),
-        minimum_peers=3,
-        top_candidates=3,
-        round_timeout=SWARM.round_timeout,
-        min_group_size=SWARM.min_group_size,
-    )
-    world.validator._rounds = RoundCaller(
-        client=SignedClient(wallet=wallets[200]),
-        swarm=own,
-        bucket_of=lambda neuron: world.open_bucket(neuron.uid, None),
-        rules=rules,
-        caller=wallets[200].ss58,
-        run=RUN,
-        scratch=tmp_path / "scratch",
-        stop=world.stop,
-    )
+    def __init__(self, folder: Path, wallets: dict[int, Any]) -> None:
+        self.wallets = wallets
+        super().__init__(folder, settings(minimum_peers=3, alive_least=2, **PATIENT))
+
+    def register(self) -> None:
+        self.hotkeys = {uid: wallet.ss58 for uid, wallet in self.wallets.items()}
+        super().register()
+        ledger = self.chain_ledger
+        for uid in self.uids:  # not served before their servers are up
+            ledger.entries[uid] = replace(ledger.entries[uid], port=None)
+        self.config: Config = replace(self.config, swarm=SWARM)
+
+    def make_client(self) -> Any:
+        return SignedClient(wallet=self.wallets[200])
+
+    def make_swarm(self, schema: Any) -> Any:
+        self.swarm = HivemindSwarm(settings=SWARM, schema=schema, run_folder=self.folder / "own")
+        return self.swarm
+
+
+def test_validator_and_miners_end_with_the_same_weights(tmp_path: Path, closing: list[Any]) -> None:
+    wallets = {uid: create_wallet(tmp_path / "wallets", f"uid-{uid}") for uid in (200, 3, 17)}
+    world = WiredWorld(tmp_path / "world", wallets)
+    closing.append(world.closing)
+    ledger = world.chain_ledger
+    joined = replace(SWARM, initial_peers=tuple(world.swarm.visible_maddrs))
     world.validator.start(world.initial)
     wired = []
     for uid in world.uids:
@@ -150,10 +149,10 @@ def test_validator_and_miners_end_with_the_same_weights(tmp_path: Path, closing:
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     told = world.events.of("held_out")[-1]
     assert told["after"] < told["before"] - 0.1
-    assert {u: e.all_reduce for u, e in world.validator.ledger.entries.items()} == {3: 1, 17: 1}
+    assert {u: e.all_reduce for u, e in world.validator.standings.entries.items()} == {3: 1, 17: 1}
 
     wired[0].server.close()  # not alive any more: the next round has nobody to wait for but one
-    world.validator._rounds._rules = replace(rules, sweep_patience=timedelta(0))
+    world.validator._rounds._settings = replace(world.config.validator, sweep_patience=timedelta(0))
     assert not world.validator.round()
     assert world.events.of("round")[-1]["fault"] == "NO_GROUP"
     assert world.validator.state.outer_step == 1

@@ -24,13 +24,13 @@ from distributed_training.chain.wallet import create_wallet
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.node.peers import BucketReader
 from distributed_training.protocol import keys
 from distributed_training.protocol.commitment import parse_commitment
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from distributed_training.validator.storage import StoreBucket
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -141,7 +141,7 @@ def test_it_publishes_stops_and_goes_on(
         found = parse_commitment(chain.commitment(wallet.ss58) or "")
     finally:
         chain.close()
-    reader = StoreBucket(  # as a miner finds the global state
+    reader = BucketReader(  # as a miner finds the global state
         S3ObjectStore.of_peer(
             config.store,
             bucket="global",

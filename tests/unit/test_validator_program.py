@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -13,28 +12,26 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from validator_world import (
+from validator_world import (  # noqa: F401
     LENGTH,
-    MODEL_CONFIG,
     VOCABULARY,
-    MemoryBucket,
-    TwinClient,
     TwinMiner,
     TwinSwarm,
     World,
-    sequences,
+    config_of,
+    one_thread,
     settings,
 )
 
-from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
+from distributed_training.scoring.model import evaluation_device
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from distributed_training.validator.buckets import BucketError
+from distributed_training.validator.parts import Parts
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -49,79 +46,24 @@ def root_logger() -> Any:
     sys.excepthook, threading.excepthook = hooks
 
 
-class Words:
-    """A tokenizer and a page source: each row is a line of the learnable text."""
-
-    def encode_rows(self, rows: list[str], *, max_length: int) -> np.ndarray:
-        return np.array([int(word) for row in rows for word in row.split()], dtype=np.int32)
-
-    def num_rows(self) -> dict[str, int]:
-        return {"text": 100_000}
-
-    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        return [" ".join(map(str, line.tolist())) for line in sequences(row, 4)]
-
-
-class ClosingSwarm(TwinSwarm):
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
-
-
 class Outside:
+    """What ``parts.connect`` would bring in, as twins."""
+
     def __init__(self, tmp_path: Path) -> None:
         self.world = World(tmp_path / "unused", settings())
-        self.world.chain_ledger.register("validator", uid=200, stake=1e5, validator_permit=True)
-        self.miners: dict[int, TwinMiner] = self.world.miners
-        self.bucket = MemoryBucket()
-        self.swarm: ClosingSwarm | None = None
+        self.miners, self.bucket = self.world.miners, self.world.bucket
+        self.bucket.objects.clear()
 
-    def connect(self, config: Config, folder: Path, stack: ExitStack) -> program.Outside:
-        client = TwinClient(self.miners, None)  # type: ignore[arg-type]
+    @property
+    def swarm(self) -> TwinSwarm:
+        return self.world.swarm
 
-        def swarm(schema: Any) -> ClosingSwarm:
-            self.swarm = client.swarm = ClosingSwarm(schema)
-            return self.swarm
-
-        def open_bucket(uid: int, credentials: Any) -> MemoryBucket:
-            assert credentials.account_id == f"{uid:032d}"
-            if uid not in self.miners:
-                raise BucketError("403")
-            return self.miners[uid].bucket
-
-        return program.Outside(
-            hotkey="validator",
-            chain=self.world.chain,
-            client=client,
-            bucket=self.bucket,
-            open_bucket=open_bucket,
-            tokenizer=Words(),
-            vocabulary=VOCABULARY,
-            eos_id=0,
-            source=Words(),
-            unavailable=(OSError,),
-            held_out=sequences(5, 8),
-            swarm=swarm,
-        )
+    def connect(self, config: Config, folder: Path, stack: ExitStack) -> Parts:
+        return self.world.parts()
 
 
 def _config(tmp_path: Path, *flags: str) -> Config:
-    model = tmp_path / "model.json"
-    model.write_text(json.dumps(MODEL_CONFIG))
-    words = {
-        "preset": "local",
-        "neuron.run_folder": str(tmp_path / "run"),
-        "neuron.sequence_length": str(LENGTH),
-        "validator.model_config": str(model),
-        "validator.tick": "0.01",
-        "validator.score_blocks": "5",
-        "validator.evaluation_ranks": "1",
-        "validator.alive_least": "1",
-        "wallet.name": "w",
-    }
-    argv = [word for name, value in words.items() for word in (f"--{name}", value)]
-    return load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
+    return config_of(tmp_path / "run", settings(), *flags)
 
 
 def _wait(condition: Any, seconds: float = 80.0) -> None:
@@ -150,7 +92,6 @@ def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
             validator.run()
             result.append(validator.state.outer_step)
 
-    (tmp_path / "run").mkdir()
     runner = threading.Thread(target=run)
     runner.start()
     events = tmp_path / "run" / "events.jsonl"
@@ -166,7 +107,7 @@ def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
         stop.set()
         runner.join(10)
     assert not runner.is_alive() and result == [1]
-    assert outside.swarm is not None and outside.swarm.closed
+    assert outside.swarm.closed
     scored = {e["uid"]: e for e in seen("upload_scored")}
     assert scored[3]["ok"] and scored[3]["random_after"] < scored[3]["random_before"]
     assert seen("round")[0]["ok"] and seen("stop")
@@ -192,11 +133,11 @@ def test_a_signal_ends_it_with_status_0(tmp_path: Path, number: int) -> None:
     assert program.run_validator(config, connect=outside.connect) == 0
     shooter.join(10)
     assert signal.getsignal(number) == before
-    assert outside.swarm is not None and outside.swarm.closed
+    assert outside.swarm.closed
 
 
 def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
-    def connect(config: Config, folder: Path, stack: ExitStack) -> program.Outside:
+    def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30)  # a DHT that does not answer
         raise AssertionError("not interrupted")
@@ -212,10 +153,11 @@ def test_faults_and_bad_configuration_have_their_statuses(
     outside = Outside(tmp_path)
     outside.bucket.down = True
     assert program.run_validator(_config(tmp_path), connect=outside.connect) == 1
-    bad = tmp_path / "bad.json"
+    config = _config(tmp_path)
+    bad = config.validator.model_config
+    assert bad is not None
     bad.write_text('{"model_type": "llama", "vocab_size": 3}')
     outside.bucket.down = False
-    config = _config(tmp_path, "--validator.model_config", str(bad))
     assert program.run_validator(config, connect=outside.connect) == 2
     shown = capfd.readouterr()
     assert "fewer words" in shown.err and "Traceback" not in shown.out + shown.err
@@ -228,25 +170,15 @@ def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
     plain = dataclasses.replace(
         config, validator=dataclasses.replace(config.validator, model_config=None)
     )
-    with ExitStack() as stack:
-        parts = Outside(tmp_path).connect(config, tmp_path, stack)
-    model = program._new_model(plain, parts)
+    model = program._new_model(plain, World(tmp_path / "unused", settings()).parts())
     assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] == LENGTH
     assert model["eos_token_id"] == 0
 
 
 def test_cuda_without_a_gpu_is_said_plainly() -> None:
     if torch.cuda.is_available():
-        assert program._device("cuda").type == "cuda"
+        assert evaluation_device("cuda").type == "cuda"
         return
     with pytest.raises(ConfigError, match=r"--neuron\.device cpu"):
-        program._device("cuda")
-    assert program._device("auto").type == "cpu"
-
-
-def test_a_neuron_without_a_commitment_has_no_bucket(tmp_path: Path) -> None:
-    outside = Outside(tmp_path)
-    with ExitStack() as stack:
-        parts = outside.connect(_config(tmp_path), tmp_path, stack)
-    with pytest.raises(BucketError, match="uid 9"):
-        program.bucket_by_commitment(parts, 9, "nobody")
+        evaluation_device("cuda")
+    assert evaluation_device("auto").type == "cpu"

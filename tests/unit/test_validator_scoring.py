@@ -10,25 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-from validator_world import LENGTH, MODEL_CONFIG, TwinMiner, World, pages, sequences, settings
+from validator_world import (  # noqa: F401
+    LENGTH,
+    MODEL_CONFIG,
+    TwinMiner,
+    World,
+    one_thread,
+    pages,
+    sequences,
+    settings,
+)
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import load_payload
-from distributed_training.validator.evaluator import DataUnavailable, inspect
-from distributed_training.validator.ledger import Ledger
+from distributed_training.scoring.causes import Cause
+from distributed_training.scoring.pages import DataUnavailable
+from distributed_training.scoring.repository import Repository, inspect
+from distributed_training.validator.standings import Standings
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -54,11 +57,12 @@ def test_honest_uploads_lower_the_loss_and_harmful_ones_raise_it(world: World) -
     judgements = {j.uid: j for j in world.validator.score()}
     for uid in (3, 17):
         assert judgements[uid].ok
-        for before, after in (judgements[uid].random, judgements[uid].assigned):
+        for found in (judgements[uid].random, judgements[uid].assigned):
+            before, after = found.losses
             assert after < before - 0.01
-    before, after = judgements[42].random
+    before, after = judgements[42].random.losses
     assert after > before
-    mu = {uid: world.validator.ledger.board.rating(uid)[0] for uid in (3, 17, 42)}
+    mu = {uid: world.validator.standings.board.rating(uid)[0] for uid in (3, 17, 42)}
     assert mu[42] < min(mu[3], mu[17])
     blocks = {e["random_block"] for e in _scored(world).values()}
     assert len(blocks) == 1 and blocks.pop() >= world.chain.block() + 20
@@ -85,15 +89,18 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
             world.validator.state.schema, world.validator.state.weights, strict=True
         ):
             parameters[name].copy_(weight)
-    on_random, on_assigned = pages(3, judgement.random_block), pages(3, judgement.assigned_block)
+    on_random, on_assigned = (
+        pages(3, *judgement.random.blocks),
+        pages(3, *judgement.assigned.blocks),
+    )
     before = loss(on_random), loss(on_assigned)
     with torch.no_grad():
         for name, parameter in parameters.items():
             decoded = codec.decode(raw[name + "idxs"], raw[name + "vals"], parameter.shape)
             parameter -= 0.8 * 0.5 * decoded
-    assert judgement.assigned_block in miner.blocks
-    assert judgement.random == pytest.approx((before[0], loss(on_random)), abs=1e-5)
-    assert judgement.assigned == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
+    assert judgement.assigned.blocks[0] in miner.blocks
+    assert judgement.random.losses == pytest.approx((before[0], loss(on_random)), abs=1e-5)
+    assert judgement.assigned.losses == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
 
 
 def test_evaluation_leaves_no_trace_in_what_follows(world: World) -> None:
@@ -151,7 +158,7 @@ def test_what_is_reset_ranks_last(world: World, name: str) -> None:
     assert not judgements[3].ok and reason in judgements[3].reason
     assert judgements[17].ok and judgements[42].ok
     assert _scored(world)[3]["ok"] is False and "random_before" not in _scored(world)[3]
-    entries, board = world.validator.ledger.entries, world.validator.ledger.board
+    entries, board = world.validator.standings.entries, world.validator.standings.board
     assert entries[3].repo_valid == 1 and board.assigned_score(3) == 0.0
     assert board.rating(3)[0] < board.rating(42)[0]
 
@@ -178,12 +185,12 @@ def test_missing_data_is_not_held_against_a_miner(world: World) -> None:
             raise DataUnavailable("no rows")
         return pages(uid, block)
 
-    world.evaluator._pages = flaky
+    world.pages = flaky
     world.validator._miners()
-    rating = world.validator.ledger.board.rating(3)
+    rating = world.validator.standings.board.rating(3)
     assert {j.uid for j in world.validator.score()} == {17, 42}
-    assert world.validator.ledger.board.rating(3) == rating
-    assert world.validator.ledger.board.rating(17) != rating
+    assert world.validator.standings.board.rating(3) == rating
+    assert world.validator.standings.board.rating(17) != rating
 
 
 # --- repositories ---
@@ -191,31 +198,28 @@ def test_missing_data_is_not_held_against_a_miner(world: World) -> None:
 
 def test_repositories(world: World) -> None:
     world.train_and_publish()
-    modified = world.miners[3].bucket.objects["epoch-0/gradients.pt"][1]
-    text = world.chain.commitment("miner-3")
+    neuron = next(n for n in world.chain.neurons() if n.uid == 3)
+    bucket = world.miners[3].bucket
 
-    def look(commitment: str | None = text, **changes: Any) -> Any:
-        options = {
-            "open_bucket": world.open_bucket,
-            "outer_step": 0,
-            "age_limit": timedelta(seconds=4800),
-            "now": modified + 10,
-        }
-        return inspect(3, commitment, **{**options, **changes})
+    def look(outer_step: int = 0) -> Repository:
+        limit = timedelta(seconds=4800)
+        return inspect(neuron, world.open_bucket, outer_step=outer_step, age_limit=limit)
 
     good = look()
-    assert good.valid and good.age == timedelta(seconds=10)
+    assert good.valid and good.age < timedelta(seconds=60) and good.cause is None
     assert good.metadata.inner_step == world.miners[3].inner_step
-    for bad, reason in (
-        (look(None), "128"),
-        (look("x" * 127), "128"),
-        (look(now=modified + 4800), "limit 4800 s"),
-        (look(outer_step=1), "no epoch-1/gradients.pt"),
-    ):
-        assert not bad.valid and reason in bad.reason
-    assert look(now=modified + 4799).valid
-    world.miners[3].bucket.down = True
-    assert "does not answer" in look().reason
+    assert look(outer_step=1).cause is Cause.NOTHING_PUBLISHED
+    assert "no epoch-1/gradients.pt" in look(outer_step=1).reason
+    bucket.age(4800 - 60)
+    assert look().valid
+    bucket.age(60)
+    assert look().cause is Cause.STALE and "limit 4800 s" in look().reason
+    for commitment in (None, "x" * 127):
+        world.chain_ledger.commitments[neuron.hotkey] = commitment
+        assert look().cause is Cause.NO_COMMITMENT and "128" in look().reason
+    world.register()
+    bucket.down = True
+    assert look().cause is Cause.UNREACHABLE and "does not answer" in look().reason
 
 
 def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
@@ -232,13 +236,12 @@ def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
 
 def test_failed_rounds_prolong_the_age_limit(world: World) -> None:
     world.train_and_publish()
-    for key, (data, modified) in list(world.miners[3].bucket.objects.items()):
-        world.miners[3].bucket.objects[key] = (data, modified - 5000)
+    world.miners[3].bucket.age(5000)
     world.validator.score()
-    assert world.validator.ledger.entries[3].repo_valid == 0
-    world.validator.ledger.failed_rounds = 1
+    assert world.validator.standings.entries[3].repo_valid == 0
+    world.validator.standings.failed_rounds = 1
     world.validator.score()
-    assert world.validator.ledger.entries[3].repo_valid == 1
+    assert world.validator.standings.entries[3].repo_valid == 1
 
 
 def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World) -> None:
@@ -253,7 +256,7 @@ def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World
     }
     world.chain_ledger.advance(1)  # half of 60: now the new epoch's folders are looked at
     assert all(j.outer_step == 1 and not j.ok for j in world.validator.score())
-    assert world.validator.ledger.entries[3].repo_valid == 0
+    assert world.validator.standings.entries[3].repo_valid == 0
 
 
 def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: World) -> None:
@@ -277,9 +280,9 @@ def test_scores_are_told_and_weights_are_set(world: World) -> None:
     assert sum(s["total"] for s in scores.values()) <= 1.0 + 1e-9
     for uid, figures in scores.items():
         assert figures["published"] == pytest.approx(0.6 * figures["total"])
-        assert figures["all_reduce"] == 1 and world.validator.ledger.entries[int(uid)]
+        assert figures["all_reduce"] == 1 and world.validator.standings.entries[int(uid)]
     world.validator.tick()
-    assert world.chain_ledger.weights[200] == pytest.approx(world.validator.ledger.weights())
+    assert world.chain_ledger.weights[200] == pytest.approx(world.validator.standings.weights())
     assert world.events.of("weights")
 
 
@@ -293,7 +296,7 @@ def test_a_chain_that_refuses_weights_does_not_stop_the_validator(world: World) 
 
 
 def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
-    ledger = Ledger()
+    ledger = Standings()
     ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
     ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
     for _ in range(10):
@@ -307,7 +310,7 @@ def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
 
 
 def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
-    ledger = Ledger()
+    ledger = Standings()
     ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
     ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
     ledger.sync([Neuron(1, "a"), Neuron(2, "new")])
@@ -322,12 +325,12 @@ def test_the_ledger_survives_a_restart(world: World, tmp_path: Path) -> None:
     assert world.validator.round()
     world.validator.score()
     path = tmp_path / "copy.json"
-    world.validator.ledger.save(path)
-    again = Ledger.load(path)
-    assert again.entries == world.validator.ledger.entries
-    assert again.board.state() == world.validator.ledger.board.state()
-    assert again.weights() == world.validator.ledger.weights()
-    assert Ledger.load(tmp_path / "none.json").entries == {}
+    world.validator.standings.save(path)
+    again = Standings.load(path)
+    assert again.entries == world.validator.standings.entries
+    assert again.board.state() == world.validator.standings.board.state()
+    assert again.weights() == world.validator.standings.weights()
+    assert Standings.load(tmp_path / "none.json").entries == {}
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": {"1": {"x": 1}}}'])
@@ -335,7 +338,7 @@ def test_a_damaged_ledger_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ledger.json"
     path.write_text(text)
     with pytest.raises(ValueError):
-        Ledger.load(path)
+        Standings.load(path)
 
 
 def test_those_not_judged_for_longest_come_first(tmp_path: Path) -> None:
@@ -353,13 +356,13 @@ def test_a_round_that_falls_due_ends_a_pass_early(world: World) -> None:
     for miner in world.miners.values():
         miner.blocks = [world.chain.block()]
         miner.publish()
-    original = world.evaluator._pages
+    original = world.pages
 
     def slow(uid: int, block: int) -> torch.Tensor:
         world.chain_ledger.advance(10)  # two evaluations take the clock to the round
         return original(uid, block)
 
-    world.evaluator._pages = slow
+    world.pages = slow
     assert [j.uid for j in world.validator.score()] == [3]
     assert len(world.events.of("scores")) == 1
 

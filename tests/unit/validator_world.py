@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import io
-import random
+import json
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save
 from torch import Tensor
 
 from distributed_training.chain.base import Neuron
+from distributed_training.config import Config, load_config
 from distributed_training.config.validator import ValidatorSettings
+from distributed_training.node.chain import Member
+from distributed_training.node.peers import BucketReader, NoBucket
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
-from distributed_training.protocol.commitment import BucketCredentials, build_commitment
+from distributed_training.protocol.commitment import (
+    BucketCredentials,
+    CommitmentError,
+    build_commitment,
+    parse_commitment,
+)
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata, build_payload
+from distributed_training.protocol.payload import GradientMetadata, Schema, build_payload
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -31,17 +41,15 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
+from distributed_training.scoring.model import EvaluationModel
+from distributed_training.store.errors import StoreError
+from distributed_training.telemetry import read_events
 from distributed_training.training.outer import nesterov_sgd
-from distributed_training.validator.buckets import BucketError, ObjectInfo
-from distributed_training.validator.evaluator import Evaluator
-from distributed_training.validator.events import MemoryEvents
-from distributed_training.validator.initial import initial_weights
-from distributed_training.validator.model import EvaluationModel
-from distributed_training.validator.publisher import GlobalPublisher, GlobalState
-from distributed_training.validator.rounds import RoundCaller, RoundRules
-from distributed_training.validator.scorer import Scorer
-from distributed_training.validator.validator import Identity, Validator
+from distributed_training.validator.global_state import GlobalState
+from distributed_training.validator.parts import Parts
+from distributed_training.validator.program import build
 from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.memory_store import MemoryObjectStore
 
 RUN = 5
 VOCABULARY, LENGTH = 64, 24
@@ -60,6 +68,15 @@ MODEL_CONFIG: dict[str, Any] = {
 PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCR"
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Any:
+    """The model is too small to share out, and on a busy machine threads wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def sequences(seed: int, count: int = 8) -> Tensor:
     """Text with a rule that can be learned (the next word follows from the last), and some noise
     of its own for each seed."""
@@ -76,54 +93,34 @@ def pages(uid: int, block: int) -> Tensor:
     return sequences(uid * 1_000_003 + block)
 
 
-class MemoryBucket:
+class MemoryBucket(MemoryObjectStore):
     """A bucket with the faults tests need: ``fail`` names keys whose writes fail, once each."""
 
-    def __init__(self) -> None:
-        self.objects: dict[str, tuple[bytes, float]] = {}
+    def __init__(self, name: str = "bucket") -> None:
+        super().__init__(name, before=self._before_each)
         self.writes: list[str] = []
         self.fail: list[str] = []
         self.down = False
 
-    def head(self, key: str) -> ObjectInfo | None:
-        self._check()
-        found = self.objects.get(key)
-        return None if found is None else ObjectInfo(len(found[0]), found[1])
+    @property
+    def objects(self) -> dict[str, tuple[bytes, str, float]]:
+        """Key -> content, etag, when it was written."""
+        return self._objects
 
-    def get(self, key: str, *, limit: int) -> bytes | None:
-        self._check()
-        found = self.objects.get(key)
-        if found is not None and len(found[0]) > limit:
-            raise BucketError(f"{key} has {len(found[0])} bytes, more than {limit}")
-        return None if found is None else found[0]
+    def age(self, seconds: float) -> None:
+        """Make everything in it older."""
+        for key, (data, etag, written) in list(self._objects.items()):
+            self._objects[key] = (data, etag, written - seconds)
 
-    def download(self, key: str, path: Path, *, limit: int) -> None:
-        data = self.get(key, limit=limit)
-        if data is None:
-            raise BucketError(f"{key} does not exist")
-        path.write_bytes(data)
-
-    def put(self, key: str, data: bytes) -> None:
-        self._check()
+    def _before_each(self, operation: str, key: str) -> None:
+        if self.down:
+            raise StoreError("the bucket does not answer")
+        if operation != "put":
+            return
         if key in self.fail:
             self.fail.remove(key)
-            raise BucketError(f"{key}: 503")
+            raise StoreError(f"{key}: refused")
         self.writes.append(key)
-        self.objects[key] = (data, time.time())
-
-    def upload(self, key: str, path: Path) -> None:
-        self.put(key, path.read_bytes())
-
-    def prune(self, *, newest: int, keep: int) -> None:
-        self._check()
-        for key in list(self.objects):
-            found = keys.parse_epoch_key(key)
-            if found is not None and found[0] <= newest - keep:
-                del self.objects[key]
-
-    def _check(self) -> None:
-        if self.down:
-            raise BucketError("the bucket does not answer")
 
 
 class TwinMiner:
@@ -207,6 +204,8 @@ class TwinSwarm:
 
     def __init__(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         self.peer_id = f"{PEER}VV"
+        self.visible_maddrs: list[str] = []
+        self.closed = False
         self.buffers = [torch.zeros(shape) for _, shape in schema]
         self.called: list[TwinMiner] = []
         self.requests: list[tuple[RoundRequest, float]] = []
@@ -256,6 +255,9 @@ class TwinSwarm:
     def cancel(self) -> None:
         self.cancelled.set()
 
+    def close(self) -> None:
+        self.closed = True
+
     def alive(self) -> bool:
         return not self.dead
 
@@ -267,9 +269,9 @@ class TwinSwarm:
 
 
 class TwinClient:
-    def __init__(self, miners: Mapping[int, TwinMiner], swarm: TwinSwarm) -> None:
+    def __init__(self, miners: Mapping[int, TwinMiner]) -> None:
         self.miners = miners
-        self.swarm = swarm
+        self.swarm: Any = None
         self.deaf: set[int] = set()  # do not acknowledge AllReduce
         self.called: list[list[int]] = []
 
@@ -293,104 +295,91 @@ class TwinClient:
         return {n.uid: (object() if n.uid in hearing else None) for n in neurons}
 
 
-@dataclass
+class Events:
+    """What the validator wrote to its events file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def all(self) -> list[dict[str, Any]]:
+        return list(read_events(self.path)) if self.path.exists() else []
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [e for e in self.all if e["kind"] == kind]
+
+
 class World:
-    """Everything around one validator, and the validator. ``restart`` makes a new one."""
+    """Everything around one validator, and the validator as the program builds it. ``restart``
+    makes a new one."""
 
-    folder: Path
-    settings: ValidatorSettings
-    uids: tuple[int, ...] = (3, 17)
-    bucket: MemoryBucket = field(default_factory=MemoryBucket)
-    chain_ledger: MemoryLedger = field(default_factory=MemoryLedger)
-    miners: dict[int, TwinMiner] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.chain = MemoryChain(hotkey="validator", ledger=self.chain_ledger)
-        self.chain_ledger.register("validator", uid=200, stake=1e5, validator_permit=True)
-        for uid in self.uids:
-            hotkey = f"miner-{uid}"
-            self.chain_ledger.register(hotkey, uid=uid)
-            entry = self.chain_ledger.entries[uid]
-            self.chain_ledger.entries[uid] = replace(entry, ip="127.0.0.1", port=1)
-            credentials = BucketCredentials(f"{uid:032d}", "k" * 32, "s" * 64)
-            self.chain_ledger.commitments[hotkey] = build_commitment(credentials)
+    def __init__(
+        self, folder: Path, settings: ValidatorSettings, *, uids: Sequence[int] = (3, 17)
+    ) -> None:
+        self.folder, self.uids = folder, tuple(uids)
+        self.config: Config = config_of(folder, settings)
+        self.events = Events(folder / "events.jsonl")
+        self.bucket = MemoryBucket("global")
+        self.miners: dict[int, TwinMiner] = {}
+        self.chain_ledger = MemoryLedger()
+        self.hotkeys = {200: "validator", **{uid: f"miner-{uid}" for uid in uids}}
+        self.register()
         self.restart()
+
+    def register(self) -> None:
+        """The neurons on the chain, with endpoints and commitments."""
+        ledger = self.chain_ledger
+        ledger.register(self.hotkeys[200], uid=200, stake=1e5, validator_permit=True)
+        self.chain = MemoryChain(hotkey=self.hotkeys[200], ledger=ledger)
+        for uid in self.uids:
+            ledger.register(self.hotkeys[uid], uid=uid)
+            ledger.entries[uid] = replace(ledger.entries[uid], ip="127.0.0.1", port=1)
+            credentials = BucketCredentials(f"{uid:032d}", "k" * 32, "s" * 64)
+            ledger.commitments[self.hotkeys[uid]] = build_commitment(credentials)
+
+    def parts(self) -> Parts:
+        wallet: Any = SimpleNamespace(ss58=self.hotkeys[200])
+        return Parts(
+            member=Member(wallet, self.chain, 200),
+            client=self.make_client(),
+            store=self.bucket,
+            open_bucket=self.open_bucket,
+            pages=lambda uid, block: self.pages(uid, block),
+            held_out=sequences(999_999_999, 16),
+            swarm=self.make_swarm,
+            vocabulary=VOCABULARY,
+            eos_id=0,
+        )
+
+    def make_client(self) -> Any:
+        self.client = TwinClient(self.miners)
+        return self.client
+
+    def make_swarm(self, schema: Schema) -> Any:
+        self.swarm = self.client.swarm = TwinSwarm(schema)
+        return self.swarm
 
     def restart(self) -> None:
         self.stop = threading.Event()
-        self.events = MemoryEvents()
-        self.model = EvaluationModel(
-            model_config=MODEL_CONFIG, device=torch.device("cpu"), stop=self.stop
-        )
-        self.swarm = TwinSwarm(self.model.schema)
-        self.client = TwinClient(self.miners, self.swarm)
-        self.publisher = GlobalPublisher(
-            bucket=self.bucket,
-            folder=self.folder / "global",
-            run=RUN,
-            peer_id=lambda: self.swarm.peer_id,
-        )
-        settings = self.settings
-        self.rounds = RoundCaller(
-            client=self.client,
-            swarm=self.swarm,
-            bucket_of=lambda neuron: self.open_bucket(neuron.uid, None),
-            rules=RoundRules(
-                alive_wanted=settings.alive_wanted,
-                alive_least=settings.alive_least,
-                alive_timeout=settings.alive_timeout,
-                sweep_interval=settings.sweep_interval,
-                sweep_patience=settings.sweep_patience,
-                minimum_peers=settings.minimum_peers,
-                top_candidates=settings.top_candidates,
-                round_timeout=timedelta(seconds=10),
-                min_group_size=2,
-            ),
-            caller="validator",
-            run=RUN,
-            scratch=self.folder / "scratch",
-            stop=self.stop,
-        )
-        self.evaluator = Evaluator(model=self.model, pages=pages, rng=random.Random(1))
-        self.validator = Validator(
-            settings=settings,
-            identity=Identity("validator", lambda: self.swarm.peer_id, RUN),
-            epoch_length=10,
-            chain=self.chain,
-            rounds=self.rounds,
-            publisher=self.publisher,
-            scorer=Scorer(
-                commitment=self.chain.commitment,
-                open_bucket=self.open_bucket,
-                publisher=self.publisher,
-                evaluator=self.evaluator,
-                events=self.events,
-                age_limit=settings.upload_age_limit,
-                uids_per_pass=settings.score_uids,
-            ),
-            model=self.model,
-            held_out=sequences(999_999_999, 16),
-            events=self.events,
-            folder=self.folder,
-            stop=self.stop,
-        )
+        self.events.path.unlink(missing_ok=True)
+        self.pages: Callable[[int, int], Tensor] = pages
+        with ExitStack() as stack:
+            self.validator, self.initial = build(
+                self.config, self.parts(), folder=self.folder, stop=self.stop, stack=stack
+            )
+            self.closing = stack.pop_all()
+        self.publisher = self.validator._publisher
+        self.model = self.validator._scorer._evaluator._model
 
-    def open_bucket(self, uid: int, credentials: BucketCredentials | None) -> MemoryBucket:
-        if uid not in self.miners:
-            raise BucketError("403")
-        return self.miners[uid].bucket
-
-    def initial(self) -> GlobalState:
-        return GlobalState(
-            model_config=MODEL_CONFIG,
-            schema=self.model.schema,
-            outer_step=0,
-            weights=initial_weights(MODEL_CONFIG, seed=42),
-            momentum=None,
-            learning_rate=0.8,
-            mu=0.9,
-            last_allreduce_block=0,
-        )
+    def open_bucket(self, neuron: Neuron) -> BucketReader:
+        """By its commitment, as :class:`PeerBuckets` does."""
+        try:
+            parse_commitment(self.chain.commitment(neuron.hotkey) or "")
+        except CommitmentError as error:
+            raise NoBucket(str(error)) from None
+        if neuron.uid not in self.miners:
+            raise StoreError("403")
+        return BucketReader(self.miners[neuron.uid].bucket)
 
     def start(self) -> None:
         """The validator, then the miners as they load its state."""
@@ -405,13 +394,31 @@ class World:
             miner.publish()
 
     def kinds(self) -> list[str]:
-        return [e["kind"] for e in self.events.events]
+        return [e["kind"] for e in self.events.all]
+
+
+def config_of(folder: Path, settings: ValidatorSettings, *flags: str) -> Config:
+    """A validator's, for the small model above."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = folder / "model.json"
+    model.write_text(json.dumps(MODEL_CONFIG))
+    words = {
+        "preset": "local",
+        "neuron.run_folder": str(folder),
+        "neuron.sequence_length": str(LENGTH),
+        "neuron.round_timeout": "10",
+        "wallet.name": "w",
+    }
+    argv = [word for name, value in words.items() for word in (f"--{name}", value)]
+    config = load_config("validator", [*argv, *flags], environ={}, dotenv=None, check=False)
+    return replace(config, validator=replace(settings, model_config=model))
 
 
 def settings(**changes: Any) -> ValidatorSettings:
     small = ValidatorSettings(
         blocks_per_allreduce=60,
         blocks_per_allreduce_later=0,
+        epoch_length=10,
         tick=timedelta(milliseconds=10),
         alive_least=1,
         sweep_interval=timedelta(milliseconds=5),
@@ -419,5 +426,6 @@ def settings(**changes: Any) -> ValidatorSettings:
         minimum_peers=2,
         score_blocks=5,
         publication_budget=timedelta(seconds=0),
+        seed=1,
     )
     return replace(small, **changes)

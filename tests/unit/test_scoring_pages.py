@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from distributed_training.protocol.pages import select_pages
-from distributed_training.validator.evaluator import DataUnavailable
-from distributed_training.validator.pages import PageReader, to_sequences
+from distributed_training.scoring.pages import DataUnavailable, PageReader, to_sequences
 
 pytestmark = pytest.mark.timeout(60)
 NUM_ROWS = {"a": 500, "b": 900}

@@ -3,33 +3,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distributed_training.config import Config
+from distributed_training.data import PageSource, PageUnavailable, TextTokenizer
 from distributed_training.protocol.pages import MAX_TOKENS_PER_ROW, ROWS_PER_PAGE, select_pages
-from distributed_training.validator.evaluator import DataUnavailable
 
 # Sequences come in pairs: a tail shorter than this many sequences is dropped.
 BATCH = 2
 
 
-class PageSource(Protocol):
-    """``data.PageSource``."""
-
-    def num_rows(self) -> Mapping[str, int]: ...
-    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]: ...
-
-
-class Tokenizer(Protocol):
-    """``data.TextTokenizer``."""
-
-    def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
-        """Each row cut to ``max_length`` tokens, then an end-of-sequence token; one line."""
-        ...
+class DataUnavailable(RuntimeError):
+    """Pages cannot be had now; says nothing about the upload."""
 
 
 def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
@@ -43,20 +32,18 @@ class PageReader:
     """Sequences of ``(uid, block)`` for the evaluator.
 
     ``ranks``: how many ranks of the miner are looked at, ``pages`` of each; ``limit``: at most so
-    many sequences in all, the same number of each rank (0: no limit). ``unavailable``: what the
-    source raises when rows cannot be had now.
+    many sequences in all, the same number of each rank (0: no limit).
     """
 
     def __init__(
         self,
         *,
         source: PageSource,
-        tokenizer: Tokenizer,
+        tokenizer: TextTokenizer,
         sequence_length: int,
         ranks: int,
         pages: int,
         limit: int = 0,
-        unavailable: tuple[type[Exception], ...] = (OSError,),
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
@@ -64,7 +51,20 @@ class PageReader:
         self._ranks = ranks
         self._pages = pages
         self._limit = limit
-        self._unavailable = unavailable
+
+    @classmethod
+    def from_settings(
+        cls, config: Config, source: PageSource, tokenizer: TextTokenizer
+    ) -> PageReader:
+        """What the validator of this configuration reads."""
+        return cls(
+            source=source,
+            tokenizer=tokenizer,
+            sequence_length=config.training.sequence_length,
+            ranks=config.validator.evaluation_ranks,
+            pages=config.validator.evaluation_pages,
+            limit=config.validator.evaluation_sequences,
+        )
 
     def __call__(self, uid: int, block: int) -> Tensor:
         """Raises DataUnavailable: rows cannot be had now, or are too few for one sequence."""
@@ -83,7 +83,7 @@ class PageReader:
                     rows += self._source.rows(config, row, split=split, limit=ROWS_PER_PAGE)
                 tokens = self._tokenizer.encode_rows(rows, max_length=MAX_TOKENS_PER_ROW)
                 parts.append(to_sequences(tokens, self._sequence_length)[:per_rank])
-        except self._unavailable as error:
+        except (PageUnavailable, OSError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
         found = torch.cat(parts)
         if found.shape[0] == 0:

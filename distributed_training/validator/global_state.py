@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distributed_training.common.files import atomic_file, sync_folder
-from distributed_training.protocol import keys
+from distributed_training.common.files import atomic_file, write_bytes
+from distributed_training.node.peers import BucketReader
+from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
     MAX_METADATA_BYTES,
@@ -27,20 +28,26 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.scoring.model import load_weights
+from distributed_training.store.cleanup import prune_epochs
+from distributed_training.store.errors import StoreError
+from distributed_training.store.interface import ObjectStore
+from distributed_training.store.journal import Journal
+from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.upload import Sender
 from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
 from distributed_training.training.outer import (
     OuterOptimizerState,
     load_outer_optimizer,
     save_outer_optimizer,
 )
-from distributed_training.validator.buckets import Bucket, BucketError
-from distributed_training.validator.model import load_weights
 
 log = logging.getLogger(__name__)
 
 # Local folders of the global state that are kept: the current outer step's and the one before,
 # which is still scored for half a period.
 KEPT_EPOCHS = 2
+_SMALL = timedelta(seconds=30)  # one small write with its retries
 
 
 class GlobalStateError(RuntimeError):
@@ -80,30 +87,30 @@ def model_bytes(schema: Schema) -> int:
 class GlobalPublisher:
     """Writes the global bucket, and reads it back at a start.
 
-    ``folder``: local copies, ``epoch-N/`` each. ``peer_id``: of our averager, asked at each write,
-    since a restarted averager has a new one. ``keep_epochs``: outer steps left in the bucket; the
-    present one and the one before are always left.
+    ``folder``: local copies, ``epoch-N/`` each, and the journal of uploads, by which a restarted
+    validator goes on with a large file where it was. ``keep_epochs``: outer steps left in the
+    bucket; the present one and the one before are always left. ``deadline`` covers one publication
+    with its retries.
     """
 
     def __init__(
         self,
         *,
-        bucket: Bucket,
+        store: ObjectStore,
         folder: Path,
-        run: int,
-        peer_id: Callable[[], str],
         keep_epochs: int = 3,
+        deadline: timedelta = timedelta(minutes=30),
     ) -> None:
-        self._bucket = bucket
+        self._store = store
+        self._bucket = BucketReader(store)
         self._folder = folder
-        self._run = run
-        self._peer_id = peer_id
         self._keep_epochs = max(KEPT_EPOCHS, keep_epochs)
+        self._deadline = deadline
 
     def load(self) -> GlobalState | None:
         """The state the bucket holds, None if it is empty.
 
-        Raises GlobalStateError for a state that is damaged or of another run, BucketError when the
+        Raises GlobalStateError for a state that is damaged or of another run, StoreError when the
         bucket does not answer.
         """
         root = self._root()
@@ -124,45 +131,51 @@ class GlobalPublisher:
         except ValueError as error:
             raise _unusable(root.outer_step, error) from None
 
-    def publish(self, state: GlobalState) -> PublicationReport:
+    def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:
         """Local files, data, ``epoch-N/metadata.json``, root. Readers see the old state or the new.
 
-        A bucket that fails is a report with ``ok=False`` and the reason; the root is then unchanged
-        unless writing it was what failed.
+        ``peer_id``: of our averager. A bucket that fails is a report with ``ok=False`` and the
+        reason; the root is then unchanged unless writing it was what failed.
         """
         began = time.monotonic()
-        revision = Revision(self._run, state.outer_step, 0)
+        revision = Revision(names.RUN, state.outer_step, 0)
         folder = self._write(state)
-        metadata = Metadata.of(revision, self._peer_id()).to_json()
-        sent, reason = 0, ""
-        try:
-            for name in keys.GLOBAL_DATA_FILES:
-                self._bucket.upload(keys.epoch_key(state.outer_step, name), folder / name)
-                sent += (folder / name).stat().st_size
-            self._bucket.put(keys.epoch_key(state.outer_step, keys.METADATA), metadata)
-            self._bucket.put(keys.ROOT_METADATA, metadata)
-        except BucketError as error:
-            reason = str(error)
+        journal, deadline = Journal(self._folder / "uploads.json"), deadline_in(self._deadline)
+        reason = ""
+        with Sender(store=self._store, journal=journal, deadline=deadline) as sender:
+            files = [
+                (keys.epoch_key(state.outer_step, n), folder / n) for n in keys.GLOBAL_DATA_FILES
+            ]
+            try:
+                sender.abandon_all_but(key for key, _ in files)
+                sender.upload_all(files)
+                metadata = Metadata.of(revision, peer_id).to_json()
+                for key in (keys.epoch_key(state.outer_step, keys.METADATA), keys.ROOT_METADATA):
+                    self._put(key, metadata)
+            except (StoreError, OSError) as error:  # a local file that is gone is said the same way
+                reason = str(error)
         if not reason:
             self._prune(state.outer_step)
         return PublicationReport(
             revision=revision,
             ok=not reason,
             seconds=time.monotonic() - began,
-            bytes_sent=sent,
+            bytes_sent=sender.sent.bytes,
             reason=reason,
             finished_at=time.time(),
         )
 
-    def announce(self, outer_step: int) -> None:
-        """Write this process's peer id into the root metadata; nothing else changes."""
-        revision = Revision(self._run, outer_step, 0)
-        self._bucket.put(keys.ROOT_METADATA, Metadata.of(revision, self._peer_id()).to_json())
+    def announce(self, outer_step: int, peer_id: str) -> None:
+        """Write this process's peer id into the root metadata; nothing else changes.
+
+        Raises StoreError."""
+        metadata = Metadata.of(Revision(names.RUN, outer_step, 0), peer_id)
+        self._put(keys.ROOT_METADATA, metadata.to_json())
 
     def weights(self, outer_step: int, schema: Schema) -> list[Tensor]:
         """Global weights of an outer step, from the local copy or the bucket.
 
-        Raises BucketError, ValueError.
+        Raises StoreError, ValueError.
         """
         path = self._folder / keys.epoch_folder(outer_step) / keys.MODEL
         if not path.exists():
@@ -170,6 +183,9 @@ class GlobalPublisher:
             key = keys.epoch_key(outer_step, keys.MODEL)
             self._bucket.download(key, path, limit=model_bytes(schema))
         return load_weights(path, schema)
+
+    def _put(self, key: str, data: bytes) -> None:
+        retrying(f"write {key}", lambda: self._store.put(key, data), deadline=deadline_in(_SMALL))
 
     def _root(self) -> Metadata | None:
         data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
@@ -182,9 +198,9 @@ class GlobalPublisher:
                 f"the global bucket's metadata.json is damaged ({error}), so it is not known where "
                 "training stands: restore it, or empty the bucket to start anew"
             ) from None
-        if root.run != self._run:
+        if root.run != names.RUN:
             raise GlobalStateError(
-                f"the global bucket is of run {root.run} and this validator of run {self._run}, so "
+                f"the global bucket is of run {root.run} and this validator of run {names.RUN}, so "
                 "it must not be written: name another bucket with --neuron.global_model_name"
             )
         return root
@@ -222,27 +238,26 @@ class GlobalPublisher:
         folder = self._folder / keys.epoch_folder(state.outer_step)
         folder.mkdir(parents=True, exist_ok=True)
         extras = ConfigExtras((), 0, state.last_allreduce_block)
-        with atomic_file(folder / keys.CONFIG) as file:
-            file.write(extras.merge_into(state.model_config))
-        names = [name for name, _ in state.schema]
-        temporary = folder / f".{keys.MODEL}.tmp"
-        tensors = dict(zip(names, state.weights, strict=True))
-        save_file(tensors, temporary, metadata=keys.SAFETENSORS_METADATA)
-        with temporary.open("rb") as handle:
-            os.fsync(handle.fileno())
-        temporary.replace(folder / keys.MODEL)
-        sync_folder(folder)
+        write_bytes(folder / keys.CONFIG, extras.merge_into(state.model_config))
+        parameters = [name for name, _ in state.schema]
+        tensors = dict(zip(parameters, state.weights, strict=True))
+        with atomic_file(folder / keys.MODEL) as file:
+            save_file(tensors, file.name, metadata=keys.SAFETENSORS_METADATA)
         save_outer_optimizer(
             folder / keys.OUTER_OPTIMIZER,
             OuterOptimizerState(state.momentum, state.learning_rate, state.mu, state.outer_step),
+            parameters=len(state.schema),
         )
         return folder
 
     def _prune(self, outer_step: int) -> None:
         try:
-            self._bucket.prune(newest=outer_step, keep=self._keep_epochs)
-        except BucketError as error:
-            log.warning("Old outer steps stay in the global bucket for now: %s", error)
+            done = prune_epochs(self._store, newest=outer_step, keep=self._keep_epochs)
+            problem = done.why if done.failed else ""
+        except StoreError as error:
+            problem = str(error)
+        if problem:
+            log.warning("Old outer steps stay in the global bucket for now: %s", problem)
         for path in self._folder.glob("epoch-*"):
             number = path.name.removeprefix("epoch-")
             if number.isdigit() and int(number) <= outer_step - KEPT_EPOCHS:

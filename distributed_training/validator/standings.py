@@ -16,7 +16,7 @@ from distributed_training.protocol.scoring import (
     ScoreBoard,
     moving_average,
 )
-from distributed_training.validator.evaluator import Judgement
+from distributed_training.scoring.evaluator import Judgement
 
 
 @dataclass
@@ -30,7 +30,7 @@ class _Entry:
     seen: str = ""  # revision of the upload seen last
 
 
-class Ledger:
+class Standings:
     """Scores and attendance by uid. A uid that changes its hotkey starts afresh."""
 
     def __init__(self) -> None:
@@ -74,8 +74,8 @@ class Ledger:
         for uid, is_valid in valid.items():
             self.entries[uid].repo_valid = int(is_valid)
         self.board.update_round(
-            random={j.uid: j.random or RESET for j in judgements},
-            assigned={j.uid: j.assigned or RESET for j in judgements},
+            random={j.uid: j.random.losses if j.random else RESET for j in judgements},
+            assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
         )
         for judgement in judgements:
             self.entries[judgement.uid].scored_at = block
@@ -104,23 +104,23 @@ class Ledger:
         write_json(path, state)
 
     @classmethod
-    def load(cls, path: Path) -> Ledger:
+    def load(cls, path: Path) -> Standings:
         """An empty one if there is no file. Raises ValueError for a damaged one."""
-        ledger = cls()
+        found = cls()
         try:
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            return ledger
+            return found
         try:
-            ledger.entries = {int(uid): _Entry(**e) for uid, e in state["entries"].items()}
-            ledger.board.restore(state["board"])
-            ledger.failed_rounds = int(state["failed_rounds"])
-            ledger.successful_rounds = int(state["successful_rounds"])
+            found.entries = {int(uid): _Entry(**e) for uid, e in state["entries"].items()}
+            found.board.restore(state["board"])
+            found.failed_rounds = int(state["failed_rounds"])
+            found.successful_rounds = int(state["successful_rounds"])
             last = state["last_round_block"]
-            ledger.last_round_block = None if last is None else int(last)
+            found.last_round_block = None if last is None else int(last)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a validator's ledger: {error!r}") from None
-        return ledger
+            raise ValueError(f"not a validator's standings: {error!r}") from None
+        return found
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:
         mu, sigma = self.board.rating(uid)

@@ -1,0 +1,163 @@
+"""Buckets of others, read with the credentials their owners committed to the chain.
+
+A stranger's bucket may be missing, slow, or hold anything at all: every read names the most bytes
+it takes and ends within a time.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from distributed_training.chain.base import Chain, Neuron
+from distributed_training.config.store import StoreSettings
+from distributed_training.protocol import names
+from distributed_training.protocol.commitment import (
+    BucketCredentials,
+    CommitmentError,
+    parse_commitment,
+)
+from distributed_training.store.download import download
+from distributed_training.store.errors import (
+    DeadlineError,
+    IntegrityError,
+    ObjectMissingError,
+    StoreError,
+)
+from distributed_training.store.interface import ObjectInfo, ObjectStore
+from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.s3 import S3ObjectStore
+
+Result = TypeVar("Result")
+
+# With 256 miners to look at, one whose bucket does not answer must not hold up the others.
+PATIENCE = timedelta(seconds=10)
+RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
+
+
+class BucketReader:
+    """One bucket to read. All methods raise StoreError.
+
+    ``small`` covers a question with its retries, ``large`` a whole file.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        *,
+        small: timedelta = timedelta(seconds=30),
+        large: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self._store = store
+        self._small = small
+        self._large = large
+
+    @property
+    def name(self) -> str:
+        return self._store.bucket
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """None: there is no such object. Its ``age_seconds`` are by the store's clock."""
+        return self._try(f"look at {key}", lambda: self._store.head(key))
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """A small object whole; None if there is none. IntegrityError for more than ``limit``."""
+        return self._try(f"read {key}", lambda: self._store.get(key, limit=limit))
+
+    def read(self, key: str, *, limit: int) -> bytes | None:
+        """A large object whole, into memory, within ``large``; None if there is none.
+
+        IntegrityError for more than ``limit`` bytes, DeadlineError when it comes too slowly.
+        """
+        info = self.head(key)
+        if info is None:
+            return None
+        where = f"{self.name}/{key}"
+        if info.size > limit:
+            raise IntegrityError(
+                f"{where} has {info.size} bytes, more than the {limit} allowed, so it is not read"
+            )
+        deadline = deadline_in(self._large)
+        content = io.BytesIO()
+        while (start := content.tell()) < info.size:
+            if time.monotonic() > deadline:
+                seconds = self._large.total_seconds()
+                raise DeadlineError(f"{where}: {start} of {info.size} bytes came in {seconds:g} s")
+            fetch = partial(self._store.get_range, key, start, RANGE, etag=info.etag)
+            piece = retrying(f"read {where}", fetch, deadline=deadline)
+            if not piece:
+                raise IntegrityError(f"{where}: {start} of {info.size} bytes came")
+            content.write(piece)
+        return content.getvalue()
+
+    def download(self, key: str, path: Path, *, limit: int) -> None:
+        """Into ``path``, complete or not at all. ObjectMissingError if there is no such object."""
+        deadline = deadline_in(self._large)
+        try:
+            download(self._store, key, path, limit=limit, deadline=deadline)
+        except (IntegrityError, ObjectMissingError) as error:
+            raise type(error)(f"{self.name}/{key}: {error}") from None
+        except OSError as error:
+            raise StoreError(f"{error.filename or path}: {error.strerror}") from None
+
+    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
+        return retrying(what, attempt, deadline=deadline_in(self._small))
+
+
+class NoBucket(StoreError):
+    """A hotkey whose commitment names no bucket; the text says why."""
+
+
+class PeerBuckets:
+    """Opens miners' buckets. A client is slow to make, so one is kept for as long as a miner's
+    credentials stay the same."""
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        chain: Chain,
+        *,
+        small: timedelta = PATIENCE,
+        large: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self._settings = settings
+        self._chain = chain
+        self._small = small
+        self._large = large
+        self._known: dict[str, tuple[BucketCredentials, BucketReader]] = {}
+
+    def of_miner(self, neuron: Neuron) -> BucketReader:
+        """Raises NoBucket, and ChainError as long as the chain has not answered."""
+        bucket = names.miner_bucket(self._settings.global_model_name, neuron.uid)
+        return self._open(bucket, neuron.hotkey)
+
+    def of_master(self, hotkey: str) -> BucketReader:
+        """The global bucket, by the master's commitment. Raises as :meth:`of_miner`."""
+        return self._open(self._settings.global_model_name, hotkey)
+
+    def _open(self, bucket: str, hotkey: str) -> BucketReader:
+        try:
+            credentials = parse_commitment(self._chain.commitment(hotkey) or "")
+        except CommitmentError as error:
+            raise NoBucket(f"hotkey {hotkey}: {error}") from None
+        known = self._known.get(bucket)
+        if known is not None and known[0] == credentials:
+            return known[1]
+        try:
+            store = S3ObjectStore.of_peer(
+                self._settings,
+                bucket=bucket,
+                account_id=credentials.account_id,
+                access_key_id=credentials.access_key_id,
+                secret_access_key=credentials.secret_access_key,
+            )
+        except ValueError as error:
+            raise NoBucket(f"hotkey {hotkey}: {error}") from None
+        reader = BucketReader(store, small=self._small, large=self._large)
+        self._known[bucket] = credentials, reader
+        return reader

@@ -1,0 +1,156 @@
+"""Does an upload help? As the network's validators measure it (protocol page, sections 4 and 7).
+
+It is applied to the global weights of its outer step: ``weights - outer_lr * 0.5 * decoded``. Loss
+before and after on *random* text (one block for all uids of a pass, which nobody trained on) and on
+*assigned* text (a block the miner says it trained on).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol.payload import GradientPayload
+from distributed_training.protocol.scoring import relative_improvement
+from distributed_training.scoring.causes import Cause
+from distributed_training.scoring.model import EvaluationModel
+from distributed_training.scoring.upload import Upload
+
+# Of the decoded gradient times the outer learning rate (protocol page, section 4).
+APPLIED_FRACTION = 0.5
+
+# (uid, block) -> int64 (n, sequence length). Raises DataUnavailable.
+Pages = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Loss before and after one upload on the text of ``blocks``.
+
+    ``before`` and ``after``: nats per predicted token of each micro-batch; ``tokens``: predicted
+    tokens of each.
+    """
+
+    blocks: tuple[int, ...]
+    tokens: tuple[int, ...]
+    before: tuple[float, ...]
+    after: tuple[float, ...]
+
+    @property
+    def losses(self) -> tuple[float, float]:
+        """(before, after): the means that validators score."""
+        return self._mean(self.before), self._mean(self.after)
+
+    @property
+    def relative(self) -> float:
+        return relative_improvement(*self.losses)
+
+    @property
+    def absolute(self) -> float:
+        before, after = self.losses
+        return before - after
+
+    @property
+    def error(self) -> float:
+        """Standard error of ``absolute``, from its spread over micro-batches; Inf for fewer than
+        two. Texts of one page resemble each other, so the true one is somewhat larger."""
+        gains = [b - a for b, a in zip(self.before, self.after, strict=True)]
+        n = len(gains)
+        if n < 2:
+            return math.inf
+        mean = self.absolute
+        return math.sqrt(sum((g - mean) ** 2 for g in gains) / (n - 1) / n)
+
+    def _mean(self, losses: Sequence[float]) -> float:
+        total = sum(loss * n for loss, n in zip(losses, self.tokens, strict=True))
+        return total / sum(self.tokens)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One upload on random and assigned text; both are None if it was reset, and ``reason`` says
+    why."""
+
+    uid: int
+    outer_step: int  # X, the folder that was judged
+    random: Comparison | None = None
+    assigned: Comparison | None = None
+    cause: Cause | None = None
+    reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.random is not None
+
+    @classmethod
+    def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Judgement:
+        return cls(uid, outer_step, cause=cause, reason=reason)
+
+
+class Evaluator:
+    """Judges uploads against the global weights of one outer step."""
+
+    def __init__(self, *, model: EvaluationModel, pages: Pages) -> None:
+        self._model = model
+        self._pages = pages
+
+    def judge(
+        self,
+        upload: Upload,
+        *,
+        weights: Sequence[Tensor],
+        outer_step: int,
+        outer_learning_rate: float,
+        random_blocks: Sequence[int],
+    ) -> Judgement:
+        """``weights``: global, of ``outer_step`` (X), in schema order. ``random_blocks``: one, as
+        validators draw it; more make the figures surer. Raises DataUnavailable, Stopped."""
+        uid = upload.uid
+        assigned = (upload.assigned_block,)
+        texts = [
+            torch.cat([self._pages(uid, block) for block in blocks])
+            for blocks in (random_blocks, assigned)
+        ]
+        self._model.load(weights)
+        before = [self._model.losses(text) for text in texts]
+        self._apply(upload.payload, outer_learning_rate)
+        after = [self._model.losses(text) for text in texts]
+        on_random, on_assigned = (
+            Comparison(tuple(blocks), self._model.tokens(text), b, a)
+            for blocks, text, b, a in zip(
+                (random_blocks, assigned), texts, before, after, strict=True
+            )
+        )
+        if not all(map(math.isfinite, (*on_random.after, *on_assigned.after))):
+            cause = Cause.NOT_FINITE
+            return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")
+        return Judgement(uid, outer_step, on_random, on_assigned)
+
+    def _apply(self, payload: GradientPayload, outer_learning_rate: float) -> None:
+        """``weights -= outer_lr * 0.5 * decoded`` for every parameter that was sent."""
+        for name, shape in self._model.schema:
+            decoded = payload.decode(name, shape)
+            if decoded is not None:
+                self._model.subtract(name, decoded, outer_learning_rate * APPLIED_FRACTION)
+
+
+def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:
+    """Fields of an ``upload_scored`` event. ``revision``: the tag, left out if empty."""
+    fields: dict[str, object] = {
+        "uid": judgement.uid,
+        "outer_step": judgement.outer_step,
+        "ok": judgement.ok,
+        "reason": judgement.reason,
+    }
+    if revision:
+        fields["revision"] = revision
+    for name, found in (("random", judgement.random), ("assigned", judgement.assigned)):
+        if found is not None:
+            fields[f"{name}_before"], fields[f"{name}_after"] = found.losses
+            fields[f"{name}_relative"] = found.relative
+            fields[f"{name}_block"] = found.blocks[0]
+    return fields

@@ -1,0 +1,180 @@
+"""Another's bucket read with its committed keys: over S3 and in memory alike."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.node import peers
+from distributed_training.node.peers import BucketReader
+from distributed_training.store.errors import (
+    DeadlineError,
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    StoreError,
+    TransientError,
+)
+from distributed_training.store.interface import ObjectStore
+from distributed_training.store.s3 import S3ObjectStore
+from tests.memory_store import MemoryObjectStore
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    server = ObjectStoreServer(folder=tmp_path_factory.mktemp("store"))
+    server.start()
+    _store(server).create_bucket()
+    yield server
+    server.stop()
+
+
+def _store(
+    server: ObjectStoreServer, *, read_only: bool = False, **changes: object
+) -> S3ObjectStore:
+    c = server.credentials
+    options: dict = {
+        "endpoint_url": server.endpoint,
+        "bucket": "bucket",
+        "access_key_id": c.read_key if read_only else c.write_key,
+        "secret_access_key": SecretStr(c.read_secret if read_only else c.write_secret),
+        "write_interval": timedelta(0),
+        **changes,
+    }
+    return S3ObjectStore(**options)
+
+
+def _reader(store: ObjectStore) -> BucketReader:
+    return BucketReader(store, small=timedelta(seconds=2))
+
+
+@pytest.fixture(params=["memory", "s3"])
+def make(request: pytest.FixtureRequest) -> Callable[[], ObjectStore]:
+    if request.param == "memory":
+        return MemoryObjectStore
+    server = request.getfixturevalue("server")
+    return lambda: _store(server)
+
+
+def test_what_is_not_there(make: Callable[[], ObjectStore], tmp_path: Path) -> None:
+    reader = _reader(make())
+    assert reader.head("epoch-0/none") is None
+    assert reader.get("epoch-0/none", limit=5) is None
+    assert reader.read("epoch-0/none", limit=5) is None
+    with pytest.raises(ObjectMissingError, match="epoch-0/none"):
+        reader.download("epoch-0/none", tmp_path / "x", limit=5)
+
+
+def test_objects_come_whole(
+    make: Callable[[], ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "RANGE", 1000)
+    store, data = make(), os.urandom(2500)
+    store.put("epoch-0/a", data)
+    reader = _reader(store)
+    info = reader.head("epoch-0/a")
+    assert info is not None and info.size == 2500
+    assert info.age_seconds is not None and 0 <= info.age_seconds < 60
+    assert reader.get("epoch-0/a", limit=2500) == data
+    assert reader.read("epoch-0/a", limit=2500) == data
+    reader.download("epoch-0/a", tmp_path / "a", limit=2500)
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_more_than_allowed_is_not_read(make: Callable[[], ObjectStore], tmp_path: Path) -> None:
+    store = make()
+    store.put("big", bytes(1000))
+    reader = _reader(store)
+    for call in (
+        lambda: reader.get("big", limit=999),
+        lambda: reader.read("big", limit=999),
+        lambda: reader.download("big", tmp_path / "big", limit=999),
+    ):
+        with pytest.raises(IntegrityError, match="more than"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_read_key_reads_and_cannot_write(server: ObjectStoreServer) -> None:
+    _store(server).put("shared", b"x")
+    reader = _store(server, read_only=True)
+    assert BucketReader(reader).get("shared", limit=1) == b"x"
+    with pytest.raises(StoreError, match="refused"):
+        reader.put("shared", b"y")
+
+
+def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreServer) -> None:
+    wrong = _reader(_store(server, secret_access_key=SecretStr("wrong-secret-wrong-secret")))
+    with pytest.raises(StoreError) as caught:
+        wrong.get("shared", limit=1)
+    assert "wrong-secret" not in str(caught.value)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    gone = _store(
+        server,
+        endpoint_url=f"http://127.0.0.1:{port}",
+        connect_timeout=timedelta(seconds=1),
+    )
+    with pytest.raises(DeadlineError):
+        _reader(gone).head("a")
+
+
+def test_a_store_that_stumbles_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "RANGE", 1000)
+    stumbles = {"get_range": 2, "get": 1, "head": 1}
+
+    def before(operation: str, key: str) -> None:
+        if stumbles.get(operation, 0):
+            stumbles[operation] -= 1
+            raise TransientError(f"{operation}: 503")
+
+    store, data = MemoryObjectStore(before=before), os.urandom(2500)
+    store.put("a", data)
+    reader = BucketReader(store)
+    assert reader.read("a", limit=2500) == data and reader.get("a", limit=2500) == data
+    assert set(stumbles.values()) == {0}
+
+
+def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little comes each time, it is over when the named time is."""
+    monkeypatch.setattr(peers, "RANGE", 1)
+    now = 0.0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(peers.time, "monotonic", lambda: now)
+    store = MemoryObjectStore(before=before)
+    store.put("a", bytes(1000))
+    with pytest.raises(DeadlineError, match="of 1000 bytes came in 30 s"):
+        BucketReader(store, large=timedelta(seconds=30)).read("a", limit=1000)
+    assert now < 60
+
+
+def test_an_object_replaced_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "RANGE", 1000)
+    ranges = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get_range":
+            ranges.append(key)
+            if len(ranges) == 2:
+                store.put("a", b"1" * 2500)
+
+    store = MemoryObjectStore(before=before)
+    store.put("a", bytes(2500))
+    with pytest.raises(PreconditionError, match="changed"):
+        BucketReader(store).read("a", limit=2500)
