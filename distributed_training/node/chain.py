@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 
-from distributed_training.chain.base import Chain, ChainError, find, wait_ready
+from distributed_training.chain.base import Chain, ChainError, Neuron, find, wait_ready
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import Wallet, load_wallet
@@ -46,16 +47,22 @@ def open_chain(settings: ChainSettings, wallet: Wallet | None) -> Chain:
     return BittensorChain(settings=settings, wallet=wallet)
 
 
+def follow_chain(settings: ChainSettings, stack: ExitStack, wallet: Wallet | None = None) -> Chain:
+    """The chain, once it has answered; closed by ``stack``. Raises NetworkFailure."""
+    chain = open_chain(settings, wallet)
+    stack.callback(chain.close)
+    try:
+        wait_ready(chain, settings.start_timeout)
+    except ChainError as error:
+        raise NetworkFailure(str(error)) from None
+    return chain
+
+
 def join_subnet(config: Config, stack: ExitStack) -> Member:
     """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure."""
     wallet = load_wallet(config.chain)
-    chain = open_chain(config.chain, wallet)
-    stack.callback(chain.close)
-    try:
-        wait_ready(chain, config.chain.start_timeout)
-        uid = chain.uid(wallet.ss58)
-    except ChainError as error:
-        raise NetworkFailure(str(error)) from None
+    chain = follow_chain(config.chain, stack, wallet)
+    uid = chain.uid(wallet.ss58)
     if uid is None:
         raise ConfigError(
             f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
@@ -75,6 +82,16 @@ def refuse_second_node(member: Member) -> None:
             f"another miner with hotkey {member.hotkey} answers at {me.ip}:{me.port}, so both "
             "would overwrite each other's uploads: stop it first, or give another --wallet.hotkey"
         )
+
+
+def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float) -> list[Neuron]:
+    """Whom validators call and score: with an endpoint, and not a validator themselves, which is a
+    permit and more than ``minimum_stake``."""
+    return [
+        n
+        for n in neurons
+        if n.port is not None and not (n.validator_permit and n.stake > minimum_stake)
+    ]
 
 
 def seconds_per_block(config: Config) -> float:

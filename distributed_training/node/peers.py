@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from distributed_training.chain.base import Chain, Neuron
 from distributed_training.config.store import StoreSettings
@@ -40,11 +40,39 @@ PATIENCE = timedelta(seconds=10)
 RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
 
 
-class BucketReader:
-    """One bucket to read. All methods raise StoreError.
+class Reader(Protocol):
+    """One bucket to read: at an object store (:class:`BucketReader`), or a folder that is laid out
+    like one (``scoring.folder``). All methods raise StoreError."""
 
-    ``small`` covers a question with its retries, ``large`` a whole file.
-    """
+    @property
+    def name(self) -> str: ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """None: there is no such object. Its ``age_seconds`` are by the store's clock."""
+        ...
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """A small object whole; None if there is none. IntegrityError for more than ``limit``."""
+        ...
+
+    def read(self, key: str, *, limit: int) -> bytes | None:
+        """A large object whole, into memory; None if there is none. IntegrityError for more than
+        ``limit`` bytes, DeadlineError when it comes too slowly."""
+        ...
+
+    def download(self, key: str, path: Path, *, limit: int) -> None:
+        """Into ``path``, complete or not at all. ObjectMissingError if there is no such object."""
+        ...
+
+    def open(self, key: str) -> IO[bytes]:
+        """To seek and read in, without fetching more than is read. Close it. Reading raises
+        StoreError too. ObjectMissingError if there is no such object."""
+        ...
+
+
+class BucketReader:
+    """A :class:`Reader` at an object store. ``small`` covers a question with its retries, ``large``
+    a whole file."""
 
     def __init__(
         self,
@@ -62,18 +90,12 @@ class BucketReader:
         return self._store.bucket
 
     def head(self, key: str) -> ObjectInfo | None:
-        """None: there is no such object. Its ``age_seconds`` are by the store's clock."""
         return self._try(f"look at {key}", lambda: self._store.head(key))
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """A small object whole; None if there is none. IntegrityError for more than ``limit``."""
         return self._try(f"read {key}", lambda: self._store.get(key, limit=limit))
 
     def read(self, key: str, *, limit: int) -> bytes | None:
-        """A large object whole, into memory, within ``large``; None if there is none.
-
-        IntegrityError for more than ``limit`` bytes, DeadlineError when it comes too slowly.
-        """
         info = self.head(key)
         if info is None:
             return None
@@ -96,7 +118,6 @@ class BucketReader:
         return content.getvalue()
 
     def download(self, key: str, path: Path, *, limit: int) -> None:
-        """Into ``path``, complete or not at all. ObjectMissingError if there is no such object."""
         deadline = deadline_in(self._large)
         try:
             download(self._store, key, path, limit=limit, deadline=deadline)
@@ -105,8 +126,51 @@ class BucketReader:
         except OSError as error:
             raise StoreError(f"{error.filename or path}: {error.strerror}") from None
 
+    def open(self, key: str) -> IO[bytes]:
+        info = self.head(key)
+        if info is None:
+            raise ObjectMissingError(f"{self.name}/{key} does not exist")
+        return io.BufferedReader(_RemoteFile(self, self._store, info), buffer_size=64 * 1024)
+
     def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
         return retrying(what, attempt, deadline=deadline_in(self._small))
+
+
+class _RemoteFile(io.RawIOBase):
+    """One version of an object as a file, read range by range."""
+
+    def __init__(self, reader: BucketReader, store: ObjectStore, info: ObjectInfo) -> None:
+        super().__init__()
+        self.name = info.key
+        self._reader = reader
+        self._store = store
+        self._info = info
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._info.size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = min(len(view), self._info.size - self._at)
+        if count <= 0:
+            return 0
+        key, etag = self._info.key, self._info.etag
+        fetch = partial(self._store.get_range, key, self._at, count, etag=etag)
+        data = self._reader._try(f"read {key}", fetch)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 class NoBucket(StoreError):

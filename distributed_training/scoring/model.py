@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,12 @@ from distributed_training.node.signals import Stopped
 from distributed_training.protocol.payload import Schema
 from distributed_training.training.loss import CausalLoss, linear_cross_entropy
 from distributed_training.training.model import hf_config, schema_of
+
+
+def model_bytes(schema: Schema) -> int:
+    """Most bytes of a float32 ``model.safetensors`` (tied weights may be in it twice)."""
+    tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
+    return 2 * tensors + 1024 * 1024
 
 
 def load_weights(path: Path, schema: Schema) -> list[Tensor]:

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from distributed_training.chain.base import Neuron
-from distributed_training.node.peers import BucketReader, NoBucket
+from distributed_training.node.peers import NoBucket, Reader
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.scoring.causes import Cause
 from distributed_training.store.errors import StoreError
 
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
-OpenBucket = Callable[[Neuron], BucketReader]
+OpenBucket = Callable[[Neuron], Reader]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Repository:
     valid: bool
     cause: Cause | None = None
     reason: str = ""
-    bucket: BucketReader | None = None
+    bucket: Reader | None = None
     metadata: Metadata | None = None
     age: timedelta | None = None  # of epoch-X/gradients.pt, by the store's clock
 
@@ -55,11 +55,14 @@ def inspect(
         return Repository(neuron.uid, False, Cause.NO_COMMITMENT, str(error))
     except StoreError as error:
         return Repository(neuron.uid, False, Cause.UNREACHABLE, str(error))
-    metadata, cause, reason = None, None, ""
+    metadata: Metadata | None = None
+    cause: Cause | None = Cause.NO_METADATA
+    reason = f"no {keys.ROOT_METADATA} at the root"
     try:
-        metadata = Metadata.parse(data) if data is not None else None
+        if data is not None:
+            metadata, cause, reason = Metadata.parse(data), None, ""
     except MetadataError as error:
-        cause, reason = Cause.NO_METADATA, str(error)
+        reason = str(error)
     if info is None:
         cause = Cause.NOTHING_PUBLISHED
         return Repository(neuron.uid, False, cause, f"no {key}", bucket, metadata)

@@ -173,13 +173,15 @@ class _Reader(pickle.Unpickler):
 
 
 class PtFile:
-    """A ``.pt`` file: ``content`` is its pickle with tensors as :class:`TensorStub`.
+    """A ``.pt`` file: ``content`` is its pickle with tensors as :class:`TensorStub`. Of an open
+    file only the pickle and the table of contents are read.
 
     Raises IntegrityError for a file that ``torch.save`` did not write.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | IO[bytes]) -> None:
         self._path = path
+        name = Path(path.name).name
         try:
             with zipfile.ZipFile(path) as archive:
                 records = archive.infolist()
@@ -205,7 +207,7 @@ class PtFile:
             RuntimeError,  # also: an encrypted record, RecursionError, NotImplementedError
             MemoryError,
         ) as error:  # all that unpickling damaged bytes raises
-            raise IntegrityError(f"{path.name} is not a whole .pt file: {error}") from None
+            raise IntegrityError(f"{name} is not a whole .pt file: {error}") from None
 
     def not_finite(self) -> str | None:
         """What holds NaN or Inf, None if nothing does. Raises IntegrityError for missing data."""
@@ -216,10 +218,10 @@ class PtFile:
                     record = archive.getinfo(f"{self._prefix}data/{key}")
                     with archive.open(record) as handle:  # type: ignore[assignment]
                         if dtype and not _finite(handle, 0, record.file_size, dtype):  # type: ignore[arg-type]
-                            return self._path.name
+                            return Path(self._path.name).name
         except (KeyError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
             # RuntimeError: encrypted, or packed in a way Python does not know
-            raise IntegrityError(f"{self._path.name} is not whole: {error}") from None
+            raise IntegrityError(f"{Path(self._path.name).name} is not whole: {error}") from None
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -28,7 +27,7 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.scoring.model import load_weights
+from distributed_training.scoring.model import load_weights, model_bytes
 from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
 from distributed_training.store.interface import ObjectStore
@@ -76,12 +75,6 @@ class GlobalState:
             momentum=momentum,
             last_allreduce_block=block,
         )
-
-
-def model_bytes(schema: Schema) -> int:
-    """Most bytes of a float32 ``model.safetensors`` (tied weights may be in it twice)."""
-    tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
-    return 2 * tensors + 1024 * 1024
 
 
 class GlobalPublisher:

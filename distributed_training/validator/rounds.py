@@ -20,7 +20,7 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.config.validator import ValidatorSettings
-from distributed_training.node.peers import BucketReader
+from distributed_training.node.peers import Reader
 from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import (
@@ -30,11 +30,11 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.model import load_weights
+from distributed_training.scoring.model import load_weights, model_bytes
 from distributed_training.scoring.repository import OpenBucket
 from distributed_training.store.errors import StoreError
 from distributed_training.swarm import HivemindSwarm
-from distributed_training.validator.global_state import GlobalState, model_bytes
+from distributed_training.validator.global_state import GlobalState
 from distributed_training.validator.run import Run
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class RoundOutcome:
 @dataclass
 class _Candidate:
     neuron: Neuron
-    bucket: BucketReader
+    bucket: Reader
     metadata: Metadata
 
 

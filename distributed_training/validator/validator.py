@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.validator import ValidatorSettings
-from distributed_training.node.chain import Member
+from distributed_training.node.chain import Member, miners_of
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import AllReduceFault
@@ -303,13 +303,8 @@ class Validator:
 
     def _miners(self) -> list[Neuron]:
         """Registered, with an endpoint, not us and not a validator; the ledger takes them in."""
-        miners = [
-            n
-            for n in self._chain.neurons()
-            if n.hotkey != self._member.hotkey
-            and n.port is not None
-            and not (n.validator_permit and n.stake > self._settings.minimum_stake)
-        ]
+        found = miners_of(self._chain.neurons(), minimum_stake=self._settings.minimum_stake)
+        miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners
 

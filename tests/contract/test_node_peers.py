@@ -25,6 +25,7 @@ from distributed_training.store.errors import (
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
 from tests.memory_store import MemoryObjectStore
+from tests.support_store import settings_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -41,16 +42,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
 def _store(
     server: ObjectStoreServer, *, read_only: bool = False, **changes: object
 ) -> S3ObjectStore:
-    c = server.credentials
-    options: dict = {
-        "endpoint_url": server.endpoint,
-        "bucket": "bucket",
-        "access_key_id": c.read_key if read_only else c.write_key,
-        "secret_access_key": SecretStr(c.read_secret if read_only else c.write_secret),
-        "write_interval": timedelta(0),
-        **changes,
-    }
-    return S3ObjectStore(**options)
+    return S3ObjectStore.from_settings(
+        settings_for(server, **changes), bucket="bucket", write=not read_only
+    )
 
 
 def _reader(store: ObjectStore) -> BucketReader:
@@ -113,7 +107,7 @@ def test_a_read_key_reads_and_cannot_write(server: ObjectStoreServer) -> None:
 
 
 def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreServer) -> None:
-    wrong = _reader(_store(server, secret_access_key=SecretStr("wrong-secret-wrong-secret")))
+    wrong = _reader(_store(server, write_secret_access_key=SecretStr("wrong-secret-wrong-secret")))
     with pytest.raises(StoreError) as caught:
         wrong.get("shared", limit=1)
     assert "wrong-secret" not in str(caught.value)

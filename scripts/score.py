@@ -1,0 +1,216 @@
+#!/usr/bin/env python
+"""What a validator would score a miner with now, why it is what it is, and the one thing to change.
+
+    python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [options] [flags]...
+
+    python scripts/score.py                          the miner of this wallet
+    python scripts/score.py --uid 227 31             two miners, against the best paid others
+    python scripts/score.py --all --json             everybody, for programs
+    python scripts/score.py --subnet runs/localnet --all        a local subnet that runs
+    python scripts/score.py --uid 5 --folder UPLOAD --global GLOBAL   two folders, no network
+
+    --uid N...           whose score (default: of the hotkey that the wallet flags name)
+    --all                every miner's
+    --others N           so many other miners to rank them among, the best paid first (8)
+    --random-block N...  unseen text of these blocks; without it one block is drawn as validators do
+    --draws N            draw so many blocks: slower, and surer figures (1)
+    --sequences N        at most so many sequences a block; 0: all, as validators do
+    --passes N           of which rank and share speak; 1: these figures alone (40)
+    --timeout SECONDS    for all that is read from one miner (60)
+    --watch [SECONDS]    look again and again (every 300)
+    --json               one JSON object a look
+    --subnet FOLDER      the local subnet whose run folder this is
+    --bucket NAME        read the one --uid from this bucket of yours, with the R2_READ keys
+    --folder FOLDER      read the one --uid from a folder: a snapshot, or a bucket's copy
+    --global FOLDER      the global state from a folder; with --folder no chain is asked
+    --background         at the lowest priority, one thread, no GPU
+
+Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
+Exit status: 0 looked, 1 the chain or the global state could not be read, 2 a flag is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from distributed_training.common.files import read_json_object
+from distributed_training.config import Config, ConfigError, exit_with, load_config
+
+if TYPE_CHECKING:
+    from distributed_training.node.peers import Reader
+    from distributed_training.scoring.preview import Preview
+    from distributed_training.scoring.session import Sources
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = parser().parse_known_args(argv)
+    if options.help:
+        print(__doc__)
+        return 0
+    try:
+        given = [*subnet_flags(options.subnet), *flags]
+        if options.background:
+            given += ["--neuron.device", "cpu"]
+        config = load_config("validator", given, check=False)
+        if options.sequences is not None:
+            limited = replace(config.validator, evaluation_sequences=options.sequences)
+            config = replace(config, validator=limited)
+        return score(config, options)
+    except ConfigError as error:
+        return exit_with(error)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--uid", type=int, nargs="+")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--others", type=int, default=8)
+    parser.add_argument("--random-block", type=int, nargs="+", default=[])
+    parser.add_argument("--draws", type=int, default=1)
+    parser.add_argument("--sequences", type=int)
+    parser.add_argument("--passes", type=int, default=40)
+    parser.add_argument("--timeout", type=float, default=60.0)
+    parser.add_argument("--watch", type=float, nargs="?", const=300.0)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--subnet", type=Path)
+    parser.add_argument("--bucket")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--global", type=Path, dest="global_folder")
+    parser.add_argument("--background", action="store_true")
+    return parser
+
+
+def subnet_flags(folder: Path | None) -> list[str]:
+    """The addresses of a local subnet that runs. Raises ConfigError."""
+    if folder is None:
+        return []
+    state = read_json_object(folder / "localnet.json") or {}
+    if not state.get("chain") or not state.get("store"):
+        raise ConfigError(
+            f"--subnet {folder} is no run folder of a local subnet that runs: start one with "
+            "`make run`, or correct the path"
+        )
+    return [
+        *("--preset", "local", "--chain.local_url", state["chain"]),
+        *("--r2.endpoint_url", state["store"], "--neuron.run_folder", str(folder)),
+    ]
+
+
+def score(config: Config, options: argparse.Namespace) -> int:
+    """Look once, or until Ctrl-C."""
+    # The heavy rooms, once the flags are known to be right.
+    from distributed_training.chain.base import ChainError
+    from distributed_training.node.failures import NetworkFailure
+    from distributed_training.scoring.judged import NotJudgeable
+    from distributed_training.scoring.session import Session, Wanted
+
+    # What it may say while it tries again is told once, by the error that ends the look.
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
+    if options.background:
+        _stay_out_of_the_way()
+    with ExitStack() as stack:
+        try:
+            sources, uids = find_sources(config, options, stack)
+            session = Session(config, sources, folder=config.run_folder / "score")
+        except NetworkFailure as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        wanted = Wanted(
+            uids=uids,
+            others=options.others,
+            random_blocks=options.random_block,
+            draws=options.draws,
+            passes=options.passes,
+            timeout=timedelta(seconds=options.timeout),
+        )
+        while True:
+            try:
+                show(session.look(wanted), as_json=options.json)
+            except (NotJudgeable, ChainError) as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                if options.watch is None:
+                    return 1
+            if options.watch is None:
+                return 0
+            time.sleep(options.watch)
+
+
+def find_sources(
+    config: Config, options: argparse.Namespace, stack: ExitStack
+) -> tuple[Sources, list[int] | None]:
+    """Where to look and at which uids, None for all. Raises ConfigError, NetworkFailure."""
+    from distributed_training.chain.wallet import load_wallet
+    from distributed_training.node.buckets import open_own
+    from distributed_training.node.peers import BucketReader
+    from distributed_training.scoring.folder import FolderReader
+    from distributed_training.scoring.session import in_folders, on_chain
+
+    uids: list[int] = options.uid or []
+    instead: dict[int, Reader] = {}
+    if options.bucket or options.folder:
+        if len(uids) != 1:
+            raise ConfigError(
+                "--folder and --bucket hold one miner's upload, and which text it is judged on "
+                "depends on its uid: give one --uid"
+            )
+        if options.folder and options.global_folder:
+            return in_folders(options.folder, options.global_folder, uids[0]), uids
+        if options.folder:
+            instead[uids[0]] = FolderReader(options.folder)
+        else:
+            instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
+    timeout = timedelta(seconds=options.timeout)
+    master = None if options.subnet else config.miner.master_ss58_address
+    sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)
+    if options.global_folder:
+        state = FolderReader(options.global_folder)
+        sources = replace(sources, global_bucket=lambda: state)
+    if options.all or uids:
+        return sources, None if options.all else uids
+    hotkey = load_wallet(config.chain).ss58
+    mine = [neuron.uid for neuron in sources.miners() if neuron.hotkey == hotkey]
+    if not mine:
+        raise ConfigError(
+            f"hotkey {hotkey} is no miner with an endpoint on subnet {config.chain.netuid}, so it "
+            "is not scored: start the miner, or give --uid N or --all"
+        )
+    return sources, mine
+
+
+def show(preview: Preview, *, as_json: bool) -> None:
+    from distributed_training.scoring.report import table, to_json
+
+    if as_json:
+        print(json.dumps(to_json(preview)), flush=True)
+        return
+    from rich.console import Console
+
+    Console().print(table(preview))
+
+
+def _stay_out_of_the_way() -> None:
+    """Beside a miner that trains: every cycle and every byte of its GPU belongs to that."""
+    import torch
+
+    os.nice(19)
+    torch.set_num_threads(1)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))  # the end of --watch
+    sys.exit(main(sys.argv[1:]))

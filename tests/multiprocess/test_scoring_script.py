@@ -1,0 +1,260 @@
+"""scripts/score.py against a real object store and chain: its figures are the validator's own."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import SecretStr
+
+from distributed_training.chain.base import Neuron
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.wallet import create_wallet
+from distributed_training.common.ports import free_ports
+from distributed_training.config import Config, load_config
+from distributed_training.data import TextTokenizer, build_tokenizer, open_source
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.node.peers import PeerBuckets
+from distributed_training.protocol import gradients, keys, names
+from distributed_training.protocol.commitment import BucketCredentials, build_commitment
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.payload import GradientMetadata, build_payload
+from distributed_training.protocol.types import Revision
+from distributed_training.scoring.evaluator import Evaluator
+from distributed_training.scoring.model import EvaluationModel
+from distributed_training.scoring.pages import PageReader
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.training.model import parameter_schema
+from distributed_training.validator.global_state import GlobalPublisher, GlobalState
+from distributed_training.validator.initial import initial_weights, small_llama
+from distributed_training.validator.scorer import Scorer
+from distributed_training.validator.standings import Standings
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(180)
+
+ROOT = Path(__file__).resolve().parents[2]
+UIDS = (5, 16)
+
+
+@dataclass
+class Subnet:
+    """Chain and store as processes, a published global state, two miners' uploads."""
+
+    folder: Path
+    config: Config
+    chain: LocalChain
+    state: GlobalState
+    publisher: GlobalPublisher
+    pages: PageReader
+
+    def store(self, bucket: str) -> S3ObjectStore:
+        return S3ObjectStore.from_settings(self.config.store, bucket=bucket, write=True)
+
+    def miners(self) -> list[Neuron]:
+        return [n for n in self.chain.neurons() if n.uid in UIDS]
+
+    def publish(self, uid: int, block: int, steps: int) -> None:
+        """Train on the block's own pages and upload, as a miner does."""
+        model = EvaluationModel(model_config=self.state.model_config, device=torch.device("cpu"))
+        model.load(self.state.weights)
+        parameters = [p.requires_grad_(True) for p in model._parameters.values()]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        text = self.pages(uid, block)
+        for step in range(steps):
+            optimizer.zero_grad()
+            batch = text[2 * step % len(text) :][:2]
+            (model._loss(batch) / batch.numel()).backward()
+            optimizer.step()
+        codes = {
+            name: gradients.encode(0.8 * (start - reached))
+            for (name, _), start, reached in zip(
+                self.state.schema, self.state.weights, model.state(), strict=True
+            )
+        }
+        file = io.BytesIO()
+        torch.save(build_payload(codes, GradientMetadata(block, steps, 0, 1.0)), file)
+        store = self.store(names.miner_bucket(names.GLOBAL_MODEL_NAME, uid))
+        store.put("epoch-0/gradients.pt", file.getvalue())
+        extras = ConfigExtras((block,), steps)
+        store.put("epoch-0/config.json", extras.merge_into(self.state.model_config))
+        metadata = Metadata.of(Revision(names.RUN, 0, steps), "")
+        store.put(keys.ROOT_METADATA, metadata.to_json())
+
+
+@pytest.fixture(scope="module")
+def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a busy machine threads wait for each other
+    folder = tmp_path_factory.mktemp("subnet")
+    server = ObjectStoreServer(folder=folder / "store")
+    server.start()
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    module = "distributed_training.localnet.chain_server"
+    arguments = ["--folder", str(folder / "chain"), "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", module, *arguments, "--seconds-per-block", "3600"]
+    )
+    try:
+        wait_for(lambda: _answers(f"{url}/state"), "the chain server answers", 60)
+        (folder / "localnet.json").write_text(json.dumps({"chain": url, "store": server.endpoint}))
+        yield _publish_all(folder, url, server)
+    finally:
+        process.terminate()
+        process.wait(10)
+        server.stop()
+        torch.set_num_threads(threads)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
+def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
+    config = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
+    c = server.credentials
+    config = replace(
+        config,
+        store=replace(
+            config.store,
+            endpoint_url=server.endpoint,
+            account_id=c.account_id,
+            write_access_key_id=SecretStr(c.write_key),
+            write_secret_access_key=SecretStr(c.write_secret),
+        ),
+    )
+    commitment = build_commitment(BucketCredentials(c.account_id, c.read_key, c.read_secret))
+    for uid in (200, *UIDS):
+        wallet = create_wallet(folder / "wallets", f"uid-{uid}")
+        chain = LocalChain(url=url, wallet=wallet)
+        chain.register(uid=uid, stake=1e5 if uid == 200 else 0.0, validator_permit=uid == 200)
+        chain.commit(commitment)
+        if uid != 200:
+            chain.serve("127.0.0.1", 1)
+        name = names.GLOBAL_MODEL_NAME
+        bucket = name if uid == 200 else names.miner_bucket(name, uid)
+        S3ObjectStore.from_settings(config.store, bucket=bucket, write=True).create_bucket()
+        if uid != UIDS[-1]:
+            chain.close()
+    wait_for(
+        lambda: len(chain.neurons()) == 3 and chain.commitment(wallet.ss58),
+        "all are registered and have committed",
+    )
+    path, eos = build_tokenizer("bytes", folder / "tokenizer")
+    length = config.training.sequence_length
+    model_config = small_llama(vocabulary=2048, sequence_length=length, eos_token=eos)
+    state = GlobalState(
+        model_config=model_config,
+        schema=parameter_schema(model_config),
+        outer_step=0,
+        weights=initial_weights(model_config, seed=1),
+        momentum=None,
+        learning_rate=0.8,
+        mu=0.9,
+        last_allreduce_block=chain.block(),
+    )
+    store = S3ObjectStore.from_settings(config.store, bucket=names.GLOBAL_MODEL_NAME, write=True)
+    publisher = GlobalPublisher(store=store, folder=folder / "global")
+    assert publisher.publish(state, "").ok
+    pages = PageReader.from_settings(
+        config, open_source(config.data), TextTokenizer(path, eos_id=eos)
+    )
+    subnet = Subnet(folder, config, chain, state, publisher, pages)
+    for uid, steps in zip(UIDS, (4, 6), strict=True):
+        subnet.publish(uid, chain.block(), steps)
+    return subnet
+
+
+def _score(subnet: Subnet, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
+    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+
+
+def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
+    """The validator's scorer and the script, on the same buckets, to the sixth digit."""
+    events: list[dict[str, Any]] = []
+    scorer = Scorer(
+        settings=subnet.config.validator,
+        open_bucket=PeerBuckets(subnet.config.store, subnet.chain).of_miner,
+        publisher=subnet.publisher,
+        evaluator=Evaluator(
+            model=EvaluationModel(
+                model_config=subnet.state.model_config, device=torch.device("cpu")
+            ),
+            pages=subnet.pages,
+        ),
+        rng=random.Random(1),
+        record=lambda kind, **fields: events.append({"kind": kind, **fields}),
+    )
+    standings, miners = Standings(), subnet.miners()
+    standings.sync(miners)
+    scorer.score(
+        miners,
+        subnet.state,
+        standings,
+        block=subnet.chain.block(),
+        bpa=subnet.config.validator.blocks_per_allreduce,
+        interrupted=lambda: False,
+    )
+    scored = {e["uid"]: e for e in events if e["kind"] == "upload_scored"}
+    assert all(e["ok"] for e in scored.values()) and set(scored) == set(UIDS)
+    block = str(scored[UIDS[0]]["random_block"])
+
+    began = time.monotonic()
+    done = _score(subnet, "--all", "--json", "--passes", "1", "--random-block", block)
+    seconds = time.monotonic() - began
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    print(f"a preview of {len(UIDS)} miners: {seconds:.1f} s, {found['seconds']} s without imports")
+    assert found["compared"] == 2 and [row["uid"] for row in found["miners"]] == list(UIDS)
+    for row in found["miners"]:
+        event = scored[row["uid"]]
+        for name in ("random", "assigned"):
+            for figure in ("before", "after", "relative"):
+                assert row[f"{name}_{figure}"] == pytest.approx(event[f"{name}_{figure}"], abs=1e-6)
+            assert row[f"{name}_low"] < row[f"{name}_relative"] < row[f"{name}_high"]
+        assert row["rating"] == pytest.approx(standings.board.random_score(row["uid"]), abs=1e-6)
+
+
+def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> None:
+    done = _score(subnet, "--uid", str(UIDS[0]), "--others", "1")
+    assert done.returncode == 0, done.stderr
+    assert f"{UIDS[0]:03d}" in done.stdout and f"uid {UIDS[1]:03d}: " in done.stdout
+    for flags, words in (
+        (("--uid", "9"), "uid 9 is no miner"),
+        (("--folder", str(subnet.folder)), "give one --uid"),
+        (("--uid", "5", "--folder", "/nonexistent", "--global", "/nonexistent"), "--folder"),
+        (("--uid", "5", "--bucket", "some-bucket"), "R2_READ_ACCESS_KEY_ID"),
+        (("--wallet.path", str(subnet.folder / "none")), "no hotkey at"),
+        (("--no_such_flag",), "no_such_flag"),
+    ):
+        done = _score(subnet, *flags)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
+    (port,) = free_ports(1)
+    done = _score(
+        subnet,
+        *("--uid", "5", "--chain.local_url", f"http://127.0.0.1:{port}"),
+        *("--chain.start_timeout", "1"),
+    )
+    assert done.returncode == 1 and "did not answer within 1 s" in done.stderr
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,335 @@
+"""The preview computes what the reference validator does, and no bucket spoils another's row."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from validator_world import (  # noqa: F401
+    MODEL_CONFIG,
+    TwinMiner,
+    World,
+    one_thread,
+    pages,
+    settings,
+)
+
+from distributed_training.chain.base import Neuron
+from distributed_training.config import ConfigError
+from distributed_training.node.chain import miners_of
+from distributed_training.node.peers import BucketReader, Reader
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.scoring import report
+from distributed_training.scoring.causes import Cause
+from distributed_training.scoring.evaluator import Evaluator
+from distributed_training.scoring.judged import Judged, NotJudgeable, read_judged
+from distributed_training.scoring.model import EvaluationModel
+from distributed_training.scoring.pages import DataUnavailable
+from distributed_training.scoring.preview import Preview, Previewer, Row
+from distributed_training.scoring.session import Wanted, choose, in_folders
+
+pytestmark = pytest.mark.timeout(60)
+
+BLOCKS = (123456,)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    world = World(tmp_path, settings(), uids=(3, 17, 42))
+    world.start()
+    world.train_and_publish()
+    return world
+
+
+def judged_of(world: World, **changes: Any) -> Judged:
+    options: dict[str, Any] = {"block": world.chain.block(), "bpa": 60, "bpa_later": 0, **changes}
+    return read_judged(BucketReader(world.bucket), world.folder / "score", **options)
+
+
+def preview(
+    world: World,
+    *,
+    blocks: Sequence[int] = BLOCKS,
+    passes: int = 1,
+    timeout: float = 20.0,
+    open_bucket: Callable[[Neuron], Reader] | None = None,
+    text: Callable[[int, int], torch.Tensor] = pages,
+) -> Preview:
+    model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
+    previewer = Previewer(
+        judged=judged_of(world),
+        open_bucket=open_bucket or world.open_bucket,
+        evaluator=Evaluator(model=model, pages=text),
+        age_limit=timedelta(seconds=4800),
+        timeout=timedelta(seconds=timeout),
+    )
+    neurons = miners_of(world.chain.neurons(), minimum_stake=40960)
+    return previewer.run(neurons, random_blocks=blocks, passes=passes)
+
+
+def rows_of(found: Preview) -> dict[int, Row]:
+    return {row.uid: row for row in found.rows}
+
+
+def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> None:
+    """Also after a round, when outer step and period differ, and with one upload that is reset."""
+    for advance in (0, 40):
+        if advance:
+            assert world.validator.round()
+            world.chain_ledger.advance(advance)
+            world.train_and_publish()
+            world.miners[17].bucket.put("epoch-1/gradients.pt", b"garbage")
+        world.validator.standings.board.__init__(world.uids)  # type: ignore[misc]
+        world.validator.score()
+        scored = {e["uid"]: e for e in world.events.of("upload_scored")[-3:]}
+        found = preview(world, blocks=(scored[3]["random_block"],))
+        assert found.outer_step == scored[3]["outer_step"] and found.compared == 3
+        for uid, row in rows_of(found).items():
+            event, fields = scored[uid], report.row_fields(row)
+            assert event["ok"] == (row.random is not None) and event["reason"] == row.reason
+            assert row.revision == event["revision"] and row.standing is not None
+            assert (row.standing.rating, row.standing.assigned) == pytest.approx(
+                (
+                    world.validator.standings.board.random_score(uid),
+                    world.validator.standings.board.assigned_score(uid),
+                ),
+                abs=1e-6,
+            )
+            for name in ("random", "assigned"):
+                assert fields[f"{name}_blocks"] == ([event[f"{name}_block"]] if event["ok"] else [])
+                for figure in ("before", "after", "relative"):
+                    expected = event.get(f"{name}_{figure}")
+                    assert fields[f"{name}_{figure}"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_sign_of_assigned_minus_random_agrees_with_a_validators(world: World) -> None:
+    """Validators draw another random block; what decides must not hang on that."""
+    world.validator.score()
+    agree = []
+    for block in range(10):
+        scored = {e["uid"]: e for e in world.events.of("upload_scored")}
+        for uid, row in rows_of(preview(world, blocks=(10_000 + block, 20_000 + block))).items():
+            event = scored[uid]
+            wins = (event["assigned_before"] - event["assigned_after"]) > (
+                event["random_before"] - event["random_after"]
+            )
+            agree.append(row.assigned_wins == wins)
+    assert sum(agree) >= 0.9 * len(agree)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+def _put(name: str, data: bytes) -> Callable[[World, TwinMiner], None]:
+    return lambda world, miner: miner.bucket.put(name, data) and None
+
+
+def _payload(change: Callable[[dict[str, Any]], object]) -> Callable[[World, TwinMiner], None]:
+    def spoil(world: World, miner: TwinMiner) -> None:
+        data = miner.bucket.objects["epoch-0/gradients.pt"][0]
+        raw = torch.load(io.BytesIO(data), weights_only=True)
+        change(raw)
+        buffer = io.BytesIO()
+        torch.save(raw, buffer)
+        miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
+
+    return spoil
+
+
+def _down(world: World, miner: TwinMiner) -> None:
+    miner.bucket.down = True
+
+
+NAME = "model.layers.0.self_attn.q_proj.weight"
+SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
+    "no commitment": (
+        lambda world, miner: world.chain_ledger.commitments.pop(miner.hotkey),
+        Cause.NO_COMMITMENT,
+    ),
+    "down": (_down, Cause.UNREACHABLE),
+    "empty": (lambda world, miner: miner.bucket.objects.clear(), Cause.NOTHING_PUBLISHED),
+    "stale": (lambda world, miner: miner.bucket.age(5000), Cause.STALE),
+    "no root": (
+        lambda world, miner: miner.bucket.objects.pop(keys.ROOT_METADATA),
+        Cause.NO_METADATA,
+    ),
+    "damaged root": (_put(keys.ROOT_METADATA, b"{"), Cause.NO_METADATA),
+    "inner step 0": (
+        _put(keys.ROOT_METADATA, Metadata(5, 0, 0, "").to_json()),
+        Cause.INNER_STEP_ZERO,
+    ),
+    "no blocks": (
+        _put("epoch-0/config.json", ConfigExtras((), 5).merge_into(MODEL_CONFIG)),
+        Cause.NO_BLOCKS,
+    ),
+    "old blocks": (
+        _put("epoch-0/config.json", ConfigExtras((900,), 5).merge_into(MODEL_CONFIG)),
+        Cause.OLD_BLOCKS,
+    ),
+    "oversized": (_put("epoch-0/gradients.pt", bytes(10**7)), Cause.BAD_GRADIENT),
+    "nan": (_payload(lambda p: p[NAME + "vals"].fill_(float("nan"))), Cause.BAD_GRADIENT),
+    "another model": (
+        _payload(lambda p: p.update({NAME + "idxs": torch.zeros(1, 1, 9, dtype=torch.int16)})),
+        Cause.BAD_GRADIENT,
+    ),
+    "huge norm": (_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)), Cause.NOT_FINITE),
+    "harmful": (lambda world, miner: miner.publish(factor=-30.0), Cause.MAKES_IT_WORSE),
+}
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_bad_bucket_costs_its_own_row_a_reason(world: World, name: str) -> None:
+    before = rows_of(preview(world))
+    spoil, cause = SPOILED[name]
+    spoil(world, world.miners[17])
+    found = preview(world)
+    rows = rows_of(found)
+    assert rows[17].cause is cause
+    assert rows[17].reason or rows[17].random is not None or cause is Cause.INNER_STEP_ZERO
+    for uid in (3, 42):
+        assert rows[uid].judgement == before[uid].judgement
+    assert report.to_json(found)["miners"][1]["cause"] == cause.name
+    line = report.summary_line(rows[17], found.compared)
+    assert cause.remedy in line and "\n" not in line
+
+
+def test_names_that_the_model_lacks_are_passed_over(world: World) -> None:
+    def rename(payload: dict[str, Any]) -> None:
+        for suffix in ("idxs", "vals"):
+            payload["other.weight" + suffix] = payload.pop(NAME + suffix)
+
+    _payload(rename)(world, world.miners[17])
+    row = rows_of(preview(world))[17]
+    assert row.cause in (None, Cause.BAD_GRADIENT, Cause.ASSIGNED_NOT_BETTER)
+
+
+@pytest.mark.parametrize("operation", ["head", "get", "get_range"])
+def test_a_bucket_that_hangs_costs_its_named_timeout(world: World, operation: str) -> None:
+    """Not an error, no end: a store that accepts the connection and says nothing."""
+    before, hang = rows_of(preview(world)), threading.Event()
+
+    def forever(called: str, key: str) -> None:
+        if called == operation:
+            hang.wait(30)
+
+    world.miners[17].bucket._before = forever
+    began = time.monotonic()
+    rows = rows_of(preview(world, timeout=1.0))
+    assert time.monotonic() - began < 10
+    hang.set()
+    assert rows[17].cause is Cause.TOO_SLOW and "1 s" in rows[17].reason
+    for uid in (3, 42):
+        assert rows[uid].judgement == before[uid].judgement
+
+
+def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
+    def flaky(uid: int, block: int) -> torch.Tensor:
+        if uid == 3:
+            raise DataUnavailable("no rows")
+        return pages(uid, block)
+
+    found = preview(world, text=flaky)
+    row = rows_of(found)[3]
+    assert row.cause is Cause.NO_DATA and row.standing is None and found.compared == 2
+
+
+def test_a_global_state_that_cannot_be_had_is_one_line(world: World) -> None:
+    for key, data, words in (
+        ("epoch-0/model.safetensors", b"short", "safetensors"),
+        ("epoch-0/config.json", b"[]", "config.json"),
+        (keys.ROOT_METADATA, Metadata(4, 0, 0, "").to_json(), "run 4"),
+        (keys.ROOT_METADATA, b"{", "JSON"),
+    ):
+        world.bucket.put(key, data)
+        with pytest.raises(NotJudgeable) as caught:
+            judged_of(world)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    world.bucket.objects.clear()
+    with pytest.raises(NotJudgeable, match="nothing was published"):
+        judged_of(world)
+
+
+# --- what is judged -------------------------------------------------------------------------------
+
+
+def test_the_outer_learning_rate_is_read_without_the_momentum(world: World) -> None:
+    assert world.validator.round()
+    size = len(world.bucket.objects["epoch-1/outer_optimizer.pt"][0])
+    read = 0
+    original = world.bucket.get_range
+
+    def counted(key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        nonlocal read
+        data = original(key, start, length, etag=etag)
+        read += len(data) if "outer_optimizer" in key else 0
+        return data
+
+    world.bucket.get_range = counted  # type: ignore[method-assign]
+    assert judged_of(world).learning_rate == 0.8
+    assert 0 < read < size + 2 * 64 * 1024
+
+
+def test_weights_are_fetched_once_an_outer_step(world: World) -> None:
+    fetched: list[str] = []
+    original = world.bucket.get_range
+
+    def counted(key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        fetched.append(key)
+        return original(key, start, length, etag=etag)
+
+    world.bucket.get_range = counted  # type: ignore[method-assign]
+    first, again = judged_of(world), judged_of(world)
+    assert fetched.count("epoch-0/model.safetensors") == 1
+    assert all(map(torch.equal, first.weights, again.weights))
+    assert world.validator.round()
+    judged_of(world, block=world.chain.block() + 40)
+    assert len(list((world.folder / "score").glob("*.safetensors"))) == 1
+
+
+def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
+    """A snapshot that is not published yet, against a miner's copy of the global state."""
+    upload, state = tmp_path / "upload", tmp_path / "state"
+    for bucket, folder, names in (
+        (world.miners[17].bucket, upload, (keys.CONFIG, keys.GRADIENTS)),
+        (world.bucket, state / "epoch-0", (*keys.GLOBAL_DATA_FILES, keys.METADATA)),
+    ):
+        folder.mkdir(parents=True)
+        for name in names:
+            (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
+    sources = in_folders(upload, state, 17)
+    judged = read_judged(
+        sources.global_bucket(),
+        tmp_path / "score",
+        block=sources.block(),
+        bpa=60,
+        bpa_later=0,
+        outer_step=sources.outer_step,
+    )
+    model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
+    found = Previewer(
+        judged=judged,
+        open_bucket=sources.open_bucket,
+        evaluator=Evaluator(model=model, pages=pages),
+        age_limit=timedelta(seconds=4800),
+    ).run(sources.miners(), random_blocks=BLOCKS)
+    assert found.rows[0].judgement == rows_of(preview(world))[17].judgement
+    assert found.rows[0].revision == "5.0.30"
+    with pytest.raises(ConfigError, match="--folder"):
+        in_folders(tmp_path / "none", state, 17)
+
+
+def test_who_is_looked_at() -> None:
+    miners = [Neuron(uid, f"m{uid}", port=1, incentive=uid / 10) for uid in (1, 2, 3, 4)]
+    assert choose(miners, Wanted()) == miners
+    assert [n.uid for n in choose(miners, Wanted(uids=[2], others=2))] == [2, 4, 3]
+    assert [n.uid for n in choose(miners, Wanted(uids=[4, 2, 4], others=0))] == [4, 2]
+    with pytest.raises(ConfigError, match="uid 9"):
+        choose(miners, Wanted(uids=[9]))
