@@ -49,6 +49,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed_training.common.files import read_json_object
 from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.arguments import Parser, argument, ranged
+from distributed_training.config.values import File
 
 if TYPE_CHECKING:
     from distributed_training.node.peers import Reader
@@ -57,7 +59,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    options, flags = parser().parse_known_args(argv)
+    options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__)
         return 0
@@ -74,23 +76,23 @@ def main(argv: Sequence[str]) -> int:
         return exit_with(error)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def build_parser() -> Parser:
+    parser = Parser(add_help=False)
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--uid", type=int, nargs="+")
+    parser.add_argument("--uid", type=ranged(0, 65535), nargs="+")
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--others", type=int, default=8)
-    parser.add_argument("--random-block", type=int, nargs="+", default=[])
-    parser.add_argument("--draws", type=int, default=1)
-    parser.add_argument("--sequences", type=int)
-    parser.add_argument("--passes", type=int, default=40)
-    parser.add_argument("--timeout", type=float, default=60.0)
-    parser.add_argument("--watch", type=float, nargs="?", const=300.0)
+    parser.add_argument("--others", type=ranged(0, 256), default=8)
+    parser.add_argument("--random-block", type=ranged(1, 10**12), nargs="+", default=[])
+    parser.add_argument("--draws", type=ranged(1, 100), default=1)
+    parser.add_argument("--sequences", type=ranged(0, 10**6))
+    parser.add_argument("--passes", type=ranged(1, 1000), default=40)
+    parser.add_argument("--timeout", type=ranged(1.0, 3600.0), default=60.0)
+    parser.add_argument("--watch", type=ranged(1.0, 86400.0), nargs="?", const=300.0)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--subnet", type=Path)
-    parser.add_argument("--bucket")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--global", type=Path, dest="global_folder")
+    parser.add_argument("--subnet", type=argument(File))
+    parser.add_argument("--bucket", type=argument(str))
+    parser.add_argument("--folder", type=argument(File))
+    parser.add_argument("--global", type=argument(File), dest="global_folder")
     parser.add_argument("--background", action="store_true")
     return parser
 

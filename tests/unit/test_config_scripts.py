@@ -26,6 +26,7 @@ SCRIPTS = {
     "diagnose": ("scripts.diagnose", ()),
     "localnet": ("distributed_training.localnet.command", ()),
     "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
+    "score": ("scripts.score", ()),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
 OTHERS = {"measure_step", "bootstrap_pip"}
@@ -44,6 +45,10 @@ def options() -> list[tuple[str, str]]:
         for action in parser_of(script)._actions
         if action.option_strings and action.nargs != 0
     ]
+
+
+def name_of(script: str, option: str) -> str:
+    return next(a.dest for a in parser_of(script)._actions if option in a.option_strings)
 
 
 def refused_in_one_line(error: str, name: str) -> None:
@@ -71,7 +76,7 @@ def test_every_option_with_every_hostile_value(script: str, option: str, capfd) 
         if isinstance(result, str):
             refused_in_one_line(result, option)
             continue
-        value = getattr(result, option.strip("-").replace("-", "_"))
+        value = getattr(result, name_of(script, option))
         if isinstance(value, (int, float)):
             assert math.isfinite(value) and 0 <= value <= 1e8, f"{option} {value} is accepted"
         words = value if isinstance(value, tuple) else [value]
