@@ -169,6 +169,10 @@ class AllReduce:
             left.pop()
         self._buffers.give_back(difference)
         # A hivemind reducer that sees us go before it has ended its side counts us as failed.
+        await self._until_closed(stream)
+
+    async def _until_closed(self, stream: Stream) -> None:
+        """By the other side; all that matters has been said."""
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(self._terms.chunk_timeout):
                 await stream.receive_end()
@@ -246,6 +250,8 @@ class AllReduce:
                     )
                 )
             self._buffers.give_back(pending.buffer)
+        stream.end_sending()
+        await self._until_closed(stream)
 
 
 @dataclass(frozen=True)

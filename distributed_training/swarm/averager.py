@@ -46,6 +46,7 @@ _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
 _BETWEEN_LOOKUPS = 0.1  # seconds between two looks into the DHT for peers that seek a group
 _FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a peer opened
 
+_HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
 _LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when we end
 
 
@@ -190,6 +191,10 @@ class DTGradAverager(ServicerBase):
             return
         async for message in self._matchmaking.rpc_join_group(request, context):
             yield message
+        # hivemind closes the stream when we return, p2pd then resets it, and a reset may overtake
+        # the last message: the follower would never hear that its group begins. It closes the
+        # stream itself when it has heard it, which ends this wait.
+        await asyncio.sleep(_HEARD_BY_FOLLOWER)
 
     async def _serve(self, stream: Stream) -> None:
         """A peer opened a stream to send us its parts of our share."""

@@ -103,6 +103,14 @@ class Stream:
             raise StreamError("p2pd sent a message that is too long")
         message.ParseFromString(await self.receive(length))
 
+    def end_sending(self) -> None:
+        """The other side reads what was sent, then the end; it may still send.
+
+        After :meth:`close` p2pd resets the stream instead, which may overtake what was sent last.
+        """
+        with contextlib.suppress(OSError):  # it is broken already
+            self._socket.shutdown(socket.SHUT_WR)
+
     def close(self) -> None:
         self._socket.close()
 
