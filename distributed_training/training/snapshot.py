@@ -30,6 +30,7 @@ from distributed_training.common.files import atomic_file, sha256_of, sync_folde
 from distributed_training.protocol import keys
 
 from .feedback import Code, Codec, Direction
+from .published_optimizer import shard_content, write_shard
 from .shards import ParameterShard
 from .tensor_files import SafetensorsLayout, tensor_bytes, write_safetensors
 
@@ -161,8 +162,19 @@ def write_snapshot(
         files += [folder / keys.CONFIG, folder / keys.MODEL, folder / keys.GRADIENTS]
     handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.world_size)
-    with atomic_file(inner) as file:
-        torch.save(inner_optimizer_content(state), file)
+    write_shard(
+        inner,
+        shard_content(
+            shards=state.shards,
+            mesh=state.mesh,
+            exp_avg=state.exp_avg,
+            exp_avg_sq=state.exp_avg_sq,
+            steps=state.steps,
+            param_group=state.param_group,
+            scheduler_state=state.scheduler_state,
+            outer_step=int(state.gradients_metadata["outer_step"]),
+        ),
+    )
     files.append(inner)
     if state.rank == 0:
         shutil.rmtree(parts)
@@ -278,29 +290,3 @@ def _contents(
 def _write_gradients(folder: Path, content: Mapping[str, Any]) -> None:
     with atomic_file(folder / keys.GRADIENTS) as handle:
         torch.save(dict(content), handle)
-
-
-def inner_optimizer_content(state: SnapshotState) -> dict[str, Any]:
-    """One rank's AdamW state as the public network's files have it (protocol page, section 3)."""
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    def sharded(shard: ParameterShard, rows: Tensor) -> Tensor:
-        # Not DTensor.from_local: that would move host rows to the mesh's device.
-        meta = TensorMeta(torch.Size(shard.shape), shard.dtensor.stride(), torch.float32)
-        spec = DTensorSpec(state.mesh, (Shard(0),), tensor_meta=meta)
-        return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
-
-    entries = {}
-    for shard, first, second in zip(state.shards, state.exp_avg, state.exp_avg_sq, strict=True):
-        entries[shard.name] = {
-            "step": torch.tensor(float(state.steps)),
-            "exp_avg": sharded(shard, first),
-            "exp_avg_sq": sharded(shard, second),
-        }
-    return {
-        "optimizer_state_dict": {"state": entries, "param_groups": [dict(state.param_group)]},
-        "learning_rate": float(state.param_group["lr"]),
-        "scheduler_state": dict(state.scheduler_state),
-        "epoch": int(state.gradients_metadata["outer_step"]),
-    }

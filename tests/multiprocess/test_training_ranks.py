@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch_2_5
 from training_world import Ranks
 
 from distributed_training.protocol import gradients
@@ -60,6 +61,11 @@ def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> Non
                 assert torch.equal(code[name + "idxs"], idxs), name
                 assert torch.allclose(code[name + "vals"], vals, rtol=1e-6, atol=0)
         for rank in range(2):
+            inner = torch_2_5.load(folder / f"inner_optimizer.rank{rank + 1:04d}-of-2.pt")
+            entries = inner["optimizer_state_dict"]["state"]
+            spec = entries[kept["schema"][0][0]]["exp_avg"]._spec
+            assert spec.mesh._flatten_mesh_list == (0, 1)
+            assert spec.mesh._coordinate_on_dim == [rank]
             done = json.loads((folder / f"rank-{rank}.done.json").read_text())
             assert (done["rank"], done["world_size"]) == (rank, 2)
             for entry in done["files"]:
