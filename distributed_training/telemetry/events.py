@@ -144,6 +144,8 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
 
 def plain(value: Any) -> Any:
     """``value`` as JSON can hold it. Raises TypeError for what has no plain form."""
+    if isinstance(value, enum.IntEnum):  # an exit status: programs compare numbers
+        return int(value)
     if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, float):

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -170,11 +171,13 @@ def test_a_port_that_is_taken_is_told_with_the_flag(tmp_path: Path) -> None:
 
 
 def test_nothing_outlives_the_killed_owner_of_a_host(tmp_path: Path) -> None:
+    # Short: the path of a Unix socket has at most 107 bytes.
+    sockets = Path(tempfile.mkdtemp(prefix="dt-"))
     peer = subprocess.Popen(
         [sys.executable, str(PEER), str(tmp_path), "127.0.0.1", "4000", "[]"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(PEER.parents[2]), "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": str(PEER.parents[2]), "TMPDIR": str(sockets)},
     )
     assert peer.stdin is not None and peer.stdout is not None
     with peer.stdin, peer.stdout:
@@ -187,4 +190,5 @@ def test_nothing_outlives_the_killed_owner_of_a_host(tmp_path: Path) -> None:
         for process in left:
             process.kill()
         assert left == []
-    wait_for(lambda: not list(tmp_path.glob("swarm-sockets-*")), "its sockets are gone")
+    wait_for(lambda: not list(sockets.glob("swarm-sockets-*")), "its sockets are gone")
+    sockets.rmdir()

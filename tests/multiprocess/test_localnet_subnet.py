@@ -191,7 +191,11 @@ class TestFolder:
     def test_bad_arguments(
         self, tmp_path: Path, bad: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
-        assert main(["--folder", str(tmp_path), *bad]) == 2
+        try:
+            status = main(["--folder", str(tmp_path), *bad])
+        except SystemExit as stop:  # as argparse ends a program
+            status = stop.code
+        assert status == 2
         assert capsys.readouterr().err.startswith("error: ")
 
 
