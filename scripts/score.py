@@ -23,7 +23,7 @@
     --bucket NAME        read the one --uid from this bucket of yours, with the R2_READ keys
     --folder FOLDER      read the one --uid from a folder: a snapshot, or a bucket's copy
     --global FOLDER      the global state from a folder; with --folder no chain is asked
-    --background         at the lowest priority, one thread, no GPU
+    --background         at the lowest priority, one thread, no GPU, 32 sequences a block
 
 Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
 Exit status: 0 looked, 1 the chain or the global state could not be read, 2 a flag is wrong.
@@ -68,12 +68,18 @@ def main(argv: Sequence[str]) -> int:
         if options.background:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, check=False)
-        if options.sequences is not None:
-            limited = replace(config.validator, evaluation_sequences=options.sequences)
+        sequences = options.sequences
+        if options.background and sequences is None and not config.validator.evaluation_sequences:
+            sequences = BACKGROUND_SEQUENCES
+        if sequences is not None:
+            limited = replace(config.validator, evaluation_sequences=sequences)
             config = replace(config, validator=limited)
         return score(config, options)
     except ConfigError as error:
         return exit_with(error)
+
+
+BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
 
 
 def build_parser() -> Parser:

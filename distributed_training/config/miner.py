@@ -47,6 +47,10 @@ class MinerSettings:
     miner compares epochs and loads what the bucket holds"""
     epoch_check_blocks: int = flag("neuron.epoch_check_blocks", 25, ge=1, le=1_000_000)
     """blocks between two looks at the outer step of the global bucket while training"""
+    score_preview: Literal["off", "own", "ranked"] = flag("neuron.score_preview", "off")
+    """after each publication compute what a validator would score it with, at the lowest priority
+    on one CPU thread: 'own' this miner alone, 'ranked' also among the best paid others (reads their
+    uploads too); log line, event score_preview, metrics dt_score_*"""
     checkpoint_steps: int = flag("neuron.checkpoint_steps", 25, ge=1, le=1_000_000)
     """inner steps between two local checkpoints; one is also written at each stop"""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)

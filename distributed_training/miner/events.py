@@ -179,6 +179,14 @@ class GlobalFetchFailed(Event):
 
 
 @dataclass(frozen=True)
+class ScorePreviewed(Event):
+    """What a validator would score our newest publication with; fields as ``scripts/score.py
+    --json`` writes them for a miner."""
+
+    fields: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class StopRequested(Event):
     reason: str
     exit_status: int = 0

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.protocol import lines
@@ -76,6 +77,11 @@ class Metrics:
 
     def previewed(self, delta: float) -> None:
         self._file.registry.gauge("preview_loss_change").set(delta)
+
+    def score_previewed(self, fields: Mapping[str, Any]) -> None:
+        for name in ("random_relative", "assigned_relative", "rank", "train_share"):
+            self._file.registry.gauge(f"score_{name}").set(fields[name])
+        self._file.registry.gauge("score_repo_valid").set(float(fields["repo_valid"]))
 
     def stopped(self, exit_status: int) -> None:
         """The last figures stay in the file: an alert tells a deregistration from a stop."""
@@ -142,6 +148,10 @@ class Reporter:
                 self._submitted(revision, preview)
             case ev.PublicationEnded(report=publication):
                 self._publication_ended(publication)
+            case ev.ScorePreviewed(fields=fields):
+                log.info("%s", fields["line"])
+                self._record("score_preview", **fields)
+                self._metrics.score_previewed(fields)
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("The global state could not be fetched (%s). Training goes on.", detail)
             case ev.LoadFailed(problem=why):

@@ -17,12 +17,12 @@ import queue
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,6 +39,7 @@ from distributed_training.diagnostics import (
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
+from distributed_training.scoring.background import BackgroundPreview
 from distributed_training.store.gate import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 
@@ -50,7 +51,7 @@ from .decide import MinerState, Mode, Rules, ignores_calls
 from .drift import Rows
 from .gauges import machine_gauges
 from .global_bucket import StopBeforeStart
-from .leader import Leader
+from .leader import Leader, Subscriber
 from .loop import MinerLoop
 from .process import (
     RankEnvironment,
@@ -85,7 +86,7 @@ class Facts:
 @dataclass(frozen=True)
 class Place:
     """Where a rank is built: its settings, folder, device and fellow ranks, rank 0's queue of
-    events, and the stack that closes what was opened."""
+    events, and the stack that closes what was opened. ``argv``: as the miner was started."""
 
     config: Config
     folder: Path
@@ -93,6 +94,7 @@ class Place:
     ranks: Ranks
     events: queue.SimpleQueue[ev.Event]
     stack: ExitStack
+    argv: Sequence[str] = ()
 
 
 def run_rank(argv: list[str]) -> int:
@@ -108,7 +110,7 @@ def run_rank(argv: list[str]) -> int:
     status, reason = int(ExitStatus.FAULT), ""
     try:
         with ExitStack() as stack:
-            status, reason = _run(config, me, folder, stop, stack)
+            status, reason = _run(argv, config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
     except ConfigError as error:
@@ -143,7 +145,12 @@ class _Stop:
 
 
 def _run(
-    config: Config, me: RankEnvironment, folder: Path, stop: _Stop, stack: ExitStack
+    argv: Sequence[str],
+    config: Config,
+    me: RankEnvironment,
+    folder: Path,
+    stop: _Stop,
+    stack: ExitStack,
 ) -> tuple[int, str]:
     device = _device(config, me)
     ranks = join_ranks(
@@ -151,7 +158,7 @@ def _run(
         timeout=CONTROL_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    place = Place(config, folder, device, ranks, stop.events, stack)
+    place = Place(config, folder, device, ranks, stop.events, stack, argv)
     outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
     if facts.problem:
         return ExitStatus.FAULT, facts.problem
@@ -347,6 +354,8 @@ class RankZero:
         self._record: Record = events.write if events else (lambda kind, **fields: None)
         for see in (self._reporter().see, self._publishing().see, self._tell_server):
             self.leader.subscribe(see)
+        if config.miner.score_preview != "off":
+            self.leader.subscribe(self._score_preview(config.miner.score_preview))
 
     def open_doors(self) -> None:
         """From here on others find this miner, and it finds out about them."""
@@ -428,6 +437,21 @@ class RankZero:
             bucket=outside.bucket,
             reload_timeout=config.miner.round_reload_timeout,
         )
+
+    def _score_preview(self, mode: Literal["own", "ranked"]) -> Subscriber:
+        preview = BackgroundPreview(
+            flags=self._place.argv,
+            uid=self._outside.uid,
+            mode=mode,
+            told=lambda fields: self._place.events.put(ev.ScorePreviewed(fields)),
+        )
+        self._place.stack.callback(preview.close)
+
+        def see(event: ev.Event, state: MinerState) -> None:
+            if isinstance(event, ev.PublicationEnded) and event.report.ok:
+                preview.look()
+
+        return see
 
     def _published(self) -> float | None:
         """``time.monotonic()`` of the newest publication."""

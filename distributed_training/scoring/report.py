@@ -104,7 +104,9 @@ def to_json(preview: Preview) -> dict[str, Any]:
         "random_blocks": list(preview.random_blocks),
         "compared": preview.compared,
         "seconds": round(preview.seconds, 3),
-        "miners": [row_fields(row) for row in preview.rows],
+        "miners": [
+            {**row_fields(row), "line": summary_line(row, preview.compared)} for row in preview.rows
+        ],
     }
 
 

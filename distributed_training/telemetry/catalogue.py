@@ -33,6 +33,12 @@ METRICS: Mapping[str, str] = {
     "publications_failed_total": "of them, failed",
     "uploaded_bytes_total": "bytes uploaded to the bucket",
     "preview_loss_change": "loss change by the last published gradient, nats per token",
+    # what a validator would score the newest publication with (--neuron.score_preview)
+    "score_random_relative": "its improvement on unseen text, relative to the loss",
+    "score_assigned_relative": "its improvement on its own text, relative to the loss",
+    "score_rank": "its rank among the uploads compared, from 1",
+    "score_train_share": "its share of their train score, 0 to 1",
+    "score_repo_valid": "1 if the bucket is valid, else the total score is zero",
     "block_list_newest_block": "newest chain block whose data was trained on",
     "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
     # rounds
