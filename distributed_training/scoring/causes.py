@@ -69,7 +69,7 @@ class Cause(enum.Enum):
     )
     RANKED_LOW = (
         "train score 0: others' uploads lower the loss more",
-        "a longer or better step: more inner steps before an upload, see docs/scoring.md",
+        "publish a better step: --neuron.step_length search, more inner steps before an upload",
     )
 
     @property

@@ -275,3 +275,21 @@ def test_the_last_line_says_why(rig: Rig) -> None:
     state = MinerState(mode=Mode.STOPPING, outer_step=3, stop_reason="deregistered")
     assert rig.see(ev.Stopped(3), state) == [("INFO", "Stopped (deregistered)")]
     assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
+
+
+def test_a_score_preview_is_a_line_an_event_and_metrics(rig: Rig) -> None:
+    fields = {
+        "uid": 7,
+        "line": "Score preview: 5.3.7 random +1.00 %, assigned +2.00 %",
+        "repo_valid": True,
+        "random_relative": 0.01,
+        "assigned_relative": 0.02,
+        "rank": None,
+        "train_share": None,
+    }
+    assert rig.see(ev.ScorePreviewed(fields)) == [("INFO", fields["line"])]
+    assert rig.records == [("score_preview", fields)]
+    rig.see(ev.InnerStepDone(REPORT))
+    text = rig.file.read_text()
+    assert "dt_score_random_relative 0.01" in text and "dt_score_repo_valid 1" in text
+    assert "dt_score_rank" not in text, "what is not known is absent"

@@ -333,3 +333,10 @@ def test_who_is_looked_at() -> None:
     assert [n.uid for n in choose(miners, Wanted(uids=[4, 2, 4], others=0))] == [4, 2]
     with pytest.raises(ConfigError, match="uid 9"):
         choose(miners, Wanted(uids=[9]))
+
+
+def test_the_guide_lists_every_cause_as_the_script_tells_it() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "scoring.md").read_text(encoding="utf-8")
+    rows = [f"| `{c.name}` | {c.costs} | {c.remedy} |" for c in Cause]
+    found = [line for line in guide.splitlines() if line.startswith("| `")]
+    assert found == rows
