@@ -110,8 +110,8 @@ def subnet_flags(folder: Path | None) -> list[str]:
     state = read_json_object(folder / "localnet.json") or {}
     if not state.get("chain") or not state.get("store"):
         raise ConfigError(
-            f"--subnet {folder} is no run folder of a local subnet that runs: start one with "
-            "`make run`, or correct the path"
+            f"--subnet {folder} is no run folder of a local subnet that runs, so nothing was "
+            "scored: start one with `make run`, or correct the path"
         )
     return [
         *("--preset", "local", "--chain.local_url", state["chain"]),

@@ -109,6 +109,8 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("measure_step",), "DT_MEASURE"),
         (("pretokenize", "hf"), "out"),
         (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
+        (("score", "--uid", "x"), "--uid"),
+        (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )
 def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -> None:
