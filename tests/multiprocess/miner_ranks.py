@@ -380,6 +380,7 @@ def vote(folder: Path) -> None:
         if step == 8:
             miner.stop()
 
+    FLAGS["neuron.error_feedback"] = "round"  # which changes with a commit alone
     miner = Miner(folder, on_step=on_step)
     after_prepare(miner, fault)
     roll_back, commit = miner.trainer.roll_back_outer_step, miner.trainer.commit_outer_step
@@ -481,6 +482,7 @@ def refused(folder: Path) -> None:
         if step == 12:
             miner.stop()
 
+    FLAGS["neuron.error_feedback"] = "round"  # of which part is computed ahead of the average
     miner = Miner(folder, on_step=on_step)
     if RANK == 0:
         miner.swarm.faults = [
