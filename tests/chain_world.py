@@ -50,10 +50,8 @@ SETTINGS = replace(
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """:func:`tests.waiting.wait_for`, returning the result that was true."""
-    results: list[Any] = []
-    wait_for(lambda: (results.append(condition()), results[-1])[1], "true", seconds, every=0.01)
-    return results[-1]
+    """:func:`tests.waiting.wait_for`, where the condition speaks for itself."""
+    return wait_for(condition, "true", seconds, every=0.01)
 
 
 class World:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -25,6 +24,7 @@ from distributed_training.protocol.payload import GradientMetadata, build_payloa
 from distributed_training.protocol.types import Revision
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
+from tests.waiting import wait_for
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 RUN = 5
@@ -32,14 +32,7 @@ RUN = 5
 
 def until(condition: Callable[[], Any], *, seconds: float = 20, what: str = "it") -> Any:
     """The first true value of ``condition``; fails the test when the time is over."""
-    deadline = time.monotonic() + seconds
-    while True:
-        value = condition()
-        if value:
-            return value
-        if time.monotonic() > deadline:
-            pytest.fail(f"{what} did not happen within {seconds} s")
-        time.sleep(0.02)
+    return wait_for(condition, what, seconds)
 
 
 @pytest.fixture(scope="session")

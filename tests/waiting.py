@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 
 def wait_for(
-    condition: Callable[[], object], what: str, seconds: float = 30, every: float = 0.02
-) -> None:
-    """Return once ``condition()`` holds; fail naming ``what`` when it does not within ``seconds``.
+    condition: Callable[[], Any], what: str, seconds: float = 30, every: float = 0.02
+) -> Any:
+    """The first true value of ``condition()``; fails naming ``what`` when ``seconds`` are over.
 
     The deadline is generous: it only decides how long a broken test takes.
     """
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"not within {seconds:.0f} s: {what}", pytrace=True)
         time.sleep(every)
+    return value

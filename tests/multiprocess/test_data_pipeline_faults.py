@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from distributed_training.data import (
 from distributed_training.data.shards import token_digest
 from distributed_training.protocol.pages import select_pages
 from tests.support_data import DATASET, Fault, RowsServer, tables
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -261,7 +262,7 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
         child.send_signal(signal.SIGKILL)
         child.wait(10)
         child.stdout.close()
-        wait_until(lambda: not any(_alive(pid) for pid in told["workers"]))
+        wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end", 10)
         server.decide = None
         cursor = told["cursor"]
         assert (cursor["block"], cursor["offset"], cursor["page"]) == (40, 14, 0)
@@ -444,13 +445,6 @@ def test_ready_does_not_wait_and_batches_cost_little(tokenizer: tuple[Path, int]
                     break
                 times.append(time.perf_counter() - began)
     assert sorted(times)[len(times) // 2] < 0.002
-
-
-def wait_until(true: Callable[[], bool], seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def _alive(pid: int) -> bool:
