@@ -8,6 +8,7 @@ way; :mod:`~.download` is the way back.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import threading
@@ -157,11 +158,23 @@ class Sender:
         return Staged(key, path, size, record, parts, multipart_etag(parts))
 
     def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
+        self._abort_unknown(key)
         upload_id = self._try(f"start upload of {key}", lambda: self._store.create_multipart(key))
-        # An upload that a crash leaves without its record is found and aborted by its age.
         record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
         self._journal.put(record)
         return record
+
+    def _abort_unknown(self, key: str) -> None:
+        """Abort uploads of ``key`` without a record: their uploader was killed, or the answer of
+        the store was lost, before the journal knew them. Only one uploader sends a key, so they
+        cannot be another's. One attempt: the hourly cleanup finds what stays."""
+        try:
+            for upload in self._store.list_multiparts(key):
+                if upload.key == key and upload.upload_id not in self._journal.owned():
+                    with contextlib.suppress(UploadMissingError):
+                        self._store.abort_multipart(key, upload.upload_id)
+        except StoreError as error:
+            log.warning("Could not look for earlier uploads of %s: %s", key, error)
 
     def _resume(
         self, key: str, cut: _Parts, identity: str

@@ -265,6 +265,17 @@ def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
     assert not thread.is_alive()
 
 
+def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:
+    """Killed between the store's answer to CreateMultipart and the journal's write."""
+    store = MemoryObjectStore()
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    key = keys.epoch_key(REVISION.outer_step, keys.MODEL)
+    lost = store.create_multipart(key)
+    other = store.create_multipart(f"{key}.other")
+    assert files and run(store, tmp_path / "s").ok
+    assert [u.upload_id for u in store.list_multiparts()] == [other] != [lost]
+
+
 def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
     for name in ("4.5.7", "4.10.8", "4.15.9", "notes"):
         (tmp_path / name).mkdir()
