@@ -36,11 +36,7 @@ class NoEffectSettings:
     quantization_range: int = flag("neuron.quantization_range", 6, ge=0, le=2**31)
     """gradients travel as float32 values and int16 indices; nothing is quantized"""
     dont_wandb_log: bool = flag("neuron.dont_wandb_log", False)
-    """this miner does not send anything to Weights & Biases"""
-    wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
-    """this miner does not send anything to Weights & Biases"""
-    wandb_entity: Text = flag("neuron.wandb_entity", "kmfoda")
-    """this miner does not send anything to Weights & Biases"""
+    """nothing is sent to Weights & Biases unless --neuron.wandb asks for it"""
     influxdb_url: Text = flag("neuron.influxdb_url", "")
     """this miner does not send anything to InfluxDB"""
     influxdb_org: Text = flag("neuron.influxdb_org", "distributed-training")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic.dataclasses import dataclass
 
 from .flags import SETTINGS, flag
-from .values import Bytes, File
+from .values import Bytes, File, Secret, Text
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -32,3 +34,14 @@ class TelemetrySettings:
         "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
     )
     """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""
+    tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
+    """write every step's figures there for `tensorboard --logdir`; one folder per miner"""
+    wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
+    """send every step's figures to Weights & Biases; offline: keep them in the run folder for
+    `wandb sync`"""
+    wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
+    """project of W&B"""
+    wandb_entity: Text = flag("neuron.wandb_entity", "")
+    """team of W&B (default: that of the key)"""
+    wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
+    """key of W&B (default: that of `wandb login`)"""

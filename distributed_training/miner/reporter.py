@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, record_step
+from distributed_training.telemetry.trackers import Tracker
 
 from . import events as ev
 from .decide import MinerState, Mode, ignores_calls
@@ -39,7 +40,8 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 class Metrics:
     """The metrics file with what other rooms count and measure; written now and then.
 
-    ``counts``: totals by the name of the room; ``gauges``: measured when the file is written.
+    ``counts``: totals by the name of the room; ``gauges``: measured when the file is written;
+    ``trackers``: handed all figures after each step.
     """
 
     def __init__(
@@ -48,15 +50,19 @@ class Metrics:
         file: MetricsFile,
         counts: Mapping[str, Callable[[], Mapping[str, float]]],
         gauges: Mapping[str, Callable[[], float | None]],
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self._file = file
         self._counts = counts
         self._gauges = gauges
+        self._trackers = trackers
         self._last_rounds: deque[bool] = deque(maxlen=20)
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
         self._file.write(time.monotonic(), self._collect)
+        for tracker in self._trackers:
+            tracker.log(report.total_inner_steps, self._file.registry.values())
 
     def round_ended(self, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry

@@ -42,6 +42,7 @@ from distributed_training.protocol import lines
 from distributed_training.scoring.background import BackgroundPreview
 from distributed_training.store.gate import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
+from distributed_training.telemetry.trackers import open_trackers
 
 from . import events as ev
 from . import network
@@ -410,7 +411,16 @@ class RankZero:
         def served() -> dict[str, int]:
             return {k: v for k, v in server.counters().items() if k != "connections"}
 
+        trackers = open_trackers(
+            config.telemetry,
+            self._place.folder,
+            name=f"{config.miner.name}-{outside.uid}",
+            first_step=self._miner.trainer.total_inner_steps + 1,
+        )
+        for tracker in trackers:
+            self._place.stack.callback(tracker.close)
         metrics = Metrics(
+            trackers=trackers,
             file=MetricsFile(self._place.folder / "metrics.prom"),
             counts={
                 "data": self._miner.data.counters,

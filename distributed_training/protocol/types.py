@@ -54,6 +54,7 @@ class StepReport:
     mfu: float | None = None  # 0..1
     skipped: bool = False  # NaN/Inf: the optimizer was not stepped
     note: str = ""
+    total_inner_steps: int = 0  # since the first epoch, this one included
 
     @property
     def tokens_per_second(self) -> float:

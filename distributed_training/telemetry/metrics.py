@@ -107,6 +107,12 @@ class Registry(Collector):
                 full = f"{prefix}_{_NOT_IN_A_NAME.sub('_', what)}"
                 self._totals.setdefault(full, {})[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
 
+    def values(self) -> dict[str, float]:
+        """What the catalogue's metrics stand at, by name; those without a value are left out."""
+        with self._lock:
+            metrics: list[Counter | Gauge] = [*self._gauges.values(), *self._counters.values()]
+        return {metric.name: metric.value for metric in metrics if metric.value is not None}
+
     def collect(self) -> Iterator[Metric]:
         """What has a value, for the Prometheus client."""
         with self._lock:

@@ -336,6 +336,7 @@ class Trainer:
             mfu=self._gauge.mfu(flops / self._seconds),
             skipped=not finite,
             note="; ".join(self.step.notes),
+            total_inner_steps=self.total_inner_steps,
         )
 
     def _end_step(self, finite: bool) -> None:
