@@ -40,6 +40,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     "local": {
         "netuid": str(NETUID),
         "neuron.device": "cpu",
+        "neuron.page_port": "off",  # the whole subnet has one
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",
         # A block lasts seconds, as it lasts minutes on the public network: validators refuse an

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from .flags import SETTINGS, flag
@@ -34,6 +35,14 @@ class TelemetrySettings:
         "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
     )
     """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""
+    page_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = flag(
+        "neuron.page_port", 8010
+    )
+    """port of the page that shows this miner in a browser; 0: any free one"""
+    page_host: Text = flag("neuron.page_host", "127.0.0.1")
+    """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
+    page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
+    """16 characters or more that whoever opens the page must know"""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """write every step's figures there for `tensorboard --logdir`; one folder per miner"""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import shlex
 import shutil
 import sys
@@ -19,6 +21,7 @@ from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary
 from distributed_training.localnet.view import LiveView
 from distributed_training.node.signals import Stopped, StopSignals
+from distributed_training.telemetry.page.process import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
@@ -45,6 +48,7 @@ def build_parser() -> Parser:
     add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
     add("--resume", action="store_true", help="go on with what --folder holds")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
+    add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     add("--open", action="store_true", help="open the report in a browser at the end")
     add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
     add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
@@ -71,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             refresh=lambda s: view.update(_headline(s), [n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
-            failure = _run(subnet, view, signals, timedelta(seconds=arguments.timeout))
+            limit = timedelta(seconds=arguments.timeout)
+            failure = _run(subnet, view, signals, limit, page_port=arguments.page_port)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -95,12 +100,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return INTERRUPTED if interrupted else int(not summary.ok)
 
 
-def _run(subnet: LocalSubnet, view: LiveView, signals: StopSignals, timeout: timedelta) -> str:
+def _run(
+    subnet: LocalSubnet,
+    view: LiveView,
+    signals: StopSignals,
+    timeout: timedelta,
+    *,
+    page_port: int,
+) -> str:
     """Start, follow and stop the subnet; what failed, or "". Raises ConfigError."""
     try:
         subnet.start()
-        subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
-        subnet.wait_for_figures(timedelta(seconds=20))
+        with PageProcess(
+            [neuron.plan.folder for neuron in [*subnet.miners, subnet.validator]],
+            port=page_port,
+            told=lambda line: _show_page(line, view),
+        ):
+            subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
+            subnet.wait_for_figures(timedelta(seconds=20))
         view.say("done; stopping")
     except SubnetFailure as failure:
         view.say(str(failure), style="red")
@@ -112,6 +129,20 @@ def _run(subnet: LocalSubnet, view: LiveView, signals: StopSignals, timeout: tim
         # Exceptions not named above are defects: they pass, but the subnet is stopped first.
         subnet.stop(INTERRUPT_GRACE if signals.stop.is_set() else None)
     return ""
+
+
+def _show_page(line: str, view: LiveView) -> None:
+    """Say where the page is; on a desktop, open it."""
+    view.say(line)
+    address = line.removeprefix("page: ")
+    desktop = sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
+    if line == address or not desktop or "CI" in os.environ or not sys.stdout.isatty():
+        return
+    with contextlib.suppress(webbrowser.Error):
+        browser = webbrowser.get()
+        in_terminal = isinstance(browser, webbrowser.GenericBrowser)
+        if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
+            browser.open(address)
 
 
 def _options(arguments: argparse.Namespace) -> SubnetOptions:

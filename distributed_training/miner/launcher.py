@@ -2,6 +2,7 @@
 
     launch(argv)
       bad configuration, folder or port in use       -> one line, status 2, nothing started
+      the page                                       -> a process of its own, until the end
       strays of an earlier launcher of this folder   -> ended first
       ranks, forked from one warm process            -> swarm host -> p2pd ...
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM to rank 0 alone, which decides
@@ -30,6 +31,7 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark, become_subreaper, is_running, send
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
+from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.diagnostics.doctor import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
 from distributed_training.miner.process import (
@@ -44,6 +46,7 @@ from distributed_training.miner.process import (
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import make_run_folder, start_log
+from distributed_training.telemetry.page.process import PageProcess
 
 log = logging.getLogger(__name__)
 
@@ -83,13 +86,14 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
             write_instance(folder, mark)
             group = RankGroup(script=script, argv=argv, world_size=ranks, mark=mark)
             log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
-            return _Supervisor(
-                group=group,
-                folder=folder,
-                mark=mark,
-                signals=signals,
-                stop_timeout=config.miner.stop_timeout,
-            ).run()
+            with _page(config.telemetry, folder):
+                return _Supervisor(
+                    group=group,
+                    folder=folder,
+                    mark=mark,
+                    signals=signals,
+                    stop_timeout=config.miner.stop_timeout,
+                ).run()
     except ConfigError as error:
         return exit_with(error)
 
@@ -144,6 +148,26 @@ def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
             raise ConfigError(check.line)
         if check.status != "ok":
             log.warning("%s", check.line)
+
+
+@contextlib.contextmanager
+def _page(settings: TelemetrySettings, folder: Path) -> Iterator[None]:
+    """The page outlives ranks that fail: that is when it is looked at."""
+    if settings.page_port == "off":
+        yield
+        return
+
+    def told(line: str) -> None:
+        log.log(logging.INFO if line.startswith("page: ") else logging.WARNING, "%s", line)
+
+    with PageProcess(
+        [folder],
+        host=settings.page_host,
+        port=settings.page_port,
+        token=settings.page_token,
+        told=told,
+    ):
+        yield
 
 
 # --- while it runs ------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.processes import die_with_parent
 
 from .history import Neuron
 from .server import application
@@ -31,9 +32,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
+    parser.add_argument("--with-parent", action="store_true", help="end with whoever started it")
     given = parser.parse_args(argv)
+    if given.with_parent:
+        die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
-    problem = _problem(given.host, given.port, token)
+    flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
+    problem = _problem(given.host, given.port, token, flags)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return ExitStatus.BAD_CONFIGURATION
@@ -46,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     except OSError as error:
         print(
             f"error: the page cannot be served at {given.host}:{given.port} ({error.strerror}), so "
-            "there is none; training is not affected: give another --port",
+            f"there is none; training is not affected: give another {flags}port",
             file=sys.stderr,
         )
         return ExitStatus.BAD_CONFIGURATION
@@ -61,17 +66,17 @@ def main(argv: list[str] | None = None) -> int:
     return ExitStatus.STOPPED
 
 
-def _problem(host: str, port: int, token: str) -> str | None:
+def _problem(host: str, port: int, token: str, flags: str) -> str | None:
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return f"--host {host} is not an IP address, so nothing is served: give e.g. 127.0.0.1"
+        return f"{flags}host {host} is not an IP address, so nothing is served: give e.g. 127.0.0.1"
     if not 0 <= port <= 65535:
-        return f"--port {port} is not within 0..65535, so nothing is served: give e.g. 8010"
+        return f"{flags}port {port} is not within 0..65535, so nothing is served: give e.g. 8010"
     if not loopback and len(token) < 16:
         return (
-            f"--host {host} is reached from other machines, so it needs a token: set DT_PAGE_TOKEN "
-            "to 16 characters or more, or leave --host at 127.0.0.1"
+            f"{flags}host {host} is reached from other machines, so nothing is served without a "
+            f"token: set DT_PAGE_TOKEN to 16 characters or more, or leave {flags}host at 127.0.0.1"
         )
     return None
 

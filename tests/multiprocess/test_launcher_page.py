@@ -1,0 +1,115 @@
+"""The page beside a miner's launcher: small, without secrets, and never in its way."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from datetime import timedelta
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.multiprocess.test_launcher_tree import KEYS, Launched
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+ADDRESS = re.compile(r"page: (http://127\.0\.0\.1:\d+/)")
+_NOW = timedelta(0)
+LARGEST_BYTES = 80e6  # of the page's process
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+    running: list[Launched] = []
+
+    def start(*flags: str) -> Launched:
+        running.append(Launched(tmp_path / "run", "wait", flags=flags))
+        running[-1].wait_ready()
+        return running[-1]
+
+    yield start
+    for launcher in running:
+        launcher.process.kill()
+        launcher.process.wait()
+        launcher.mark.end(settle=_NOW, grace=_NOW)
+
+
+def address(launcher: Launched) -> str:
+    found = wait_for(lambda: ADDRESS.search(launcher.output), "the page's address")
+    return str(found[1])
+
+
+def page_of(launcher: Launched) -> psutil.Process:
+    children = psutil.Process(launcher.process.pid).children()
+    (page,) = [c for c in children if "distributed_training.telemetry.page" in c.cmdline()]
+    return page
+
+
+def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> None:
+    miner = launched("--neuron.page_port", "0")
+    url = address(miner)
+    assert httpx.get(url + "history").json()["neurons"][0]["name"] == "run"
+    page = page_of(miner)
+    assert page.nice() >= 10
+    assert page.memory_info().rss < LARGEST_BYTES, page.memory_info()
+    assert "libtorch" not in Path(f"/proc/{page.pid}/maps").read_text()
+    miner.process.send_signal(signal.SIGINT)
+    assert miner.wait() == 0, miner.output
+    assert not page.is_running() and "the page has ended" not in miner.output
+
+
+def test_it_ends_with_a_killed_launcher(launched: Callable[..., Launched]) -> None:
+    miner = launched("--neuron.page_port", "0")
+    address(miner)
+    page = page_of(miner)
+    miner.process.kill()
+    miner.process.wait()
+    wait_for(lambda: not page.is_running(), "the page's end")
+
+
+def test_a_page_that_is_killed_costs_a_line(launched: Callable[..., Launched]) -> None:
+    miner = launched("--neuron.page_port", "0")
+    address(miner)
+    page_of(miner).kill()
+    wait_for(lambda: "the page has ended" in miner.output, "the line")
+    assert miner.listening and miner.process.poll() is None
+
+
+def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as other:
+        port = str(other.getsockname()[1])
+        miner = launched("--neuron.page_port", port)
+        wait_for(lambda: "the page cannot be served" in miner.output, "the line")
+        (line,) = [x for x in miner.output.splitlines() if "page" in x and "WARNING" in x]
+        assert "give another --neuron.page_port" in line and "training is not affected" in line
+        assert miner.listening and miner.process.poll() is None
+
+
+def test_the_miners_secrets_are_neither_in_it_nor_served(
+    launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = "a-token-of-more-than-16-characters"
+    monkeypatch.setenv("DT_PAGE_TOKEN", token)
+    miner = launched("--neuron.page_port", "0")
+    url = address(miner)
+    secrets = [value for name, value in KEYS.items() if "SECRET" in name or "KEY" in name]
+    page = page_of(miner)
+    for secret in secrets:
+        assert secret not in str(page.environ()) + str(page.cmdline())
+    (miner.folder / ".env").write_text(f"R2_WRITE_SECRET_ACCESS_KEY={secrets[-1]}\n")
+    assert httpx.get(url).status_code == 401
+    bearer = {"authorization": f"Bearer {token}"}
+    names = [p.relative_to(miner.folder) for p in miner.folder.rglob("*") if p.is_file()]
+    paths = ["", "history", "metrics", ".env", "..%2f.env", "%2e%2e/%2e%2e/.env", "//etc/passwd"]
+    for path in [*paths, *map(str, names), *(f"..%2f{name}" for name in names)]:
+        answer = httpx.get(url + path, headers=bearer)
+        assert not any(secret in answer.text for secret in [*secrets, token]), path
+        assert answer.status_code in ((200,) if path in paths[:2] else (404, 503)), path
+    assert token not in miner.output and token not in str(page.cmdline())
+    assert os.environ["DT_PAGE_TOKEN"] == page.environ()["DT_PAGE_TOKEN"], "it alone knows"
