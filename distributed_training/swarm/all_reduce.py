@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -38,6 +39,11 @@ log = logging.getLogger(__name__)
 FLOAT_BYTES = 4
 #: Parts of one sender that may wait for their average, or for the sender to take its differences.
 _AHEAD = 4
+#: p2pd ends a stream by closing both of its directions, and now and then resets it instead: what
+#: the other p2pd still holds is lost then. So a sender that does not close first gets the time to
+#: take this many bytes at the pace so far: least and most seconds.
+_ON_ITS_WAY = 8 << 20
+_TAKEN_WITHIN = 0.1, 2.0
 
 OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
 
@@ -97,6 +103,7 @@ class AllReduce:
         self.reducer = Reducer(
             self._shares[mine], weight=terms.weight, senders=senders, buffers=self._buffers
         )
+        self.closing: set[asyncio.Task[None]] = set()  # streams whose reducer has yet to end
         self.kept_local = 0  # values for which no average came back
         self.group = group
         self._mine = mine
@@ -132,9 +139,16 @@ class AllReduce:
         peer, share = self.group.peers[index], self._shares[index]
         left = list(reversed(share))  # without a difference yet, the next one last
         try:
-            async with self._open_stream(peer) as stream, asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._send_parts(stream, share))
-                tasks.create_task(self._take_differences(stream, left))
+            async with contextlib.AsyncExitStack() as opened:
+                stream = await opened.enter_async_context(self._open_stream(peer))
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(self._send_parts(stream, share))
+                    tasks.create_task(self._take_differences(stream, left))
+                # A hivemind reducer that sees us go before it has ended its side counts us as
+                # failed. Nobody needs to wait for that.
+                task = asyncio.create_task(self._close_after(stream, opened.pop_all()))
+                self.closing.add(task)
+                task.add_done_callback(self.closing.discard)
         except* (OSError, TimeoutError) as errors:
             log.warning("Averaging with %s failed: %s", peer, _why(errors))
         self.kept_local += sum(len(part) for part in left)
@@ -168,14 +182,10 @@ class AllReduce:
             part.add_(values)
             left.pop()
         self._buffers.give_back(difference)
-        # A hivemind reducer that sees us go before it has ended its side counts us as failed.
-        await self._until_closed(stream)
 
-    async def _until_closed(self, stream: Stream) -> None:
-        """By the other side; all that matters has been said."""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(self._terms.chunk_timeout):
-                await stream.receive_end()
+    async def _close_after(self, stream: Stream, opened: contextlib.AsyncExitStack) -> None:
+        async with opened:
+            await _until_closed(stream, self._terms.chunk_timeout)
 
     # --- as a reducer --------------------------------------------------------------------------
 
@@ -239,6 +249,7 @@ class AllReduce:
     ) -> None:
         if collecting is not None:
             await asyncio.wait([collecting])
+        began, sent = time.monotonic(), 1
         while (pending := await sums.get()) is not None:
             await pending.done.wait()
             async with asyncio.timeout(self._terms.chunk_timeout):
@@ -249,9 +260,12 @@ class AllReduce:
                         code=averaging_pb2.AVERAGED_PART,
                     )
                 )
+            sent += FLOAT_BYTES * len(pending.values)
             self._buffers.give_back(pending.buffer)
+        took = (time.monotonic() - began) * min(1.0, _ON_ITS_WAY / sent)
+        await _until_closed(stream, min(max(took, _TAKEN_WITHIN[0]), _TAKEN_WITHIN[1]))
         stream.end_sending()
-        await self._until_closed(stream)
+        await _until_closed(stream, self._terms.chunk_timeout)
 
 
 @dataclass(frozen=True)
@@ -262,6 +276,13 @@ class _Pending:
     values: Tensor
     done: asyncio.Event
     compression: int
+
+
+async def _until_closed(stream: Stream, timeout: float) -> None:
+    """By the other side; all that matters has been said."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(timeout):
+            await stream.receive_end()
 
 
 def _refusal(arriving: frames.Arriving | None) -> str:

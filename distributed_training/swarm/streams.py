@@ -104,9 +104,10 @@ class Stream:
         message.ParseFromString(await self.receive(length))
 
     def end_sending(self) -> None:
-        """The other side reads what was sent, then the end; it may still send.
+        """The other side reads the end after what was sent.
 
-        After :meth:`close` p2pd resets the stream instead, which may overtake what was sent last.
+        p2pd may reset the stream instead, which overtakes what was sent last: let the other side
+        take that first.
         """
         with contextlib.suppress(OSError):  # it is broken already
             self._socket.shutdown(socket.SHUT_WR)
