@@ -28,7 +28,8 @@ _KEPT = ("R2_ENDPOINT_URL", "R2_ACCOUNT_ID", "HF_TOKEN")
 
 class BackgroundPreview:
     """``flags``: the miner's own. ``mode``: ``own`` scores this uid alone, ``ranked`` also ranks it
-    among the best paid others. ``told``: gets what :func:`~.report.row_fields` says, from a thread.
+    among the best paid others. ``told``: gets what :func:`~.report.row_fields` says and how many
+    ``seconds`` the look took, from a thread.
     """
 
     def __init__(
@@ -96,10 +97,10 @@ class BackgroundPreview:
 
     def _tell(self, said: str, problem: str) -> None:
         try:
-            miners = json.loads(said)["miners"]
-            (mine,) = [row for row in miners if row["uid"] == self._uid]
+            look = json.loads(said)
+            (mine,) = [row for row in look["miners"] if row["uid"] == self._uid]
         except (ValueError, KeyError, TypeError):
             last = problem.strip().splitlines()[-1:] or ["it said nothing"]
             log.warning("No score preview of this publication: %s", last[0])
             return
-        self._told(mine)
+        self._told({"seconds": look.get("seconds"), **mine})

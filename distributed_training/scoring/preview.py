@@ -133,7 +133,8 @@ class Previewer:
             rows.append(self._row(neuron, repository, self._judge(upload, random_blocks)))
             told(rows[-1])
         judgements = [row.judgement for row in rows if row.judgement is not None]
-        standings = rank(judgements, passes=passes) if judgements else {}
+        # Alone there is no rank, and no share of a train score to lose.
+        standings = rank(judgements, passes=passes) if len(judgements) > 1 else {}
         return Preview(
             block=self._judged.block,
             global_outer_step=self._judged.global_outer_step,

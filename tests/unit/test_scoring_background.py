@@ -63,8 +63,8 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 def test_its_own_row_is_told_and_no_secret_is_given(rig: Rig) -> None:
     rig.preview.look()
-    rig.answer(json.dumps({"miners": [{"uid": 8}, {"uid": 7, "rank": 1}]}))
-    assert rig.told.get(timeout=30) == {"uid": 7, "rank": 1}
+    rig.answer(json.dumps({"seconds": 2.5, "miners": [{"uid": 8}, {"uid": 7, "rank": 1}]}))
+    assert rig.told.get(timeout=30) == {"uid": 7, "rank": 1, "seconds": 2.5}
     ((arguments, environment),) = rig.looks()
     assert arguments[:6] == ["--uid", "7", "--others", "0", "--json", "--background"]
     assert "R2_ENDPOINT_URL" in environment and "R2_WRITE_SECRET_ACCESS_KEY" not in environment

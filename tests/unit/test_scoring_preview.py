@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -148,6 +149,22 @@ def _down(world: World, miner: TwinMiner) -> None:
     miner.bucket.down = True
 
 
+class _Hostile:
+    """A pickle that runs a command where it is read."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.system, (f"touch {self._trace}",)
+
+
+def _runs_code(world: World, miner: TwinMiner) -> None:
+    buffer = io.BytesIO()
+    torch.save({"metadata": _Hostile(world.folder / "trace")}, buffer)
+    miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
+
+
 NAME = "model.layers.0.self_attn.q_proj.weight"
 SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "no commitment": (
@@ -175,6 +192,14 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
         Cause.OLD_BLOCKS,
     ),
     "oversized": (_put("epoch-0/gradients.pt", bytes(10**7)), Cause.BAD_GRADIENT),
+    "oversized config": (_put("epoch-0/config.json", bytes(10**7)), Cause.BAD_GRADIENT),
+    "oversized root": (_put(keys.ROOT_METADATA, bytes(10**7)), Cause.UNREACHABLE),
+    "runs code": (_runs_code, Cause.BAD_GRADIENT),
+    "no metadata": (_payload(lambda p: p.pop("metadata")), Cause.BAD_GRADIENT),
+    "no names of ours": (
+        _payload(lambda p: [p.pop(k) for k in list(p) if k != "metadata"]),
+        Cause.MAKES_IT_WORSE,  # it changes nothing
+    ),
     "nan": (_payload(lambda p: p[NAME + "vals"].fill_(float("nan"))), Cause.BAD_GRADIENT),
     "another model": (
         _payload(lambda p: p.update({NAME + "idxs": torch.zeros(1, 1, 9, dtype=torch.int16)})),
@@ -199,6 +224,33 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(world: World, name: str) -> Non
     assert report.to_json(found)["miners"][1]["cause"] == cause.name
     line = report.summary_line(rows[17], found.compared)
     assert cause.remedy in line and "\n" not in line
+    assert not (world.folder / "trace").exists(), "a stranger's code was run"
+
+
+def test_alone_a_miner_has_no_rank(world: World) -> None:
+    for uid in (3, 42):
+        world.miners[uid].bucket.objects.clear()
+    found = preview(world)
+    assert found.compared == 1
+    row = rows_of(found)[17]
+    assert row.random is not None and row.standing is None and row.cause is not Cause.RANKED_LOW
+    assert "rank" not in report.summary_line(row, found.compared).split(";")[0]
+
+
+def test_many_buckets_that_hang_take_their_timeout_together(world: World) -> None:
+    hang = threading.Event()
+
+    def forever(called: str, key: str) -> None:
+        hang.wait(30)
+
+    for uid in (3, 42):
+        world.miners[uid].bucket._before = forever
+    began = time.monotonic()
+    rows = rows_of(preview(world, timeout=1.0))
+    took = time.monotonic() - began
+    hang.set()
+    assert took < 10 and rows[17].random is not None
+    assert all(rows[uid].cause is Cause.TOO_SLOW for uid in (3, 42))
 
 
 def test_names_that_the_model_lacks_are_passed_over(world: World) -> None:
