@@ -146,6 +146,8 @@ class Publishing:
 
     def _give_way(self, before: Mode, after: Mode) -> None:
         if after in _NEEDS_THE_LINE:
+            if after is Mode.AVERAGING:
+                self._round_clock.round_called()
             if after is Mode.AVERAGING and self._publisher.busy:
                 log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
             self._publisher.pause()

@@ -1,24 +1,33 @@
 """When the next round will be called, as far as a miner can know.
 
 The validator calls once ``blocks_per_allreduce`` blocks have passed since the last round (protocol
-page, section 2); a round that failed starts the period anew. Blocks are turned into seconds by the
-pace this miner sees.
+page, section 2); a round that failed starts the period anew. How many blocks that are is a setting
+of the validator's: the clock starts from what is configured and learns from the calls it sees, once
+two of the last three came after nearly the same number of blocks. Blocks are turned into seconds by
+the pace this miner sees.
 """
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
 from distributed_training.protocol import schedule
 
+log = logging.getLogger(__name__)
+
 _MEASURABLE = 5  # blocks to pass before their pace counts
 _WINDOW = 100  # blocks after which the pace is measured anew
+_ALIKE = 0.1  # two periods that differ by less, relative to the longer one, are the same
+_PLAUSIBLE = 4  # times the configured period, or a fraction of it; else calls were missed, or tries
 
 
 class RoundClock:
     """``last_allreduce_block``: from the global state, or None if it does not say.
 
+    ``blocks_per_allreduce``: between two rounds until calls have told otherwise.
     ``shortest_period``: blocks between two rounds at the least (default: the period itself).
     ``seconds_per_block`` is the network's, used until a pace was seen.
     """
@@ -40,6 +49,28 @@ class RoundClock:
         self._seconds_per_block = seconds_per_block
         self._clock = clock
         self._seen = (chain_block(), clock())
+        self._configured = self._period
+        self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
+
+    def round_called(self) -> None:
+        """The validator called a round now: how long after the last one tells the period."""
+        if self._last is None:
+            return
+        gap = self._chain_block() - self._last
+        if not self._configured / _PLAUSIBLE <= gap <= self._configured * _PLAUSIBLE:
+            return
+        self._gaps.append(gap)
+        alike = [each for each in self._gaps if abs(each - gap) <= _ALIKE * max(each, gap)]
+        if len(alike) < 2:
+            return
+        if abs(min(alike) - self._period) > _ALIKE * self._period:
+            log.info(
+                "Rounds are called after %d blocks, not %d: publications are planned for that",
+                min(alike),
+                self._period,
+            )
+        self._period = min(alike)  # a call may come late, hardly early
+        self._shortest = min(self._shortest, self._period)
 
     def round_ended(self, *, averaged: bool = True) -> None:
         """A round ended now, ``averaged`` or failed: the period starts anew."""

@@ -114,3 +114,56 @@ def test_a_validator_that_starts_again_may_call_after_the_shorter_period() -> No
     )
     chain.pass_blocks(400, 12.0)
     assert clock.due() is True and clock.next_at() == chain.now + 350 * 12
+
+
+def live(clock: RoundClock, chain: Chain, gaps: list[int]) -> None:
+    """Rounds called so many blocks after the end of the one before; each takes 10 blocks."""
+    for gap in gaps:
+        chain.pass_blocks(gap, 12.0)
+        clock.round_called()
+        chain.pass_blocks(10, 12.0)
+        clock.round_ended()
+
+
+def remaining(clock: RoundClock, chain: Chain) -> float:
+    """Blocks until the next call."""
+    at = clock.next_at()
+    assert at is not None
+    return (at - chain.now) / 12
+
+
+@pytest.mark.parametrize(
+    ("gaps", "period"),
+    [
+        ([], 400),
+        ([750], 400),  # one may be an accident
+        ([750, 760], 750),
+        ([200, 205], 200),
+        ([750, 400, 752], 750),  # a validator that started again called once after 400
+        ([400, 401, 1201], 400),  # two calls were missed
+        ([3, 4, 2], 400),  # the validator tried again: no period
+        ([750, 751, 500, 502], 500),  # it was changed
+        ([100_000, 100_000], 400),  # this miner was away
+    ],
+)
+def test_the_period_is_learnt_from_two_calls_that_agree(gaps: list[int], period: int) -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    live(clock, chain, gaps)
+    assert remaining(clock, chain) == pytest.approx(period)
+    assert clock.seconds() == period * 12
+
+
+def test_a_shorter_period_allows_earlier_calls() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    live(clock, chain, [200, 201])
+    chain.pass_blocks(185, 12.0)
+    assert clock.due() is True
+
+
+def test_a_call_without_a_known_round_tells_nothing() -> None:
+    chain = Chain()
+    clock = chain.clock(None)
+    clock.round_called()
+    assert clock.next_at() is None

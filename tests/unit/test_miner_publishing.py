@@ -221,3 +221,14 @@ def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
     rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, 4))
     assert rig.round_clock.next_at() == rig.now + 100 * 12
     assert rig.round_clock.due() is False, "only a successful one begins a time without calls"
+
+
+def test_the_period_is_learnt_from_the_calls(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    for _ in range(3):
+        rig.see(ev.OuterStepEnded(True, 4))
+        rig.block += 60
+        rig.now += 60 * 12
+        rig.see(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))
+    rig.see(ev.OuterStepEnded(True, 5))
+    assert rig.round_clock.next_at() == rig.now + 60 * 12
