@@ -1,0 +1,140 @@
+"""The score preview on a running local subnet: beside a real miner, and from outside.
+
+What it says must be what the subnet's validator writes of the same upload. No round is called in
+this time, so that uploads stay what they are judged as.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.telemetry import read_events
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ("before", "after", "relative")
+
+
+@dataclass
+class Run:
+    subnet: LocalSubnet
+    uids: list[int]
+    frozen: dict[str, Any]  # the preview from outside, once the miners had stopped
+    judged: list[dict[str, Any]]  # upload_scored events by then
+
+    def previews(self, miner: int) -> list[dict[str, Any]]:
+        events = read_events(self.subnet.miners[miner].plan.events)
+        return [e for e in events if e["kind"] == "score_preview"]
+
+
+def _judged(subnet: LocalSubnet) -> list[dict[str, Any]]:
+    events = read_events(subnet.validator.plan.events)
+    return [e for e in events if e["kind"] == "upload_scored" and e["ok"]]
+
+
+def _previewed(subnet: LocalSubnet) -> set[tuple[int, str]]:
+    return {
+        (e["uid"], e["revision"])
+        for miner in subnet.miners
+        for e in read_events(miner.plan.events)
+        if e["kind"] == "score_preview" and e["random_after"] is not None
+    }
+
+
+def _close(one: Mapping[str, Any], other: Mapping[str, Any], name: str) -> bool:
+    return bool(abs(one[name] - other[name]) <= 1e-6)
+
+
+def _look(subnet: LocalSubnet, random_block: int) -> dict[str, Any]:
+    command = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
+    options = ["--all", "--json", "--passes", "1", "--random-block", str(random_block)]
+    flags = ["--neuron.blocks_per_allreduce", "900"]
+    done = subprocess.run([*command, *options, *flags], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    options = SubnetOptions(
+        folder=tmp_path_factory.mktemp("subnet"),
+        ranks=(1, 1),
+        blocks_per_allreduce=900,
+        miner_flags=("--neuron.score_preview", "own", "--neuron.upload_steps", "20"),
+    )
+    with LocalSubnet(options=options) as subnet:
+        uids = [miner.plan.uid for miner in subnet.miners]
+
+        def both_seen() -> bool:
+            judged = {(e["uid"], e["revision"]) for e in _judged(subnet)}
+            return {uid for uid, _ in judged & _previewed(subnet)} == set(uids)
+
+        subnet.wait_until(both_seen, timedelta(seconds=300), "a judged and previewed upload each")
+        for index in range(len(uids)):
+            assert subnet.stop_miner(index) == 0
+        before = len(_judged(subnet))
+        # One pass over buckets that do not change any more, and the one that may be under way.
+        subnet.wait_until(
+            lambda: len(_judged(subnet)) >= before + 2 * len(uids),
+            timedelta(seconds=120),
+            "two passes of the validator",
+        )
+        judged = _judged(subnet)
+        frozen = _look(subnet, judged[-1]["random_block"])
+        yield Run(subnet, uids, frozen, judged)
+
+
+def test_beside_a_miner_it_finds_what_the_validator_does(run: Run) -> None:
+    """The assigned block follows from upload and uid, so it is the validator's."""
+    compared = dict.fromkeys(run.uids, 0)
+    for index, uid in enumerate(run.uids):
+        for look in run.previews(index):
+            # While an upload replaces file after file, the root still names the one before: what
+            # the validator saw of it is looked for by the block too.
+            same = [
+                e
+                for e in run.judged
+                if (e["uid"], e["revision"]) == (uid, look["revision"])
+                and [e["assigned_block"]] == look["assigned_blocks"]
+            ]
+            found = [all(_close(look, e, f"assigned_{f}") for f in FIGURES) for e in same]
+            assert not found or any(found), (look, same)
+            compared[uid] += any(found)
+    assert all(compared.values()), compared
+
+
+def test_it_is_a_log_line_an_event_and_a_metric(run: Run) -> None:
+    for index, miner in enumerate(run.subnet.miners):
+        last = run.previews(index)[-1]
+        assert last["line"] in (miner.plan.folder / "log.txt").read_text()
+        assert last["seconds"] > 0 and last["rank"] is None, "alone it has no rank"
+        text = (miner.plan.folder / "metrics.prom").read_text()
+        assert "dt_score_random_relative" in text and "dt_score_repo_valid 1" in text
+        assert "dt_score_rank" not in text and "dt_score_train_share" not in text
+
+
+def test_from_outside_it_equals_the_validator_for_the_same_blocks(run: Run) -> None:
+    newest = {e["uid"]: e for e in run.judged}
+    block = run.frozen["random_blocks"][0]
+    assert [row["uid"] for row in run.frozen["miners"]] == run.uids
+    for row in run.frozen["miners"]:
+        event = newest[row["uid"]]
+        assert row["revision"] == event["revision"] and event["random_block"] == block
+        for text in ("random", "assigned"):
+            for figure in FIGURES:
+                name = f"{text}_{figure}"
+                assert row[name] == pytest.approx(event[name], abs=1e-6), (row["uid"], name)
+        gain = {t: event[f"{t}_before"] - event[f"{t}_after"] for t in ("random", "assigned")}
+        assert row["assigned_wins"] == (gain["assigned"] > gain["random"])

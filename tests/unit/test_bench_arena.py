@@ -1,0 +1,95 @@
+"""The arena's own arithmetic: fields, ratios, and the levers that only it has."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from bench.arena_field import PUBLIC, Look, results, score_field, table
+from bench.arena_levers import orthogonal, rows_rescaled
+from bench.arena_miner import Bucket, Upload
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata, parse_config
+from distributed_training.protocol.scoring import RESET
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def looks(improvement: float, seed: int, count: int = 20) -> list[Look]:
+    """Of a miner whose own text gains a little more than random text; both vary."""
+    dice = random.Random(seed)
+    found = []
+    for _ in range(count):
+        gains = [improvement + extra + dice.gauss(0, 0.02) for extra in (0.0, 0.01)]
+        found.append(Look(True, *((5.0, 5.0 * (1 - gain)) for gain in gains)))
+    return found
+
+
+def test_a_field_of_equals_shares_alike_and_a_better_miner_gets_more() -> None:
+    equal = {uid: looks(0.1, uid) for uid in (1, 12, 23, 34)}
+    shares, totals = score_field(equal)
+    assert sum(shares.values()) == pytest.approx(1.0)
+    assert sum(totals.values()) == pytest.approx(1.0)
+    better, _ = score_field({**equal, 23: looks(0.2, 23)})
+    assert better[23] > max(0.5, shares[23])
+    worse, totals = score_field({**equal, 23: looks(0.02, 23)})
+    assert worse[23] == 0.0 and totals[23] == pytest.approx(0.25 / 4)
+
+
+def test_what_is_never_found_earns_nothing() -> None:
+    field = {uid: looks(0.1, uid) for uid in (1, 12, 23)}
+    field[23] = [Look(False, RESET, RESET, "no epoch-0/gradients.pt")] * 20
+    shares, totals = score_field(field)
+    assert shares[23] == 0.0 and totals[23] == 0.0
+
+
+def test_each_contender_is_a_ratio_to_the_field_it_mines_in() -> None:
+    def by_uid(improvement: float) -> dict[int, list[Look]]:
+        return {uid: looks(improvement, uid) for uid in (1, 12, 23)}
+
+    found = results({PUBLIC: by_uid(0.1), "ours": by_uid(0.2)})
+    assert found[PUBLIC].share == pytest.approx(1 / 3)
+    assert found["ours"].share > 0.9 and found["ours"].scored == 1.0
+    assert found["ours"].improvement == pytest.approx(20, abs=2)
+    assert results({PUBLIC: by_uid(0.1), "ours": by_uid(0.2)}, "ours")[PUBLIC].share == 0.0
+    lines = table({7: found}, PUBLIC)
+    assert lines[1].split()[:2] == [PUBLIC, "1.00"] and len(lines) == 3
+
+
+@pytest.mark.parametrize("shape", [(8, 8), (16, 6), (6, 16)])
+def test_muon_s_direction_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonal(matrix))
+    assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+
+
+def test_rescaled_rows_are_as_long_as_those_they_stand_for() -> None:
+    generator = torch.Generator().manual_seed(1)
+    start, current = torch.randn(5, 40, generator=generator), torch.randn(5, 40)
+    rows = 0.8 * (start - current)
+    values, places = rows.abs().topk(4, dim=1)
+    code = (places.to(torch.int16), rows.gather(1, places))
+    vector = (torch.zeros(1, 4, dtype=torch.int16), torch.ones(1, 4))
+    found = rows_rescaled(
+        {"off": [code, vector]}, [start, torch.ones(4)], [current, torch.zeros(4)], 0.8
+    )
+    scaled = found["off"][0]
+    assert scaled is not None and found["off"][1] is vector
+    torch.testing.assert_close(scaled[1].norm(dim=1), rows.norm(dim=1))
+    assert torch.equal(scaled[0], code[0]) and bool((values > 0).all())
+
+
+def test_a_bucket_names_its_newest_upload_and_holds_that_of_the_outer_step() -> None:
+    def upload(outer: int, at: float) -> Upload:
+        return Upload(outer, 50, (7, 9), at, at, {}, [], 1.0, content=b"x" * outer)
+
+    bucket = Bucket("mine", upload(3, 90.0), upload(2, 60.0), now=100.0)
+    root = bucket.get(keys.ROOT_METADATA, limit=1000)
+    assert root is not None and Metadata.parse(root).outer_step == 3
+    info = bucket.head("epoch-2/gradients.pt")
+    assert info is not None and (info.size, info.age_seconds) == (2, 40.0)
+    config = bucket.get("epoch-2/config.json", limit=1000)
+    assert config is not None and parse_config(config)[1].block_list == (7, 9)
+    assert Bucket("empty", None, None, now=1.0).head("epoch-2/gradients.pt") is None
