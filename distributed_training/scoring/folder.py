@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,8 @@ from distributed_training.store.interface import ObjectInfo
 
 
 class FolderReader:
-    """A :class:`~distributed_training.node.peers.Reader`; ages are by this machine's clock.
+    """A :class:`~distributed_training.node.peers.Reader`. Its files have no age: a copy says
+    nothing of when the original was published, and what is not published cannot be too old.
 
     ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
     a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
@@ -61,8 +61,7 @@ class FolderReader:
             if not path.exists():
                 return None
             status = path.stat()
-        age = max(0.0, time.time() - status.st_mtime)
-        return ObjectInfo(key, status.st_size, "", status.st_mtime, age)
+        return ObjectInfo(key, status.st_size, "", status.st_mtime, 0.0)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         if key == keys.ROOT_METADATA:

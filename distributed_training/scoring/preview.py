@@ -180,7 +180,9 @@ class Previewer:
                 repository, cause=repository.cause or Cause.NO_METADATA
             ), None
         if repository.metadata.inner_step == 0:
-            return dataclasses.replace(repository, cause=Cause.INNER_STEP_ZERO), None
+            return dataclasses.replace(
+                repository, cause=repository.cause or Cause.INNER_STEP_ZERO
+            ), None
         try:
             return repository, within(
                 deadline,

@@ -85,7 +85,7 @@ def summary_line(row: Row, compared: int) -> str:
     if found is None or assigned is None:
         return f"Score preview: {_sentence(row)}"
     place = ""
-    if standing is not None and compared > 1:
+    if standing is not None:
         share = f"{100 * standing.share:.1f} % of the train score"
         place = f", rank {standing.rank} of {compared}, {share}"
     return (

@@ -183,6 +183,13 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
         _put(keys.ROOT_METADATA, Metadata(5, 0, 0, "").to_json()),
         Cause.INNER_STEP_ZERO,
     ),
+    "inner step 0 and stale": (
+        lambda world, miner: (
+            miner.bucket.put(keys.ROOT_METADATA, Metadata(5, 0, 0, "").to_json()),
+            miner.bucket.age(5000),
+        ),
+        Cause.STALE,  # which costs all of the score, not only a judgement
+    ),
     "no blocks": (
         _put("epoch-0/config.json", ConfigExtras((), 5).merge_into(MODEL_CONFIG)),
         Cause.NO_BLOCKS,
@@ -356,6 +363,7 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name in names:
             (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
+            os.utime(folder / name, (0, 0))  # a copy that has lain here for long
     sources = in_folders(upload, state, 17)
     judged = read_judged(
         sources.global_bucket(),
@@ -373,7 +381,10 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
         age_limit=timedelta(seconds=4800),
     ).run(sources.miners(), random_blocks=BLOCKS)
     assert found.rows[0].judgement == rows_of(preview(world))[17].judgement
-    assert found.rows[0].revision == "5.0.30"
+    assert found.rows[0].revision == "5.0.30" and found.rows[0].valid
+    # Nobody to compare it with: no rank and no share, and not "ranked low" either.
+    assert found.compared == 1 and found.rows[0].standing is None
+    assert found.rows[0].cause in (None, Cause.ASSIGNED_NOT_BETTER)
     with pytest.raises(ConfigError, match="--folder"):
         in_folders(tmp_path / "none", state, 17)
 

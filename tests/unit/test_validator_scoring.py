@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from distributed_training.protocol.payload import load_payload
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.pages import DataUnavailable
 from distributed_training.scoring.repository import Repository, inspect
+from distributed_training.validator import scorer
 from distributed_training.validator.standings import Standings
 
 pytestmark = pytest.mark.timeout(60)
@@ -220,6 +223,39 @@ def test_repositories(world: World) -> None:
     world.register()
     bucket.down = True
     assert look().cause is Cause.UNREACHABLE and "does not answer" in look().reason
+
+
+@pytest.mark.parametrize(("age", "valid"), [(4799.9, True), (4800.0, False)])
+def test_the_age_limit_itself_is_too_old(
+    world: World, monkeypatch: pytest.MonkeyPatch, age: float, valid: bool
+) -> None:
+    world.train_and_publish()
+    (neuron,) = [n for n in world.chain.neurons() if n.uid == 3]
+    bucket = world.open_bucket(neuron)
+    info = bucket.head("epoch-0/gradients.pt")
+    assert info is not None
+    monkeypatch.setattr(bucket, "head", lambda key: replace(info, age_seconds=age))
+    limit = timedelta(seconds=4800)
+    found = inspect(neuron, lambda n: bucket, outer_step=0, age_limit=limit)
+    assert found.valid is valid and found.age == timedelta(seconds=age)
+
+
+def test_an_upload_that_drips_for_ever_is_reset_and_the_others_are_judged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train_and_publish()
+    monkeypatch.setattr(scorer, "_UPLOAD_PATIENCE", timedelta(seconds=0.5))
+    ended = threading.Event()
+
+    def drip(called: str, key: str) -> None:
+        if called == "get_range":
+            ended.wait(30)
+
+    world.miners[17].bucket._before = drip
+    judgements = {j.uid: j for j in world.validator.score()}
+    ended.set()
+    assert judgements[17].cause is Cause.TOO_SLOW and "0.5 s" in judgements[17].reason
+    assert judgements[3].ok and judgements[42].ok
 
 
 def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
