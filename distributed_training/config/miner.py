@@ -30,6 +30,11 @@ class MinerSettings:
     stop_timeout: Duration = flag("neuron.stop_timeout", 60 * SECOND, ge=SECOND, le=DAY)
     """how long a stop may take (finish the micro-batch, checkpoint, close) before the ranks are
     ended by force; pm2's kill_timeout must be longer"""
+    hang_timeout: Duration = flag("neuron.hang_timeout", 1200 * SECOND, ge=SECOND, le=DAY)
+    """ranks that come to no micro-batch boundary for so long hang: the stacks of all processes are
+    written to stacks.txt in the run folder, and the ranks start again from their last checkpoint.
+    Waiting for data, a round or an upload does not count; compiling, loading weights and waiting
+    until a checkpoint is written do"""
     epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
     """blocks between two synchronizations with the metagraph"""
     blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)

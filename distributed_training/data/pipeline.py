@@ -99,6 +99,12 @@ class DataPipeline:
 
     # --- blocks ahead --------------------------------------------------------------------------
 
+    def look_after_workers(self) -> None:
+        """Take what they have prepared, and replace those that ended. At each boundary: a worker
+        that dies while it has nothing to do is to be there again before it is needed."""
+        for answer in self._workers.answers():
+            self._take(answer)
+
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
         if block in self._pending or self._blocks.get(block) is not None:
@@ -110,8 +116,7 @@ class DataPipeline:
     def ready(self, block: int) -> int | None:
         """Sequences of ``block`` on this rank; None while under way, 0 if it cannot be had."""
         if block in self._pending:
-            for answer in self._workers.answers():
-                self._take(answer)
+            self.look_after_workers()
         if block not in self._blocks:
             return None
         held = self._blocks[block]

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from distributed_training.common.environment import without_secrets
+from distributed_training.common.stacks import write_stacks_on_signal
 
 from .spec import WorkerSpec
 from .work import BlockMaker, Failure, Prepared
@@ -131,6 +132,7 @@ def _run(connection: Connection) -> None:
 
 def main() -> None:
     os.nice(_NICENESS)
+    write_stacks_on_signal()
     with contextlib.suppress(EOFError, OSError):  # the rank is gone
         _run(Connection(int(sys.argv[1])))
     os._exit(0)  # without waiting for requests under way

@@ -30,6 +30,7 @@ class SubnetOptions:
     # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
     least_miners: int | None = None
     resume: bool = False
+    restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
     miner_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()
     miner_script: Path | None = None  # None: the project's neurons

@@ -25,6 +25,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.folder import RunFolder
@@ -198,7 +199,9 @@ class LocalSubnet:
         for neuron in self.neurons:
             self._read_events(neuron)
             child = neuron.child
-            if not child.running and child.exit_status is not None and not child.stopping:
+            if child.running or child.exit_status is None or child.stopping:
+                continue
+            if not self._as_pm2(neuron):
                 raise SubnetFailure(child.obituary)
         if self.services is not None:
             for line in self.services.dead():
@@ -249,6 +252,15 @@ class LocalSubnet:
         )
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _as_pm2(self, neuron: Neuron) -> bool:
+        """Start a neuron that ended again, if a miner's pm2 would. Whether it was."""
+        final = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED)
+        again = neuron.plan.kind == "miner" and neuron.child.exit_status not in final
+        if again and self.options.restart_miners:
+            self._start_neuron(neuron)
+            return True
+        return False
 
     def _follow(self, condition: Callable[[], bool], longest: timedelta) -> bool:
         """Until ``condition()``; False if it does not come in time."""

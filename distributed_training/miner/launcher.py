@@ -8,6 +8,7 @@
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM to rank 0 alone, which decides
       --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
       a rank fails                                   -> the others end, and all start again
+      ranks hang (watchdog.py)                       -> stacks to a file, SIGKILL, the same
       at the end, always                             -> strays ended and reaped
 
 Ranks that failed are started again here, from the warm process and without a new import, up to
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import logging
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -44,6 +46,7 @@ from distributed_training.miner.process import (
     write_instance,
 )
 from distributed_training.miner.rank_group import RankGroup
+from distributed_training.miner.watchdog import Watchdog
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.telemetry.page.process import PageProcess
@@ -62,6 +65,8 @@ LINGER = timedelta(seconds=15)
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
+
+STACKS_FILE = "stacks.txt"  # in the run folder
 
 _POLL = timedelta(milliseconds=200)
 
@@ -84,8 +89,17 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
             _check_machine(config, folder, ranks=ranks)
             mark = Mark(INSTANCE, secrets.token_hex(16))
             write_instance(folder, mark)
-            group = RankGroup(script=script, argv=argv, world_size=ranks, mark=mark)
+            group = RankGroup(
+                script=script,
+                argv=argv,
+                world_size=ranks,
+                mark=mark,
+                stacks=folder / STACKS_FILE,
+            )
             log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
+            watchdog = functools.partial(
+                Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
+            )
             with _page(config.telemetry, folder):
                 return _Supervisor(
                     group=group,
@@ -93,6 +107,7 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
                     mark=mark,
                     signals=signals,
                     stop_timeout=config.miner.stop_timeout,
+                    watchdog=watchdog,
                 ).run()
     except ConfigError as error:
         return exit_with(error)
@@ -185,14 +200,17 @@ class _Supervisor:
         mark: Mark,
         signals: StopSignals,
         stop_timeout: timedelta,
+        watchdog: Callable[[], Watchdog],
     ) -> None:
         self._group = group
         self._folder = folder
         self._mark = mark
         self._signals = signals
         self._stop_timeout = stop_timeout
+        self._new_watchdog = watchdog  # one for each start of the ranks
         self._told = False  # rank 0, that a stop is wanted
         self._forced = False
+        self._hung = False
 
     def run(self) -> ExitStatus:
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
@@ -221,7 +239,7 @@ class _Supervisor:
 
     def _run_once(self) -> ExitStatus:
         forget_ranks(self._folder)
-        self._told = self._forced = False
+        self._told = self._forced = self._hung = False
         try:
             self._start()
         except Stopped:
@@ -246,9 +264,13 @@ class _Supervisor:
         """Until all ranks have ended, by themselves or by force."""
         whole = len(self._group.running)
         ended_at: float | None = None
+        watchdog = self._new_watchdog()
         while running := self._group.running:
             now = time.monotonic()
             if self._late(now):
+                return
+            if not self._told and watchdog.hangs():
+                self._kill_hung()
                 return
             if len(running) < whole and ended_at is None:
                 ended_at = now
@@ -289,6 +311,15 @@ class _Supervisor:
         self._forced = True
         self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=False)
 
+    def _kill_hung(self) -> None:
+        log.error(
+            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout; "
+            "ending them. Where each process stood: %s",
+            self._folder / STACKS_FILE,
+        )
+        self._hung = self._forced = True
+        self._group.kill()
+
     def _sweep(self) -> None:
         """End and reap everything that is left of the ranks."""
         settle = timedelta(0) if self._forced else SETTLE
@@ -297,6 +328,8 @@ class _Supervisor:
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
 
     def _exit_status(self) -> ExitStatus:
+        if self._hung:
+            return ExitStatus.FAULT
         failed = "; ".join(self._group.endings)
         written = read_exit_status(self._folder, instance=self._mark.value)
         if written is None:

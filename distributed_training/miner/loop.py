@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 class MinerLoop:
     """``snapshots``: folder of what is published. ``leader`` and ``buffers`` (float32 tensors that
-    the swarm averages in place) are None on all ranks but 0."""
+    the swarm averages in place) are None on all ranks but 0. ``alive``: called at each boundary."""
 
     def __init__(
         self,
@@ -44,6 +44,7 @@ class MinerLoop:
         snapshots: Path,
         leader: Leader | None,
         buffers: Sequence[torch.Tensor] | None,
+        alive: Callable[[], None],
     ) -> None:
         self._ranks = ranks
         self._trainer = trainer
@@ -52,6 +53,7 @@ class MinerLoop:
         self._snapshots = snapshots
         self._leader = leader
         self._buffers = buffers
+        self._alive = alive
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
         self._holds_back = False
         self._last_loss = 0.0
@@ -61,6 +63,7 @@ class MinerLoop:
         """Until STOP. Returns the exit status; all ranks return the same."""
         while True:
             began = time.perf_counter()
+            self._alive()
             command = self._ranks.agree(self._leader.next_command() if self._leader else None)
             self._follow_data(command.data)
             event = self._carry_out(command, began)
@@ -110,6 +113,7 @@ class MinerLoop:
         if order.begin:
             self._data.begin(order.begin, order.sequences, order.start)
             self._hold_back()
+        self._data.look_after_workers()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)
             if sequences is not None:

@@ -2,6 +2,7 @@
 
     instance.json       the mark of the running (or last) launcher's tree
     pids/rank-R.json    the process of each rank, once it listens to signals
+    pids/rank-R.beat    that it came to a boundary: see watchdog.py
     exit_status.json    what rank 0 wants the miner's exit status to be
 
 Imports nothing heavy.

@@ -38,6 +38,7 @@ from distributed_training.common.processes import (
     reap_orphans,
     send,
 )
+from distributed_training.common.stacks import STACKS, collect_stacks
 
 log = logging.getLogger(__name__)
 
@@ -118,14 +119,17 @@ class _Rank:
 class RankGroup:
     """Starts ``world_size`` ranks, each running ``script`` with ``argv``, and ends them together.
 
-    May be started again once all ranks have ended.
+    May be started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
     """
 
-    def __init__(self, *, script: Path, argv: Sequence[str], world_size: int, mark: Mark) -> None:
+    def __init__(
+        self, *, script: Path, argv: Sequence[str], world_size: int, mark: Mark, stacks: Path
+    ) -> None:
         self._script = script
         self._argv = list(argv)
         self._world_size = world_size
         self._mark = mark
+        self._stacks = stacks
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD))
         self._ranks: list[_Rank] = []
@@ -165,7 +169,7 @@ class RankGroup:
         os.environ.clear()
         os.environ.update(without_secrets(before))
         os.environ.update(rank_environment_defaults(ranks=self._world_size))
-        os.environ.update(self._mark.environment)
+        os.environ.update(self._mark.environment | {STACKS: str(self._stacks)})
         # Ctrl-C and a closed terminal are the launcher's: a program inherits what is ignored.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}
         try:
@@ -206,6 +210,15 @@ class RankGroup:
         ended = self._mark.end(settle=settle, grace=grace, spare=spare, reap=self.reap)
         own = f"{self._server} "
         return [line for line in ended if not line.startswith(own)]
+
+    def kill(self) -> None:
+        """End ranks that hang, and what they started, after their stacks were written."""
+        spare = () if self._server is None else (self._server,)
+        try:
+            collect_stacks(self._stacks, self._mark.processes(spare=spare))
+        except OSError as error:  # a full disk, say
+            log.warning("The stacks could not be written to %s: %s", self._stacks, error)
+        self._mark.end(settle=timedelta(0), grace=timedelta(0), spare=spare, reap=self.reap)
 
     def reap(self) -> None:
         reap_orphans(spare=() if self._server is None else (self._server,))

@@ -29,6 +29,7 @@ import torch
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import snapshot_bytes
 from distributed_training.common.processes import die_with_parent
+from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.diagnostics import (
     NvmlSampler,
@@ -63,6 +64,7 @@ from .process import (
 from .publishing import Publishing
 from .ranks import Ranks, join_ranks
 from .reporter import Metrics, Record, Reporter
+from .watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +106,7 @@ def run_rank(argv: list[str]) -> int:
     stop = _Stop()
     stop.install()
     die_with_parent()
+    write_stacks_on_signal()
     config = load_config("miner", argv)
     folder = make_run_folder(config)
     write_pid_file(folder, me.rank)
@@ -263,6 +266,7 @@ class Miner:
             snapshots=place.folder / "snapshots",
             leader=self.rank_zero.leader if self.rank_zero else None,
             buffers=self.rank_zero.swarm.buffers if self.rank_zero else None,
+            alive=Heartbeat(place.folder, ranks.rank),
         )
 
     def _resume(self, facts: Facts, global_folder: Path | None) -> dict[str, Any]:

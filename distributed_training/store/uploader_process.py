@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
 from .claim import RENEW_EVERY, claim_bucket, instance_of, release_bucket
@@ -300,6 +301,7 @@ def main() -> int:
     # Ends at once; the journal is always in order. Not a handler of Python's: that runs once the
     # main thread comes back from its read, and a signal just before the read is seen too late.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    write_stacks_on_signal()
 
     def send(message: Any) -> None:
         with lock, contextlib.suppress(OSError):  # nobody listens any more: the reader ends us

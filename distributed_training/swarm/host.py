@@ -25,6 +25,8 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
+from distributed_training.common.stacks import write_stacks_on_signal
+
 from .averager import DTGradAverager
 from .host_process import describe_end
 from .memory import map_tensors
@@ -205,6 +207,7 @@ def _log_problem(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> No
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's to act on
+    write_stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     torch.set_num_threads(1)
     connection = socket.socket(fileno=int(sys.argv[1]))

@@ -10,11 +10,13 @@ import time
 from pathlib import Path
 
 from distributed_training.common.processes import die_with_parent
+from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.miner.process import (
     rank_environment,
     write_exit_status,
     write_pid_file,
 )
+from distributed_training.miner.watchdog import Heartbeat
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -27,6 +29,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: stop.append(number))
     die_with_parent()
+    write_stacks_on_signal()
     if mode == "stray" and me.rank == 0:  # as p2pd: a session of its own, outlives its parent
         subprocess.Popen(SLEEP, start_new_session=True)
     write_pid_file(folder, me.rank)
@@ -39,8 +42,10 @@ def main() -> int:
         raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"
     ready.write_text(os.environ.get("R2_WRITE_SECRET_ACCESS_KEY", ""))
+    beat = Heartbeat(folder, me.rank)
     until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
     while True:
+        beat()
         if me.rank == 0 and stop and mode != "stuck":
             until.touch()
         if until.exists():

@@ -219,6 +219,26 @@ def test_what_is_killed_starts_again_under_the_same_launcher(
     assert not run.mark.processes()
 
 
+def test_ranks_that_hang_start_again_after_their_stacks_were_written(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("stray", ranks=2, restarts=1, flags=("--neuron.hang_timeout", "2"))
+    run.wait_ready(2)
+    before, beats = run.listening, run.folder / "pids"
+    wait_for(lambda: len(list(beats.glob("*.beat"))) == 2, "the first boundary")
+    os.kill(before[1], signal.SIGSTOP)
+    wait_for(lambda: len(run.listening) == 2 and run.listening != before, "new ranks")
+    assert "The ranks hang" in run.output and "Starting the ranks again" in run.output
+    stacks = (run.folder / "stacks.txt").read_text()
+    for rank, pid in before.items():
+        _, _, told = stacks.partition(f"=== {pid} (")
+        assert "launcher_fake_rank.py" in told.partition("===")[0], stacks
+        assert told.startswith("stopped") == (rank == 1)
+    assert not [p for p in run.mark.processes() if p.pid in before.values()]
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+
+
 def test_a_fault_that_stays_is_left_to_pm2(launched: Callable[..., Launched]) -> None:
     run = launched("crash", restarts=1)
     assert run.wait() == 1

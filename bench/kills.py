@@ -1,0 +1,401 @@
+"""A local subnet in which any process of a miner is killed at random, and what became of it.
+
+    python -m bench.kills                            30 minutes, a kill every 2 minutes
+    python -m bench.kills --minutes 6 --every 15     more in less time
+    python -m bench.kills --kinds "p2pd,data worker" --seed 7
+
+Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
+gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
+launcher that ends is started again, as pm2 would. Then the killing stops, and the run is good when
+everybody takes the next outer step, all peers hold the same weights after it, memory, threads,
+descriptors and files are what they were after the first outer step, and the stop leaves nothing.
+
+The table tells for each kill the phase it came in, how long until the miner's log told it, and how
+long until the next inner step: of a miner whose ranks start again, the first after that start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load, load_file
+
+from distributed_training.common.processes import Mark, send
+from distributed_training.localnet.plan import SubnetOptions, parse_ranks
+from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.miner.process import launcher_pid, listening_ranks, mark_of
+from distributed_training.telemetry import read_events
+
+#: What a process is, by a word of its command line.
+WORDS = {
+    "multiprocessing.resource_tracker": "resource tracker",
+    "multiprocessing.forkserver": "fork server",
+    "distributed_training.swarm.host": "swarm host",
+    "p2pd": "p2pd",
+    "distributed_training.store.uploader_process": "uploader",
+    "distributed_training.data.worker": "data worker",
+}
+#: Those whose death ends the ranks, so that they start again.
+ENDS_RANKS = ("launcher", "fork server", "rank")
+KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "resource tracker")
+ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
+_TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
+
+
+def processes_of(miner: Neuron) -> dict[str, list[psutil.Process]]:
+    """The running processes of a miner by kind."""
+    folder = miner.plan.folder
+    mark, launcher = mark_of(folder), launcher_pid(folder)
+    if mark is None or launcher is None:
+        return {}
+    ranks = set(listening_ranks(folder, instance=mark.value).values())
+    found: dict[str, list[psutil.Process]] = {}
+    with contextlib.suppress(psutil.Error):
+        tree = psutil.Process(launcher)
+        found["launcher"] = [tree]
+        everybody = {p.pid: p for p in [*tree.children(recursive=True), *mark.processes()]}
+        for process in everybody.values():
+            with contextlib.suppress(psutil.Error):
+                line = " ".join(process.cmdline())
+                kinds = [kind for word, kind in WORDS.items() if word in line]
+                # A rank is a fork of the server, and its command line is the server's.
+                kind = "rank" if process.pid in ranks else kinds[0] if kinds else ""
+                if kind == "fork server" and process.ppid() != launcher:
+                    continue  # a rank that does not listen yet
+                if kind:
+                    found.setdefault(kind, []).append(process)
+    return found
+
+
+# --- killing ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Kill:
+    at: float  # time.time()
+    miner: Neuron
+    kind: str
+    pid: int
+    phase: str
+    starts: int  # of the miner, before
+    told: str = ""  # the first line of the log that follows from it
+    told_after: float | None = None
+    step_after: float | None = None
+
+
+def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
+    """None if the miner has no such process now."""
+    there = sorted(processes_of(miner).get(kind, ()), key=lambda process: process.pid)
+    if not there:
+        return None
+    process, state = chosen.choice(there), miner.state
+    kill = Kill(time.time(), miner, kind, process.pid, state.phase, state.starts)
+    return kill if send(process, signal.SIGKILL) else None
+
+
+def follow_up(kill: Kill) -> None:
+    """Fill in what its miner's log and events say of it."""
+    events = list(read_events(kill.miner.plan.events))
+    since = kill.at
+    if kill.kind in ENDS_RANKS:
+        starts = [e["time"] for e in events if e["kind"] == "start" and e["time"] > kill.at]
+        since = starts[0] if starts else float("inf")
+    steps = [e["time"] for e in events if e["kind"] == "step" and e["time"] > since]
+    kill.step_after = steps[0] - kill.at if steps else None
+    for at, line in _warnings(kill.miner.child.log):
+        if at >= kill.at - 0.001:
+            kill.told, kill.told_after = line, at - kill.at
+            return
+
+
+def _warnings(log: Path) -> Iterator[tuple[float, str]]:
+    for line in log.read_text(errors="replace").splitlines():
+        moment, _, rest = line.partition(" | ")
+        level, _, text = rest.partition(" | ")
+        if level in ("WARNING", "ERROR"):
+            with contextlib.suppress(ValueError):
+                yield datetime.fromisoformat(moment).timestamp(), text
+
+
+def kill_for(
+    subnet: LocalSubnet, seconds: float, *, every: float, kinds: Sequence[str], seed: int
+) -> list[Kill]:
+    """Kill at random for so long. Raises SubnetFailure if a neuron ends for good."""
+    chosen, kills, end = random.Random(seed), [], time.monotonic() + seconds
+    while time.monotonic() < end:
+        pause = timedelta(seconds=chosen.uniform(0.5, 1.5) * every)
+        with contextlib.suppress(SubnetFailure):
+            subnet.wait_until(lambda: False, pause)
+        subnet.poll()
+        kill = kill_one(chosen.choice(subnet.miners), chosen.choice(list(kinds)), chosen)
+        if kill is not None:
+            print(f"killed: {kill.kind} of {kill.miner.plan.name} ({kill.phase})", flush=True)
+            kills.append(kill)
+    return kills
+
+
+# --- what must be true afterwards -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Of one miner: its processes together, and the files it has."""
+
+    processes: int = 0
+    threads: int = 0
+    descriptors: int = 0
+    files: int = 0
+    megabytes: float = 0  # a page that n processes share counts 1/n in each
+
+    def grown(self, before: Usage) -> list[str]:
+        """What is more than after the first outer step, beyond what two moments differ by."""
+        allowed = {
+            "processes": before.processes,
+            "threads": before.threads + 8,  # those of a publication or a fetch come and go
+            "descriptors": before.descriptors + 30,
+            "files": 1.3 * before.files + 40,  # blocks kept, snapshots, checkpoints
+            "megabytes": 1.25 * before.megabytes + 100,
+        }
+        return [
+            f"{name} {getattr(before, name):.0f} -> {getattr(self, name):.0f}"
+            for name, most in allowed.items()
+            if getattr(self, name) > most
+        ]
+
+
+def usage(miner: Neuron) -> Usage:
+    found = Usage(files=sum(path.is_file() for path in miner.plan.folder.rglob("*")))
+    for process in (p for of_kind in processes_of(miner).values() for p in of_kind):
+        with contextlib.suppress(psutil.Error):
+            found = replace(
+                found,
+                processes=found.processes + 1,
+                threads=found.threads + process.num_threads(),
+                descriptors=found.descriptors + process.num_fds(),
+                megabytes=found.megabytes + process.memory_full_info().pss / 1e6,
+            )
+    return found
+
+
+def clean_round(subnet: LocalSubnet, longest: timedelta = ROUND) -> int:
+    """Wait for an outer step that begins from now and that everybody takes; its number.
+
+    Raises SubnetFailure if there is none within ``longest``.
+    """
+    first = subnet.validator.state.outer_step + 1
+    names = {neuron.plan.name for neuron in subnet.neurons}
+
+    def reached() -> int:
+        steps = [step for step, _ in subnet.validator.state.outer_steps if step >= first]
+        whole = [
+            step.outer_step
+            for step in subnet.summary().outer_steps
+            if step.outer_step in steps and set(step.participants) == names
+        ]
+        return max(whole, default=0)
+
+    subnet.wait_until(lambda: bool(reached()), longest, "an outer step that everybody takes")
+    step = reached()
+    trained = [len(miner.state.losses) for miner in subnet.miners]
+    subnet.wait_until(
+        lambda: all(
+            len(m.state.losses) >= n + 3 for m, n in zip(subnet.miners, trained, strict=True)
+        ),
+        ROUND,
+        "three inner steps after it",
+    )
+    return step
+
+
+def epoch_start(checkpoints: Path, outer_step: int) -> dict[str, torch.Tensor]:
+    """The weights a miner began ``outer_step`` with, put together from all ranks' rows."""
+    manifests = [
+        json.loads(path.read_text()) for path in checkpoints.glob("checkpoint-*/rank-0.json")
+    ]
+    of_step = [m for m in manifests if m["progress"]["outer_step"] == outer_step]
+    assert of_step, f"no checkpoint of outer step {outer_step} in {checkpoints}"
+    newest = max(of_step, key=lambda m: m["progress"]["inner_step"])
+    world_size = newest["world_size"]
+    folder = checkpoints / f"epoch-{newest['state']['epoch_id']}-of-{world_size}"
+    parts = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world_size)]
+    names = [key for key in parts[0] if key.startswith("epoch_start/")]
+    return {
+        key.removeprefix("epoch_start/"): torch.cat([p[key] for p in parts if key in p])
+        for key in names
+    }
+
+
+def global_weights(subnet: LocalSubnet, outer_step: int) -> dict[str, torch.Tensor]:
+    assert subnet.services is not None
+    with contextlib.closing(subnet.services.open_bucket(subnet.validator.plan)) as bucket:
+        content = bucket.get(f"epoch-{outer_step}/model.safetensors", limit=1 << 30)
+    assert content is not None
+    return load(content)
+
+
+def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any weight."""
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    kills: list[Kill] = field(default_factory=list)
+    before: dict[str, Usage] = field(default_factory=dict)
+    after: dict[str, Usage] = field(default_factory=dict)
+    distance: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+
+def run(
+    folder: Path,
+    *,
+    seconds: float,
+    every: float,
+    kinds: Sequence[str] = KINDS,
+    ranks: tuple[int, ...] = (2, 1),
+    seed: int = 0,
+    blocks: int | None = None,
+) -> Outcome:
+    """``blocks``: between two rounds, a second each."""
+    outcome, temporary = Outcome(), folder / "tmp"
+    temporary.mkdir()
+    options = SubnetOptions(
+        folder=folder / "subnet",
+        ranks=ranks,
+        least_miners=1,
+        restart_miners=True,
+        blocks_per_allreduce=blocks,
+    )
+    subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
+    marks: list[Mark] = []
+    with environment(TMPDIR=str(temporary)), subnet:
+        clean_round(subnet)
+        outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
+        outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
+        step = clean_round(subnet)
+        outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
+        expected = global_weights(subnet, step)
+        marks += [mark for m in subnet.miners if (mark := mark_of(m.plan.folder))]
+        reached = [m.state.outer_step for m in subnet.miners]
+    for kill in outcome.kills:
+        follow_up(kill)
+        if kill.step_after is None:
+            outcome.problems.append(f"no inner step after the kill of {kill.kind}")
+    if set(reached) != {step}:  # another round came before the stop
+        outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
+    else:
+        outcome.distance = {
+            m.plan.name: farthest(epoch_start(m.plan.folder / "checkpoints", step), expected)
+            for m in subnet.miners
+        }
+    for name, distance in outcome.distance.items():
+        if not distance <= _TOLERANCE:
+            outcome.problems.append(f"{name}: weights differ from the global ones by {distance}")
+    for name, after in outcome.after.items():
+        outcome.problems += [f"{name}: {line}" for line in after.grown(outcome.before[name])]
+    outcome.problems += subnet.problems
+    outcome.problems += [f"left behind: {p}" for mark in marks for p in mark.processes()]
+    outcome.problems += [f"left behind: {path}" for path in temporary.iterdir()]
+    return outcome
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def show(outcome: Outcome) -> None:
+    console = Console(width=150)
+    table = Table("miner", "killed", "phase", "told s", "next step s", "said")
+    for kill in outcome.kills:
+        table.add_row(
+            kill.miner.plan.name,
+            f"{kill.kind} ({kill.pid})",
+            kill.phase,
+            _seconds(kill.told_after),
+            _seconds(kill.step_after),
+            kill.told[:80],
+        )
+    console.print(table)
+    for kind in KINDS:
+        waits = [k.step_after for k in outcome.kills if k.kind == kind and k.step_after is not None]
+        if waits:
+            console.print(
+                f"{kind:16} {len(waits)} killed, next inner step after "
+                f"{statistics.median(waits):.1f} s (most {max(waits):.1f} s)"
+            )
+    for name, after in outcome.after.items():
+        console.print(f"{name} after the first outer step {outcome.before[name]}")
+        console.print(f"{name} after the last             {after}")
+        distance = outcome.distance.get(name)
+        console.print(f"{name} weights from the global ones: {distance}")
+
+
+def _seconds(value: Any) -> str:
+    return "never" if value is None else f"{value:.1f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--every", type=float, default=120, help="seconds between two kills")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
+    parser.add_argument("--folder", type=Path, help="keep the logs there")
+    arguments = parser.parse_args()
+    kinds = arguments.kinds.split(",")
+    if unknown := set(kinds) - set(KINDS):
+        parser.error(f"--kinds {','.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        outcome = run(
+            folder,
+            seconds=60 * arguments.minutes,
+            every=arguments.every,
+            kinds=kinds,
+            ranks=parse_ranks(arguments.ranks, None),
+            seed=arguments.seed,
+        )
+    show(outcome)
+    for problem in outcome.problems:
+        print(f"PROBLEM: {problem}")
+    print("good" if not outcome.problems else f"{len(outcome.problems)} problems")
+    return 1 if outcome.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
