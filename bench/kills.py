@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -54,6 +55,17 @@ WORDS = {
     "p2pd": "p2pd",
     "distributed_training.store.uploader_process": "uploader",
     "distributed_training.data.worker": "data worker",
+}
+#: What the miner's log says of the death of one. Nothing is said of the resource tracker: it is
+#: Python's own, nothing here needs it, and whoever does starts another.
+TOLD = {
+    "launcher": "an earlier miner of this run folder left behind",
+    "fork server": "process it was forked from ended|ranks cannot be started",
+    "rank": "ended with SIGKILL",
+    "swarm host": "The swarm host ended",
+    "p2pd": "The swarm host ended",
+    "uploader": "The uploader ended",
+    "data worker": "A data worker ended",
 }
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
@@ -123,7 +135,8 @@ def follow_up(kill: Kill) -> None:
     steps = [e["time"] for e in events if e["kind"] == "step" and e["time"] > since]
     kill.step_after = steps[0] - kill.at if steps else None
     for at, line in _warnings(kill.miner.child.log):
-        if at >= kill.at - 0.001:
+        words = TOLD.get(kill.kind)
+        if at >= kill.at - 0.001 and words and re.search(words, line):
             kill.told, kill.told_after = line, at - kill.at
             return
 
@@ -306,6 +319,8 @@ def run(
         follow_up(kill)
         if kill.step_after is None:
             outcome.problems.append(f"no inner step after the kill of {kill.kind}")
+        if kill.kind in TOLD and kill.told_after is None:
+            outcome.problems.append(f"the log does not tell of the kill of {kill.kind}")
     if set(reached) != {step}:  # another round came before the stop
         outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
     else:
@@ -320,7 +335,9 @@ def run(
         outcome.problems += [f"{name}: {line}" for line in after.grown(outcome.before[name])]
     outcome.problems += subnet.problems
     outcome.problems += [f"left behind: {p}" for mark in marks for p in mark.processes()]
-    outcome.problems += [f"left behind: {path}" for path in temporary.iterdir()]
+    caches = "torchinductor_"  # kept on purpose
+    left = [path for path in temporary.iterdir() if not path.name.startswith(caches)]
+    outcome.problems += [f"left behind: {path}" for path in left]
     return outcome
 
 

@@ -14,14 +14,17 @@ import contextlib
 import ctypes
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import NoReturn
 
 import psutil
@@ -165,6 +168,16 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=watch, name="starter-watch", daemon=True).start()
+
+
+def process_folder(prefix: str) -> str:
+    """A new temporary folder of this process. Those with this prefix whose process is gone, which
+    could not remove them, are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        owner = old.name.removeprefix(prefix).partition("-")[0]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
 
 
 def leave(status: int) -> NoReturn:

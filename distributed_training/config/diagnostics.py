@@ -27,6 +27,6 @@ class DiagnosticsSettings:
     minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
     """free disk in the run folder that the doctor wants beyond the checkpoints it computes"""
     measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
-    """how long scripts/diagnose.py trains to estimate the step time; 0 leaves it out"""
+    """how long the doctor trains to estimate the step time; 0 leaves it out"""
     start_check: bool = flag("diagnostics.start_check", True)
     """run the doctor's quick checks (no network) at start and refuse to start on a failure"""

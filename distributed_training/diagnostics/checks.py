@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Status = Literal["ok", "warn", "fail"]
+Status = Literal["ok", "warn", "fail", "skip"]
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and the command or flag that mends it."""
+    """What was looked at, what was found (or why it was not looked at), and the command or flag
+    that mends it."""
 
     name: str
     status: Status

@@ -1,8 +1,5 @@
-"""The checks before training. ``scripts/diagnose.py`` runs all, the miner's start the quick ones.
-
-What needs another room (keys, bucket, data, a measured step) is handed in as a callable: this room
-knows neither store nor data nor training.
-"""
+"""The checks before training that need no other room: the doctor (``distributed_training.doctor``)
+runs them all, the miner's start the quick ones."""
 
 from __future__ import annotations
 

@@ -15,10 +15,13 @@ import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import runpy
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +38,7 @@ from distributed_training.common.processes import (
     Mark,
     end_with_starter,
     is_running,
+    process_folder,
     reap_orphans,
     send,
 )
@@ -134,6 +138,7 @@ class RankGroup:
         self._context.set_forkserver_preload(list(PRELOAD))
         self._ranks: list[_Rank] = []
         self._server: int | None = None  # pid
+        self._scratch = ""  # folder of multiprocessing's sockets
 
     def start(self) -> None:
         """Returns when every rank is forked, which takes seconds the first time (imports).
@@ -165,6 +170,7 @@ class RankGroup:
 
     def _ensure_server(self) -> None:
         resource_tracker.ensure_running()  # before the mark: it ends by itself, with us
+        self._ensure_scratch()
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(without_secrets(before))
@@ -179,6 +185,14 @@ class RankGroup:
                 signal.signal(number, handler)
             os.environ.clear()
             os.environ.update(before)
+
+    def _ensure_scratch(self) -> None:
+        """multiprocessing makes its folder where it is told to, once: a launcher that was killed
+        could not remove it, and so the next one finds it."""
+        if not self._scratch:
+            tempfile.tempdir = self._scratch = process_folder("miner-launcher-")
+            multiprocessing.util.get_temp_dir()
+            tempfile.tempdir = None
 
     @property
     def running(self) -> list[int]:
@@ -208,6 +222,8 @@ class RankGroup:
         """End what bears the mark, ``server`` included or not; what did not end by itself."""
         spare = () if server or self._server is None else (self._server,)
         ended = self._mark.end(settle=settle, grace=grace, spare=spare, reap=self.reap)
+        if server:
+            shutil.rmtree(self._scratch, ignore_errors=True)
         own = f"{self._server} "
         return [line for line in ended if not line.startswith(own)]
 

@@ -60,29 +60,32 @@ def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
 
 
 def own_commitment(settings: StoreSettings, bucket: str) -> str:
-    """The commitment's text: our read credentials, which stay on the chain for good. So the store
-    is asked first whether they can read ``bucket`` and cannot write it.
-
-    Raises ConfigError, NetworkFailure.
+    """:func:`commitment_text`, which stays on the chain for good. So the store is asked first
+    whether these keys can read ``bucket`` and cannot write it. Raises ConfigError, NetworkFailure.
     """
-    credentials = BucketCredentials(
-        settings.account_id or "",
-        _text(settings.read_access_key_id),
-        _text(settings.read_secret_access_key),
-    )
-    try:
-        text = build_commitment(credentials)
-    except CommitmentError as error:
-        raise ConfigError(
-            f"the read keys do not fit into a commitment ({error}), so nobody could read this "
-            "bucket: correct R2_ACCOUNT_ID, R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY"
-        ) from None
+    text = commitment_text(settings)
     reader = open_own(settings, bucket, write=False)
     try:
         refuse_writing_key(reader)
     finally:
         reader.close()
     return text
+
+
+def commitment_text(settings: StoreSettings) -> str:
+    """Our read credentials as the chain holds them. Raises ConfigError."""
+    credentials = BucketCredentials(
+        settings.account_id or "",
+        _text(settings.read_access_key_id),
+        _text(settings.read_secret_access_key),
+    )
+    try:
+        return build_commitment(credentials)
+    except CommitmentError as error:
+        raise ConfigError(
+            f"the read keys do not fit into a commitment ({error}), so nobody could read this "
+            "bucket: correct R2_ACCOUNT_ID, R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY"
+        ) from None
 
 
 def refuse_writing_key(reader: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:

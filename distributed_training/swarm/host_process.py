@@ -11,13 +11,11 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
-import psutil
-
 from distributed_training.common.environment import without_secrets
+from distributed_training.common.processes import process_folder
 
 from .messages import (
     Average,
@@ -39,7 +37,6 @@ log = logging.getLogger(__name__)
 #: Without a sign of life for so long (they come every 2 s) the host is taken for hung.
 HANG = 20.0
 _CLOSE = 6.0  # seconds to leave the swarm
-_SOCKETS = "swarm-sockets-"  # and the process id of who made the folder
 
 
 class HostProcess:
@@ -162,9 +159,5 @@ def describe_end(status: int) -> str:
 
 
 def make_socket_folder() -> str:
-    """For p2pd's Unix sockets, whose paths must be short. Those of dead processes are removed."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_SOCKETS}*"):
-        owner = old.name.removeprefix(_SOCKETS).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-")
+    """For p2pd's Unix sockets, whose paths must be short."""
+    return process_folder("swarm-sockets-")

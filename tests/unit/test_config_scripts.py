@@ -23,13 +23,13 @@ ROOT = Path(__file__).parents[2]
 # Of each script: the module with its parser, and positional arguments that are right.
 SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
-    "diagnose": ("scripts.diagnose", ()),
+    "diagnose": ("distributed_training.doctor.command", ()),
     "localnet": ("distributed_training.localnet.command", ()),
     "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
     "score": ("scripts.score", ()),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
-OTHERS = {"measure_step", "bootstrap_pip"}
+OTHERS = {"bootstrap_pip"}
 
 
 def parser_of(script: str) -> Parser:
@@ -106,7 +106,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
         (("localnet", "--seconds-per-block", "nan"), "--seconds-per-block"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
-        (("measure_step",), "DT_MEASURE"),
+        (("diagnose", "--probe", "nowhere"), "--probe"),
         (("pretokenize", "hf"), "out"),
         (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
         (("score", "--uid", "x"), "--uid"),

@@ -1,6 +1,6 @@
-"""One rank of diagnose.py's measurement: trains random tokens on random weights, prints the speed.
+"""One rank of the doctor's measurement: trains random tokens on random weights, prints the speed.
 
-Started by ``scripts/diagnose.py``, one process a rank; DT_MEASURE holds model and seconds as JSON.
+Started by :mod:`.measure`, one process a rank; DT_MEASURE holds model and seconds as JSON.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import signal
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed_training.common.processes import die_with_parent
 from distributed_training.config import ConfigError, exit_with, load_config
@@ -25,7 +22,7 @@ WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill cach
 def main(argv: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     if "DT_MEASURE" not in os.environ:
-        raise ConfigError("DT_MEASURE is not set, so nothing is measured: run scripts/diagnose.py")
+        raise ConfigError("DT_MEASURE is not set, so nothing is measured: run the doctor")
     order = json.loads(os.environ["DT_MEASURE"])
     config = load_config("miner", argv, check=False)
     me = rank_environment()
