@@ -55,6 +55,7 @@ WORDS = {
     "p2pd": "p2pd",
     "distributed_training.store.uploader_process": "uploader",
     "distributed_training.data.worker": "data worker",
+    "distributed_training.telemetry.page": "page",
 }
 #: What the miner's log says of the death of one. Nothing is said of the resource tracker: it is
 #: Python's own, nothing here needs it, and whoever does starts another.
@@ -66,10 +67,11 @@ TOLD = {
     "p2pd": "The swarm host ended",
     "uploader": "The uploader ended",
     "data worker": "A data worker ended",
+    "page": "the page has ended",
 }
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
-KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "resource tracker")
+KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
 _TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
 

@@ -76,8 +76,11 @@ def test_it_ends_with_a_killed_launcher(launched: Callable[..., Launched]) -> No
 def test_a_page_that_is_killed_costs_a_line(launched: Callable[..., Launched]) -> None:
     miner = launched("--neuron.page_port", "0")
     address(miner)
-    page_of(miner).kill()
+    killed = page_of(miner)
+    killed.kill()
     wait_for(lambda: "the page has ended" in miner.output, "the line")
+    wait_for(lambda: miner.output.count("page: http") == 2, "another page")
+    assert page_of(miner) != killed
     assert miner.listening and miner.process.poll() is None
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 
 from pydantic import SecretStr
 
+from distributed_training.common.backoff import Backoff
 from distributed_training.common.environment import without_secrets
 
 _END_SECONDS = 5.0
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=5)
 
 
 class PageProcess:
     """Serves the run folders ``folders`` until closed, or until this process ends.
 
     ``told`` gets each line it says, from a thread: ``page: <address>`` first, or why there is no
-    page. None of this process's secrets reach it but ``token``. Call it in the main thread.
+    page. One that ends without saying why is started again. None of this process's secrets reach it
+    but ``token``. Call it in the main thread.
     """
 
     def __init__(
@@ -35,37 +40,60 @@ class PageProcess:
         environment = without_secrets()
         if token is not None:
             environment["DT_PAGE_TOKEN"] = token.get_secret_value()
+        self._environment = environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._command = [
+            *(sys.executable, "-m", "distributed_training.telemetry.page"),
+            *map(str, folders),
+            *("--host", host, "--port", str(port), "--with-parent"),
+        ]
         self._told = told
-        self._closing = False
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "distributed_training.telemetry.page"),
-                *map(str, folders),
-                *("--host", host, "--port", str(port), "--with-parent"),
-            ],
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # of starting one
+        self._process = self._start()
+        threading.Thread(target=self._listen, name="page", daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=self._environment,
             start_new_session=True,  # a Ctrl-C is ours to act on
         )
-        threading.Thread(target=self._listen, name="page", daemon=True).start()
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        line = ""
-        for line in self._process.stdout:
-            self._told(line.strip())
-        if not (self._closing or line.startswith("error: ")):
-            self._told("the page has ended; training is not affected")
+        """Whoever starts a process must outlive it (``--with-parent``): this thread does."""
+        backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        while True:
+            assert self._process.stdout is not None
+            line = ""
+            for line in self._process.stdout:
+                self._told(line.strip())
+            if self._closing.is_set() or line.startswith("error: "):
+                return
+            wait = backoff.failed().total_seconds()
+            self._told(
+                "the page has ended; training is not affected, and the page is started again in "
+                f"{wait:.0f} s"
+            )
+            if self._closing.wait(wait):
+                return
+            with self._lock:
+                if self._closing.is_set():
+                    return
+                self._process.wait()
+                with contextlib.suppress(OSError):  # no process left: the next turn tries again
+                    self._process = self._start()
 
     def close(self) -> None:
-        self._closing = True
+        with self._lock:
+            self._closing.set()
         self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
