@@ -24,6 +24,8 @@ from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import level_name, mask
 
+log = logging.getLogger(__name__)
+
 _REPEAT_SECONDS = 60.0
 _REMEMBERED_LINES = 1000
 
@@ -34,16 +36,16 @@ class EventLog:
     Each line is one ``write`` to a file opened for appending, so a reader sees whole lines, and a
     line cut short by a kill is closed off at the next start. When the file passes half of
     ``retention_bytes`` it becomes ``<name>.1``, replacing the one before. A failing disk loses
-    events, never training: the first failure is told through ``problem``.
+    events, never training: the log says so once, and each write tries again.
     """
 
     def __init__(self, path: Path, *, retention_bytes: int = 2 * 1024**3) -> None:
         self.path = path
-        self.problem: str | None = None
+        self._failing = self._closed = False
         self._limit = max(1, retention_bytes // 2)
         self._lock = threading.Lock()
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open()
+        self._file: int | None = self._open()
 
     @classmethod
     def from_settings(cls, settings: TelemetrySettings, folder: Path) -> EventLog | None:
@@ -66,22 +68,33 @@ class EventLog:
         if "time" in fields:
             raise ValueError("an event's time is when it is written")
         event = {"time": round(time.time(), 3), "kind": kind, **plain(fields)}
-        line = mask(json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        text = mask(json.dumps(event, ensure_ascii=False, allow_nan=False) + "\n")
+        line = text.encode(errors="backslashreplace")  # half a surrogate pair, as JSON writes it
+        failed, was_failing = None, self._failing
         with self._lock:
-            if self._file is None:
+            if self._closed:
                 return
             try:
+                if self._file is None:
+                    self._file = self._open()
                 os.write(self._file, line)
                 if os.fstat(self._file).st_size > self._limit:
                     self._rotate()
             except OSError as error:
-                self.problem = self.problem or f"{self.path} cannot be written: {error.strerror}"
+                failed = error
+                self._shut()  # opened again by the next write, which closes off half a line
+            self._failing = failed is not None
+        if failed is not None and not was_failing:
+            log.warning(
+                "%s cannot be written (%s): events are lost until that is mended, training goes on",
+                self.path,
+                failed.strerror,
+            )
 
     def close(self) -> None:
         with self._lock:
-            if self._file is not None:
-                os.close(self._file)
-            self._file = None
+            self._shut()
+            self._closed = True
 
     def __enter__(self) -> EventLog:
         return self
@@ -89,7 +102,12 @@ class EventLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> int | None:
+    def _shut(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+        self._file = None
+
+    def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
         if size and os.pread(file, 1, size - 1) != b"\n":
@@ -97,9 +115,7 @@ class EventLog:
         return file
 
     def _rotate(self) -> None:
-        assert self._file is not None
-        os.close(self._file)
-        self._file = None
+        self._shut()
         os.replace(self.path, self.path.with_name(self.path.name + ".1"))
         self._file = self._open()
 
@@ -115,6 +131,14 @@ class _Problems(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
             return
+        if record.name == __name__:  # that events cannot be written is no event
+            return
+        try:
+            self._record(record)
+        except (TypeError, ValueError, KeyError):  # a damaged line must not end its caller
+            self.handleError(record)
+
+    def _record(self, record: logging.LogRecord) -> None:
         now = time.monotonic()
         if now - self._said.get(str(record.msg), -math.inf) < _REPEAT_SECONDS:
             return

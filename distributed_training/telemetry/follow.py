@@ -42,6 +42,7 @@ class EventFollower:
         """The events that were completed since the last call; none if the file is not there yet."""
         events = self._read()
         if self._rotated():
+            events += self._read()  # what came between our read and the rotation
             self.close()
             events += self._read()
         return events

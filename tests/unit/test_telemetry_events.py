@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -69,6 +73,48 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     kept = [e["i"] for e in read_events(path)]
     assert kept == list(range(kept[0], 200)) and 20 < len(kept) < 100
     assert sum(p.stat().st_size for p in tmp_path.iterdir()) < 4200
+
+
+def test_a_disk_that_fails_costs_only_what_came_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path, retention_bytes=400) as events:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "replace", _no_space)
+            for number in range(8):
+                events.write("step", number=number, filling="x" * 60)
+        assert caplog.text.count("cannot be written") == 1 and "No space left" in caplog.text
+        events.write("after")
+        assert (tmp_path / "events.jsonl.1").exists()
+        events.write("later")
+    written = [e["kind"] for e in read_events(path)]
+    assert written[-2:] == ["after", "later"]
+    assert events.write("closed") is None and written == [e["kind"] for e in read_events(path)]
+
+
+def _no_space(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(("text", "values"), [("%s", ("\ud800",)), ("%d", ("x",)), ("%s %s", (1,))])
+def test_no_log_line_ends_its_caller(
+    tmp_path: Path, text: str, values: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging, "raiseExceptions", False)  # as the daemon sets it
+    root, before = logging.getLogger(), list(logging.getLogger().handlers)
+    settings = TelemetrySettings()
+    events = EventLog.from_settings(settings, tmp_path)
+    assert events is not None
+    try:
+        for handler in before:  # pytest's own would raise
+            root.removeHandler(handler)
+        logging.getLogger("distributed_training.test").warning(text, *values)
+        logging.getLogger("distributed_training.test").warning("whole")
+    finally:
+        root.handlers[:] = before
+        events.close()
+    assert [e["text"] for e in read_events(events.path)][-1] == "whole"
 
 
 def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> None:
