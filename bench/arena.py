@@ -41,6 +41,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,7 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.arena_field import PUBLIC, Look, Looks, results, table
+from bench.arena_field import PUBLIC, Look, Looks, draw, results, table
 from bench.arena_miner import JUDGED, TRAINED, Contender, Miner, Publisher, block_at
 from bench.freshness import World
 from bench.small_model import SEQUENCE, small_config
@@ -275,18 +276,30 @@ def with_topk(contender: Contender, topk: int) -> Contender:
 
 
 def as_json(by_seed: Mapping[int, Looks]) -> dict[str, object]:
-    """Every look of every seed."""
+    """Every look of every seed; :func:`read_json` takes it."""
     return {
         "command": sys.argv,
         "seeds": {
-            seed: [
-                {"contender": name, "uid": uid, "look": i, **asdict(look)}
+            seed: {
+                name: {uid: [asdict(look) for look in looks] for uid, looks in by_uid.items()}
                 for name, by_uid in found.items()
-                for uid, looks in by_uid.items()
-                for i, look in enumerate(looks)
-            ]
+            }
             for seed, found in by_seed.items()
         },
+    }
+
+
+def read_json(path: Path) -> dict[int, Looks]:
+    def look(fields: dict[str, Any]) -> Look:
+        texts = {name: tuple(fields[name]) for name in ("random", "assigned")}
+        return Look(**{**fields, **texts})
+
+    return {
+        int(seed): {
+            name: {int(uid): list(map(look, looks)) for uid, looks in by_uid.items()}
+            for name, by_uid in found.items()
+        }
+        for seed, found in json.loads(path.read_text())["seeds"].items()
     }
 
 
@@ -302,20 +315,28 @@ def main() -> int:
     parser.add_argument("--look", type=int, default=75, help="blocks between a validator's looks")
     parser.add_argument("--topk", type=int, default=32, help="values published of each row")
     parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
-    parser.add_argument("--json", type=Path, help="all figures, every look included")
+    parser.add_argument("--json", type=Path, help="write every look here")
+    parser.add_argument("--read", type=Path, help="show what --json wrote, run nothing")
+    parser.add_argument("--picture", type=Path, help="draw the improvement of look after look")
     options = parser.parse_args()
     options.contenders = list(dict.fromkeys([PUBLIC, "ours", *options.contenders]))
     options.fields = [PUBLIC, "ours"]
     began = time.monotonic()
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = {seed: pool.submit(one_seed, seed, options) for seed in options.seeds}
-        found = {seed: each.result() for seed, each in waiting.items()}
+    if options.read:
+        found = read_json(options.read)
+        options.contenders = list(next(iter(found.values())))
+    else:
+        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+            waiting = {seed: pool.submit(one_seed, seed, options) for seed in options.seeds}
+            found = {seed: each.result() for seed, each in waiting.items()}
     for name in options.contenders:
         print(f"{name:12} {CONTENDERS[name].says}")
     for base in options.fields:
         print(f"\nIn a field of '{base}': ratios to it")
         print("\n".join(table({seed: results(looks, base) for seed, looks in found.items()}, base)))
-    print(f"\n{time.monotonic() - began:.0f} s, seeds {' '.join(map(str, options.seeds))}")
+    print(f"\n{time.monotonic() - began:.0f} s, seeds {' '.join(map(str, found))}")
+    if options.picture:
+        draw(options.picture, found)
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(as_json(found), indent=1))

@@ -204,11 +204,19 @@ def show(preview: Preview, *, as_json: bool) -> None:
     from distributed_training.scoring.report import table, to_json
 
     if as_json:
-        print(json.dumps(to_json(preview)), flush=True)
-        return
-    from rich.console import Console
+        text = json.dumps(to_json(preview)) + "\n"
+    else:
+        from rich.console import Console
 
-    Console().print(table(preview))
+        console = Console()
+        with console.capture() as captured:
+            console.print(table(preview))
+        text = captured.get()
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
 
 
 def _stay_out_of_the_way() -> None:

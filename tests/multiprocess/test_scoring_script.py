@@ -249,6 +249,17 @@ def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> No
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_reader_that_has_read_enough_is_no_fault(subnet: Subnet, more: tuple[str, ...]) -> None:
+    script = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
+    command = [*script, "--uid", str(UIDS[0]), "--others", "0", *more]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        problem = process.stderr.read().decode()
+        assert process.wait(120) == 0 and "Traceback" not in problem, problem
+
+
 def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
     (port,) = free_ports(1)
     done = _score(
