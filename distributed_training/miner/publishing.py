@@ -151,5 +151,7 @@ class Publishing:
             if after is Mode.AVERAGING and self._publisher.busy:
                 log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
             self._publisher.pause()
+            self._schedule.interrupt()
         elif before in _NEEDS_THE_LINE and after is not Mode.STOPPING:
             self._publisher.resume()
+            self._schedule.interrupt()

@@ -41,7 +41,7 @@ class _Asked:
     block_time: float  # of its newest listed block
     before: tuple[int, int] | None
     steps_before: int
-    through_a_round: bool = False  # so it took longer than sending takes
+    interrupted: bool = False  # so it took longer than sending takes
 
 
 class UploadSchedule:
@@ -70,7 +70,7 @@ class UploadSchedule:
         self.upload_seconds: float | None = None  # snapshot and upload, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
         self._published_step: int | None = None  # its outer step
-        self._block_time = published_at  # of its newest listed block
+        self._block_time: float | None = None  # of its newest listed block, if it was listed here
         self._block_age: float | None = None
         self._next_round_at: float | None = None
         self._period: float | None = None
@@ -142,10 +142,15 @@ class UploadSchedule:
             return
         if report.ok:
             self._block_time, self._published_step = asked.block_time, asked.step[0]
-            if not asked.through_a_round:
+            if not asked.interrupted:
                 took = max(report.finished_at - asked.at, report.seconds)
                 self.upload_seconds = _mean(self.upload_seconds, took)
         self._asked = None
+
+    def interrupt(self) -> None:
+        """Uploads give way, or go on: what is under way does not tell how long sending takes."""
+        if self._asked is not None:
+            self._asked.interrupted = True
 
     def cancelled(self, *, again: bool = False) -> None:
         """The snapshot asked for was not taken or not submitted, as if it had not been asked for;
@@ -167,8 +172,7 @@ class UploadSchedule:
         if self._step_before is not None and self._step_before[0] < report.outer_step:
             gap = now - self._step_before[1] - report.seconds
             self._pause = _mean(self._pause, max(0.0, gap))
-            if self._asked is not None:
-                self._asked.through_a_round = True
+            self.interrupt()
         self._step_before = (report.outer_step, now)
 
     def _age_of_blocks(self) -> float:
@@ -210,8 +214,8 @@ class UploadSchedule:
         known = self._published_step
         if known not in (None, outer_step) or (known is None and self.published_at < step_began):
             return -math.inf
-        assert self._block_time is not None
-        return min(self.published_at + fresh, self._block_time + rounds.half - self._margin())
+        listed = self.published_at if self._block_time is None else self._block_time
+        return min(self.published_at + fresh, listed + rounds.half - self._margin())
 
     # --- what follows -----------------------------------------------------------------------------
 

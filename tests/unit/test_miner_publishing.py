@@ -210,6 +210,30 @@ def test_uploads_give_way_to_rounds_and_loads_and_to_nothing_else(tmp_path: Path
                 assert rig.publisher.paused == (after in needs_the_line)
 
 
+@pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.FETCHING])
+def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path, mode: Mode) -> None:
+    """Or one failed round would make the miner believe that its line is slow."""
+    rig = Rig(tmp_path)
+    schedule = rig.publishing._schedule
+
+    def publish(first: int, pause: float) -> None:
+        rig.steps(range(first, first + 10))
+        rig.take(first + 9).complete = True
+        rig.see(ev.Previewed(-0.1, 0.5))
+        rig.now += 100
+        if pause:
+            rig.see(ev.ModeChanged(Mode.TRAINING, mode))
+            rig.now += pause
+            rig.see(ev.ModeChanged(mode, Mode.AWAITING_GLOBAL))
+        report = PublicationReport(Revision(5, 3, first + 9), True, 100 + pause, 1, "", 1.7e9)
+        rig.see(ev.PublicationEnded(report))
+
+    publish(1, pause=0)
+    assert schedule.upload_seconds == 100
+    publish(11, pause=840)
+    assert schedule.upload_seconds == 100
+
+
 def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.see(ev.OuterStepEnded(True, 4))

@@ -263,6 +263,32 @@ def test_an_upload_through_a_round_does_not_count_as_slow() -> None:
     assert plan.upload_seconds == 300.0
 
 
+def test_nor_does_one_that_gave_way_to_anything_else() -> None:
+    plan = schedule(5)
+    plan.upload_seconds = 300.0
+    assert plan.step(report(50), 500.0).snapshot
+    plan.interrupt()
+    plan.published(ended(1, 50, 1800.0, 1300.0))
+    assert plan.upload_seconds == 300.0
+    now, inner = 1800.0, 50
+    while not plan.step(report(inner + 1), now + 10).snapshot:
+        now, inner = now + 10, inner + 1
+    plan.published(ended(1, inner + 1, now + 410, 400.0))
+    assert plan.upload_seconds == pytest.approx(330.0), "the next one is measured"
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_an_upload_that_the_start_found_in_the_journal_of_an_empty_bucket(ok: bool) -> None:
+    """The first publication of all was interrupted by a restart."""
+    plan = schedule(10, minimum_inner_step=2)
+    plan.expect_round(5000.0, 9000.0)
+    assert not plan.step(report(11, outer=3), 110.0).snapshot
+    plan.published(PublicationReport(Revision(5, 3, 10), ok, 100.0, 10, "", 115.0))
+    assert plan.repo_age(120.0) == (5.0 if ok else None)
+    asked = [plan.step(report(n, outer=3), 10.0 * n).snapshot for n in range(12, 400)]
+    assert any(asked)
+
+
 def test_the_last_upload_before_a_round_is_taken_late_and_goes_through_it() -> None:
     plan = schedule(5, published_at=0.0)
     plan.upload_seconds = 900.0
