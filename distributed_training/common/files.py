@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -89,10 +89,17 @@ def read_json_object(path: Path, *, at_most: int = 64 * 1024 * 1024) -> dict[str
     return content if isinstance(content, dict) else None
 
 
-def sha256_of(path: Path) -> str:
-    """The file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+def sha256_of(path: Path, *, on_chunk: Callable[[], None] = lambda: None) -> str:
+    """The file's SHA-256 as 64 hexadecimal digits. Raises OSError.
+
+    ``on_chunk`` is called at each MiB, and may raise to end what takes a minute for a large file.
+    """
+    digest, chunk = hashlib.sha256(), memoryview(bytearray(1024 * 1024))
+    with path.open("rb", buffering=0) as handle:
+        while count := handle.readinto(chunk):
+            on_chunk()
+            digest.update(chunk[:count])
+    return digest.hexdigest()
 
 
 def is_full(error: OSError) -> bool:

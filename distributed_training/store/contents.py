@@ -13,14 +13,14 @@ import json
 import math
 import pickle
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from .errors import IntegrityError
+from .errors import IntegrityError, StoreError
 
 _CHUNK = 4 * 1024 * 1024  # divides by every item size
 MAX_HEADER = 64 * 1024 * 1024
@@ -83,19 +83,27 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def safetensors_not_finite(path: Path) -> str | None:
-    """The first tensor that holds NaN or Inf, None if all are finite. Raises IntegrityError."""
+def safetensors_not_finite(
+    path: Path, *, on_chunk: Callable[[], None] = lambda: None
+) -> str | None:
+    """The first tensor that holds NaN or Inf, None if all are finite. Raises IntegrityError.
+
+    ``on_chunk`` is called every 4 MiB, and may raise to end the search.
+    """
     with path.open("rb", buffering=0) as handle:
         for name, entry in safetensors_entries(path).items():
             kind = _SAFETENSORS_FLOATS.get(entry.dtype)
-            if kind and not _finite(handle, entry.start, entry.size, kind):
+            if kind and not _finite(handle, entry.start, entry.size, kind, on_chunk):
                 return f"{name} of {path.name}"
     return None
 
 
-def _finite(handle: IO[bytes], start: int, size: int, kind: str) -> bool:
+def _finite(
+    handle: IO[bytes], start: int, size: int, kind: str, on_chunk: Callable[[], None]
+) -> bool:
     handle.seek(start)
     while size > 0:
+        on_chunk()
         data = handle.read(min(size, _CHUNK))
         if not data:
             raise IntegrityError("a file became shorter while it was read")
@@ -209,16 +217,21 @@ class PtFile:
         ) as error:  # all that unpickling damaged bytes raises
             raise IntegrityError(f"{name} is not a whole .pt file: {error}") from None
 
-    def not_finite(self) -> str | None:
-        """What holds NaN or Inf, None if nothing does. Raises IntegrityError for missing data."""
+    def not_finite(self, *, on_chunk: Callable[[], None] = lambda: None) -> str | None:
+        """What holds NaN or Inf, None if nothing does. Raises IntegrityError for missing data.
+
+        ``on_chunk`` is called every 4 MiB, and may raise to end the search.
+        """
         try:
             with zipfile.ZipFile(self._path) as archive:
                 for key, kind in self._storages.items():
                     dtype = _STORAGES.get(kind, ("", 0))[0]
                     record = archive.getinfo(f"{self._prefix}data/{key}")
                     with archive.open(record) as handle:  # type: ignore[assignment]
-                        if dtype and not _finite(handle, 0, record.file_size, dtype):  # type: ignore[arg-type]
+                        if dtype and not _finite(handle, 0, record.file_size, dtype, on_chunk):  # type: ignore[arg-type]
                             return Path(self._path.name).name
+        except StoreError:  # a RuntimeError too
+            raise
         except (KeyError, zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
             # RuntimeError: encrypted, or packed in a way Python does not know
             raise IntegrityError(f"{Path(self._path.name).name} is not whole: {error}") from None

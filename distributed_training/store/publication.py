@@ -93,7 +93,7 @@ class Publication:
             uplink=self.uplink,
             give_up=self.newer,
         )
-        extras, not_finite = check_files(submission.folder, files, revision)
+        extras, not_finite = check_files(submission.folder, files, revision, self.uplink)
         self._gate(revision.inner_step, extras.block_list, not_finite, submission.preview_delta)
         with Sender(
             store=self.store,

@@ -92,17 +92,20 @@ def _read_done(path: Path, rank: int, world_size: int) -> list[FileRecord]:
 
 
 def check_files(
-    folder: Path, files: Mapping[str, FileRecord], revision: Revision
+    folder: Path, files: Mapping[str, FileRecord], revision: Revision, uplink: Uplink
 ) -> tuple[ConfigExtras, str | None]:
     """Sizes, digests, schema; then ``(config.json's extras, what holds NaN or Inf)``.
 
-    Raises IntegrityError for a snapshot that is not what its writers left.
+    All bytes are read twice, which takes minutes: also while ``uplink`` is paused, but a stop ends
+    it at once. Raises IntegrityError for a snapshot that is not what its writers left,
+    StoppedError.
     """
+    stop = uplink.check_stopped
     for record in files.values():
         path = folder / record.name
         if not path.is_file() or path.stat().st_size != record.size:
             raise IntegrityError(f"{record.name} of the snapshot is missing or of another size")
-        if sha256_of(path) != record.sha256:
+        if sha256_of(path, on_chunk=stop) != record.sha256:
             raise IntegrityError(f"{record.name} of the snapshot changed after it was written")
     extras = read_config(folder / keys.CONFIG)
     if extras.inner_step != revision.inner_step:
@@ -118,10 +121,10 @@ def check_files(
             f"gradients.pt is of step {place['outer_step']}.{place['inner_step']}, the snapshot "
             f"of {revision.tag}"
         )
-    bad = safetensors_not_finite(model) or gradients.not_finite()
+    bad = safetensors_not_finite(model, on_chunk=stop) or gradients.not_finite(on_chunk=stop)
     for name in files:
         if bad is None and keys.parse_inner_optimizer(name):
-            bad = PtFile(folder / name).not_finite()
+            bad = PtFile(folder / name).not_finite(on_chunk=stop)
     return extras, bad
 
 

@@ -43,6 +43,13 @@ class Uplink:
     def wait_open(self) -> None:
         """Until not paused. Raises StoppedError."""
         self._open.wait()
+        self.check_stopped()
+
+    def check_stopped(self) -> None:
+        """For long work on files, which needs no line: it goes on while the uplink is paused.
+
+        Raises StoppedError.
+        """
         if self._stopped.is_set():
             raise StoppedError("stopped as asked; what was sent stays in the journal")
 

@@ -83,15 +83,21 @@ class _Parts:
         return range(1, -(-self.size // self.part_size) + 1)
 
     def section(self, number: int) -> Section:
-        start = (number - 1) * self.part_size
-        return Section(self.handle, start, min(self.part_size, self.size - start), self.uplink)
+        return Section(self.handle, *self._range(number), self.uplink)
 
     def local(self, number: int) -> PartInfo:
-        """As the store would list it. Reads the part."""
-        section = self.section(number)
+        """As the store would list it. Reads the part, also while the uplink is paused.
+
+        Raises StoppedError.
+        """
+        section = Section(self.handle, *self._range(number))
         while section.read(Section.BLOCK):
-            pass
+            self.uplink.check_stopped()
         return PartInfo(number, len(section), section.md5)
+
+    def _range(self, number: int) -> tuple[int, int]:
+        start = (number - 1) * self.part_size
+        return start, min(self.part_size, self.size - start)
 
 
 class Sender:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import threading
@@ -21,15 +22,23 @@ from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
-from distributed_training.store.errors import StoreError, TransientError
+from distributed_training.store.errors import StoppedError, StoreError, TransientError
 from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.publication import Publication
 from distributed_training.store.remote_state import RemoteState, StateUnavailable
 from distributed_training.store.s3 import endpoint_of
-from distributed_training.store.snapshot_folder import prune_snapshots
+from distributed_training.store.snapshot_folder import FileRecord, check_files, prune_snapshots
+from distributed_training.store.uplink import Uplink
 from distributed_training.store.uploader_messages import Close, Start
 from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, assert_published, finish_rank, until, write_snapshot
+from tests.support_store import (
+    PEER_ID,
+    assert_published,
+    digest,
+    finish_rank,
+    until,
+    write_snapshot,
+)
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)
@@ -274,6 +283,84 @@ def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_pa
     other = store.create_multipart(f"{key}.other")
     assert files and run(store, tmp_path / "s").ok
     assert [u.upload_id for u in store.list_multiparts()] == [other] != [lost]
+
+
+@pytest.mark.parametrize("why", ["a pause", "a stop"])
+def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
+    tmp_path: Path, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All parts lie at the store when a round begins, or the miner is restarted once more."""
+    caplog.set_level("INFO")
+    at: dict[str, Callable[[], None]] = {}  # what happens at an operation of the store
+
+    def before(operation: str, key: str) -> None:
+        at.pop(operation, lambda: None)()
+
+    store = MemoryObjectStore(before=before)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
+    settings = dataclasses.replace(SETTINGS, file_deadline=timedelta(seconds=20))
+
+    def start() -> Publication:
+        return Publication(store, Journal(tmp_path / "uploads.json"), settings, "me")
+
+    def killed() -> None:
+        first.uplink.stop()
+        raise TransientError("the process is gone")
+
+    first = start()
+    at["complete_multipart"] = killed
+    with pytest.raises(StoppedError):
+        first.run(submission)
+    second = start()
+    reports: list[PublicationReport] = []
+    if why == "a stop":
+        at["list_parts"] = second.uplink.stop
+        with pytest.raises(StoppedError):
+            second.run(submission)
+        assert second.journal.pending == submission, "the next process goes on with it"
+        second = start()
+        reports.append(second.run(submission))
+    else:
+        at["list_parts"] = second.uplink.pause
+        thread = threading.Thread(target=lambda: reports.append(second.run(submission)))
+        thread.start()
+        until(lambda: reports or "parts kept" in caplog.text, what="the check")
+        second.uplink.resume()
+        thread.join(20)
+    assert reports[0].ok, reports[0].reason
+    assert "2 of 2 parts kept" in caplog.text, "nothing is sent again"
+    assert_published(store, REVISION, files)
+
+
+class StopsAt(Uplink):
+    """Stopped at the ``last``-th look at it while files are read."""
+
+    def __init__(self, last: float) -> None:
+        super().__init__()
+        self.last, self.looks = last, 0
+
+    def check_stopped(self) -> None:
+        self.looks += 1
+        if self.looks >= self.last:
+            self.stop()
+        super().check_stopped()
+
+
+def test_a_stop_ends_the_check_of_a_snapshot_wherever_it_is(tmp_path: Path) -> None:
+    """50 GB are read twice: a stop that waited for the end would be a kill, and the bucket's claim
+    would stay for a quarter of an hour."""
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=2, rows=4000)
+    records = {
+        name: FileRecord(name, path.stat().st_size, digest(path)) for name, path in files.items()
+    }
+    never = StopsAt(math.inf)
+    check_files(tmp_path / "s", records, REVISION, never)
+    size = sum(record.size for record in records.values())
+    assert never.looks > size / 2**20 + len(files), "at each chunk of each file"
+    for look in range(1, never.looks + 1):
+        with pytest.raises(StoppedError):
+            check_files(tmp_path / "s", records, REVISION, StopsAt(look))
 
 
 def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
