@@ -19,11 +19,15 @@ _ROWS = 50  # of a table
 
 #: A step's columns, in the order in which they are sent.
 COLUMNS = (
-    "time", "outer_step", "inner_step", "loss", "seconds", "data_wait_seconds",
+    "time", "outer_step", "inner_step", "loss", "seconds", "data_wait_seconds", "between_seconds",
     "tokens_per_second", "mfu", "gpu_memory_gb", "gpu_utilization", "learning_rate", "grad_norm",
 )  # fmt: skip
-_MEANS = frozenset({"loss", "seconds", "data_wait_seconds", "tokens_per_second", "mfu"})
-_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop", "score")
+_MEANS = frozenset(
+    {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
+)
+_TABLES = (
+    *("round", "publication", "preview", "problem", "held_out", "start", "stop", "score_preview"),
+)
 
 
 class Neuron:
@@ -37,6 +41,7 @@ class Neuron:
         self.marks: deque[dict[str, Any]] = deque(maxlen=_POINTS)  # outer steps
         self.scores: dict[str, Any] | None = None
         self.state = ""
+        self._step_ended: float | None = None  # of the step before, if this run did it
         self._follower, events = EventFollower.with_history(
             folder / "events.jsonl", at_most=_HISTORY_BYTES
         )
@@ -45,16 +50,18 @@ class Neuron:
 
     def poll(self) -> list[dict[str, Any]]:
         """New events, taken in, each with the neuron's name."""
-        events = self._follower.poll()
-        for event in events:
-            self.apply(event)
-        return [{**event, "neuron": self.name} for event in events]
+        return [{**self.apply(event), "neuron": self.name} for event in self._follower.poll()]
 
-    def apply(self, event: Mapping[str, Any]) -> None:
-        """Take one event in; kinds that the page does not show change nothing."""
+    def apply(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take one event in; kinds that the page does not show change nothing. Returns it, a step
+        with ``between_seconds``: rounds, snapshots and loads since the step before."""
         kind = str(event.get("kind"))
         if kind == "step":
+            event = {**event, "between_seconds": self._between(event)}
             self.steps.append(tuple(_number(event.get(column)) for column in COLUMNS))
+        elif kind in ("start", "stop"):
+            self.state = "starting" if kind == "start" else "stopped"
+            self._step_ended = None
         elif kind == "outer_step":
             self.marks.append({"time": event.get("time"), "outer_step": event.get("outer_step")})
         elif kind == "scores":
@@ -63,6 +70,14 @@ class Neuron:
             self.state = str(event.get("after", ""))
         if kind in self.tables:
             self.tables[kind].append(dict(event))
+        return event
+
+    def _between(self, event: Mapping[str, Any]) -> float | None:
+        before, ended = self._step_ended, _number(event.get("time"))
+        self._step_ended = ended
+        if before is None or ended is None:
+            return None
+        return round(max(0.0, ended - before - (_number(event.get("seconds")) or 0.0)), 3)
 
     def gauges(self) -> dict[str, float]:
         """The metrics as they were last written, ``name{kind}`` -> value; empty without a file."""

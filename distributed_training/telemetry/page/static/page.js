@@ -46,6 +46,7 @@ function take(event) {
   } else if (event.kind === "outer_step") neuron.marks.push(event);
   else if (event.kind === "scores") neuron.scores = event;
   else if (event.kind === "state") neuron.state = event.after;
+  else if (event.kind === "start" || event.kind === "stop") neuron.state = event.kind === "start" ? "starting" : "stopped";
   if (neuron.tables[event.kind]) {
     neuron.tables[event.kind].push(event);
     neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
@@ -97,12 +98,13 @@ function cards(neuron) {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
+  const newest = (kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
   const now = Date.now() / 1000;
   const made = [];
   const steps = neuron.steps.length > 0;
   if (steps) {
     const since = Date.now() / 1000 - column("time");
-    const stuck = since > Math.max(120, 5 * (column("seconds") || 0));
+    const stuck = neuron.state !== "stopped" && since > Math.max(120, 5 * (column("seconds") || 0));
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
       `outer . inner, ${span(since)} ago`, stuck ? "bad" : ""));
     made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
@@ -113,33 +115,54 @@ function cards(neuron) {
     if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
-  if (neuron.state) made.push(card("State", neuron.state.replace(/_/g, " ")));
+  const stop = newest("stop");
+  if (neuron.state === "stopped" && stop) {
+    made.push(card("State", "stopped", `${moment(stop.time)}: ${stop.reason || ""}`, stop.exit_status ? "bad" : ""));
+  } else if (neuron.state) made.push(card("State", neuron.state.replace(/_/g, " ")));
   const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
   if (published !== undefined && limit) {
     const age = now - published;
     made.push(card("Published", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
       : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
   }
-  const newest = gauge("block_list_newest_block"), most = gauge("block_list_limit_blocks");
-  if (newest !== undefined && most) {
-    const blocks = Math.max(0, gauge("chain_block") - newest);
-    made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`, `limit ${number(most, 0)} blocks`,
+  const trained = gauge("block_list_newest_block"), most = gauge("block_list_limit_blocks");
+  if (trained !== undefined && most) {
+    const blocks = Math.max(0, gauge("chain_block") - trained);
+    made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`,
+      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
   }
   const next = gauge("next_round_timestamp_seconds");
-  if (next !== undefined) made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", "expected"));
+  if (next !== undefined && neuron.state !== "stopped") {
+    made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", next > now ? "expected" : `since ${span(now - next)}`));
+  }
   const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
   if (last) made.push(card("Last round", last.ok ? "took part" : (last.fault || "failed"),
     last.ok ? `${last.peers.length} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""), last.ok ? "good" : "bad"));
-  const taken = rounds.filter((r) => r.ok).length;
-  if (rounds.length) made.push(card("Rounds taken", `${taken} of ${rounds.length}`, "the last ones"));
-  const preview = neuron.tables.preview[neuron.tables.preview.length - 1];
+  const share = gauge("round_participation_ratio"), taken = rounds.filter((r) => r.ok).length;
+  if (rounds.length) made.push(card("Rounds taken", `${taken} of ${rounds.length}`,
+    share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
+  const known = gauge("dht_peers");
+  if (known !== undefined) made.push(card("Swarm", `${number(known, 0)} peers`, "known in the DHT", known ? "" : "bad"));
+  const preview = newest("preview");
   if (preview) made.push(card("Preview", number(preview.delta, 4),
     "loss change by the published gradient", preview.delta < 0 ? "good" : "bad"));
-  const held = neuron.tables.held_out[neuron.tables.held_out.length - 1];
+  const score = newest("score_preview");
+  if (score) made.push(card("Score preview", score.repo_valid ? number(score.random_relative, 4) : "zero",
+    score.repo_valid ? `better on unseen text; rank ${score.rank ?? "–"}, own text ${number(score.assigned_relative, 4)}`
+      : "the bucket is not valid", score.repo_valid ? "" : "bad"));
+  const given = scoreOf(neuron);
+  if (given) made.push(card("Score", number(given.total, 3), "by the validator of this subnet"));
+  const held = newest("held_out");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
   if (!made.length) made.push(card("Waiting", "no events yet", neuron.name));
   replace($("now"), ...made);
+}
+
+function scoreOf(neuron) {  // where the validator is shown too
+  const start = neuron.tables.start[neuron.tables.start.length - 1];
+  const judge = [...neurons.values()].find((n) => n.scores);
+  return start && judge && start.uid !== undefined ? judge.scores.scores[start.uid] : undefined;
 }
 
 // --- curves -----------------------------------------------------------------------------------
@@ -176,7 +199,7 @@ function chart(id, title, unit, neuron, series, digits) {
   for (let i = 0; i <= 3; i++) {
     const value = low + (high - low) * i / 3;
     drawing.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
-    drawing.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, high - low < 3 ? digits : 0)));
+    drawing.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, high - low < 3 ? digits : high - low < 30 ? Math.min(digits, 1) : 0)));
   }
   for (const [t, anchor] of [[t0, "start"], [t1, "end"]]) drawing.append(shape("text", { x: x(t), y: height - 4, "text-anchor": anchor }, moment(t)));
   const marks = neuron.marks.filter((mark) => mark.time >= t0 && mark.time <= t1);
@@ -214,9 +237,46 @@ function tables(neuron) {
   table("scores", "Scores", ["uid", "random", "assigned", "train", "all-reduce", "total"],
     scores.sort((a, b) => b[1].total - a[1].total).slice(0, 20).map(([uid, s]) => [uid,
       number(s.random, 2), number(s.assigned, 3), number(s.train, 3), number(s.all_reduce, 0), number(s.total, 3)]));
+  table("peers", "Peers of the last rounds", ["peer", "averaged", "failed", "last"], peersOf(neuron).slice(0, SHOWN_ROWS));
+  table("ranks", "Ranks", ["rank", "memory", "GPU memory", "GPU used", "heat", "power"], ranksOf(neuron));
+  table("subnet", "All neurons", ["neuron", "state", "step", "loss", "tokens/s", "rounds", "score"],
+    neurons.size < 2 ? [] : [...neurons.values()].map(summaryOf));
   const problems = newest("problem");
   replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
-    element("ul", {}, ...problems.map((p) => element("li", {}, element("time", {}, moment(p.time)), p.text)))] : []));
+    element("ul", {}, ...problems.map((p) => element("li", { class: p.level || "" }, element("time", {}, moment(p.time)), p.text)))] : []));
+}
+
+function peersOf(neuron) {  // newest rounds first
+  const found = new Map();
+  for (const round of [...neuron.tables.round].reverse()) {
+    for (const [list, column] of [["peers", 1], ["failed_peers", 2]]) {
+      for (const peer of round[list] || []) {
+        const row = found.get(peer) || [`…${String(peer).slice(-8)}`, 0, 0, moment(round.time)];
+        row[column] += 1;
+        found.set(peer, row);
+      }
+    }
+  }
+  return [...found.values()];
+}
+
+function ranksOf(neuron) {
+  const figure = (rank, name, unit, scale = 1, digits = 0) => {
+    const value = neuron.gauges[`dt_rank_${name}.${rank}`];
+    return value === undefined ? "–" : `${number(value / scale, digits)} ${unit}`;
+  };
+  const ranks = Object.keys(neuron.gauges).map((k) => /^dt_rank_\w+\.(\d+)$/.exec(k)).filter(Boolean).map((m) => Number(m[1]));
+  return [...new Set(ranks)].sort((a, b) => a - b).map((rank) => [rank, figure(rank, "memory_bytes", "GB", 1e9, 2),
+    figure(rank, "gpu_memory_bytes", "GB", 1e9, 1), figure(rank, "gpu_utilization_percent", "%"),
+    figure(rank, "gpu_temperature_celsius", "°C"), figure(rank, "gpu_power_watts", "W")]);
+}
+
+function summaryOf(neuron) {
+  const last = neuron.steps[neuron.steps.length - 1], value = (c) => (last ? last[neuron.columns.indexOf(c)] : null);
+  const rounds = neuron.tables.round, score = scoreOf(neuron);
+  return [neuron.name, (neuron.state || "–").replace(/_/g, " "), last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
+    number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter((r) => r.ok).length} of ${rounds.length}`,
+    score ? number(score.total, 3) : "–"];
 }
 
 // --- drawing ----------------------------------------------------------------------------------
@@ -228,10 +288,12 @@ function draw() {
   cards(neuron);
   chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
   chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
-    { column: "data_wait_seconds", name: "without data", style: "b" }], 2);
+    { column: "data_wait_seconds", name: "of it without data", style: "b" },
+    { column: "between_seconds", name: "before it: rounds, snapshots", style: "c" }], 2);
   chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
   tables(neuron);
+  if (neuron.steps.length && !performance.getEntriesByName("drawn").length) performance.mark("drawn");
 }
 
 function soon() {
@@ -243,7 +305,7 @@ function soon() {
 function follow() {
   const source = new EventSource("stream");
   const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
-    "held_out", "start", "stop", "score", "gauges"];
+    "held_out", "start", "stop", "score_preview", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
     if (loaded) { take(event); soon(); } else waiting.push(event);
