@@ -44,7 +44,7 @@ class TelemetrySettings:
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
     """16 characters or more that whoever opens the page must know"""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
-    """write every step's figures there for `tensorboard --logdir`; one folder per miner"""
+    """write every step's figures for `tensorboard --logdir` into a folder of this miner there"""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
     """send every step's figures to Weights & Biases; offline: keep them in the run folder for
     `wandb sync`"""

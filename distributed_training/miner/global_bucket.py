@@ -67,6 +67,7 @@ class GlobalBucket:
     ) -> None:
         self._remote = remote
         self._run = run
+        self.run_seen: int | None = None  # of the bucket, when it was last looked at
         self._folder = folder
         self._renew = renew
 
@@ -88,6 +89,7 @@ class GlobalBucket:
             raise GlobalUnavailableError(str(error)) from None
         if metadata is None:
             raise GlobalUnavailableError("the global bucket is empty so far")
+        self.run_seen = metadata.run
         if metadata.run != self._run:
             raise GlobalUnavailableError(
                 f"the global bucket is of run {metadata.run}, this miner of run {self._run}: "

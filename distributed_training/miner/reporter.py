@@ -16,8 +16,9 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
+from distributed_training import __version__
 from distributed_training.common.exits import ExitStatus
-from distributed_training.protocol import lines
+from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import (
     AllReduceFault,
     Progress,
@@ -40,8 +41,8 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 class Metrics:
     """The metrics file with what other rooms count and measure; written now and then.
 
-    ``counts``: totals by the name of the room; ``gauges``: measured when the file is written;
-    ``trackers``: handed all figures after each step.
+    ``counts``: totals by the name of the room; ``gauges``, ``by_rank``: measured when the file is
+    written; ``trackers``: handed all figures after each step.
     """
 
     def __init__(
@@ -50,13 +51,19 @@ class Metrics:
         file: MetricsFile,
         counts: Mapping[str, Callable[[], Mapping[str, float]]],
         gauges: Mapping[str, Callable[[], float | None]],
+        by_rank: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
         trackers: Sequence[Tracker] = (),
     ) -> None:
         self._file = file
         self._counts = counts
         self._gauges = gauges
+        self._by_rank = by_rank
         self._trackers = trackers
-        self._last_rounds: deque[bool] = deque(maxlen=20)
+        self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
+        for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
+            file.registry.counter(f"{name}_total")  # 0 until then: the first one is an increase
+        file.registry.labelled("build_info", "version", {__version__: 1.0})
+        file.registry.gauge("protocol_run").set(names.RUN)
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
@@ -64,16 +71,28 @@ class Metrics:
         for tracker in self._trackers:
             tracker.log(report.total_inner_steps, self._file.registry.values())
 
-    def round_ended(self, *, ok: bool, seconds: float) -> None:
+    def round_ended(self, outer_step: int, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry
         registry.counter("rounds_total").add()
         registry.counter("rounds_failed_total").add(not ok)
-        self._last_rounds.append(ok)
-        failed = list(itertools.takewhile(lambda worked: not worked, reversed(self._last_rounds)))
-        registry.gauge("rounds_failed_in_a_row").set(len(failed))
-        participation = sum(self._last_rounds) / len(self._last_rounds)
-        registry.gauge("round_participation_ratio").set(participation)
+        self._last_rounds.append((outer_step, ok))
         registry.gauge("round_seconds").set(seconds)
+        self._participated()
+
+    def loaded(self, before: int, reached: int) -> None:
+        """Outer steps that others took; rounds that failed here are counted already."""
+        known = {outer_step for outer_step, _ in self._last_rounds}
+        missed = [step for step in range(max(before, reached - 20), reached) if step not in known]
+        self._file.registry.counter("rounds_missed_total").add(max(0, reached - before))
+        self._last_rounds.extend((step, False) for step in missed)
+        self._participated()
+
+    def _participated(self) -> None:
+        registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
+        failed = list(itertools.takewhile(lambda ok: not ok, reversed(worked)))
+        registry.gauge("rounds_failed_in_a_row").set(len(failed))
+        if worked:
+            registry.gauge("round_participation_ratio").set(sum(worked) / len(worked))
 
     def publication_ended(self, report: PublicationReport) -> None:
         registry = self._file.registry
@@ -99,8 +118,13 @@ class Metrics:
         registry = self._file.registry
         for name, value in self._gauges.items():
             registry.gauge(name).set(value())
+        for name, values in self._by_rank().items():
+            registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
         for room, counts in self._counts.items():
-            registry.totals(room, counts())
+            counted = dict(counts())
+            if "connections" in counted:  # the one that may fall
+                registry.gauge(f"{room}_connections").set(counted.pop("connections"))
+            registry.totals(room, counted)
 
 
 class Reporter:
@@ -166,6 +190,7 @@ class Reporter:
             case ev.Loaded(outer_step=outer):
                 log.info("Loaded the global state of outer step %d", outer)
                 self._record("load", outer_step=outer)
+                self._metrics.loaded(state.outer_step, outer)
             case ev.RolledBack(progress=Progress(outer_step=outer, inner_step=inner)):
                 log.warning("Training goes on at outer step %d, inner step %d", outer, inner)
                 self._record("roll_back", outer_step=outer, inner_step=inner)
@@ -233,7 +258,7 @@ class Reporter:
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
-        self._metrics.round_ended(ok=not fault, seconds=seconds)
+        self._metrics.round_ended(state.outer_step, ok=not fault, seconds=seconds)
 
     # --- publications --------------------------------------------------------------------------
 

@@ -95,6 +95,11 @@ class RoundClock:
 
     def next_at(self) -> float | None:
         """``time.monotonic()`` of the next call; None if unknown or already due."""
+        expected = self.expected_at()
+        return expected if expected is not None and expected > self._clock() else None
+
+    def expected_at(self) -> float | None:
+        """``time.monotonic()`` at which the period is over, in the past too; None if unknown."""
         if self._last is None:
             return None
         block, now = self._chain_block(), self._clock()
@@ -103,7 +108,4 @@ class RoundClock:
             self._seconds_per_block = (now - first_time) / (block - first_block)
         if not 0 <= block - first_block < _WINDOW:
             self._seen = (block, now)
-        remaining = schedule.blocks_until_round(
-            block=block, last_allreduce_block=self._last, bpa=self._period
-        )
-        return now + remaining * self._seconds_per_block if remaining else None
+        return now + (self._last + self._period - block) * self._seconds_per_block

@@ -51,7 +51,7 @@ from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
 from .drift import Rows
-from .gauges import machine_gauges
+from .gauges import MachineGauges, limits
 from .global_bucket import StopBeforeStart
 from .leader import Leader, Subscriber
 from .loop import MinerLoop
@@ -409,39 +409,43 @@ class RankZero:
         return blocks
 
     def _reporter(self) -> Reporter:
-        config, outside, server = self._place.config, self._outside, self.server
-        on_gpu = self._place.device.type == "cuda"
-
-        def served() -> dict[str, int]:
-            return {k: v for k, v in server.counters().items() if k != "connections"}
-
+        place, outside, opened = self._place, self._outside, self._place.stack.enter_context
+        config, on_gpu = place.config, place.device.type == "cuda"
         trackers = open_trackers(
             config.telemetry,
-            self._place.folder,
+            place.folder,
             name=f"{config.miner.name}-{outside.uid}",
             first_step=self._miner.trainer.total_inner_steps + 1,
         )
-        for tracker in trackers:
-            self._place.stack.callback(tracker.close)
+        machine = MachineGauges(
+            place.folder,
+            needed=self._bytes_needed(),
+            gpus=place.ranks.world_size if on_gpu else 0,
+        )
         metrics = Metrics(
-            trackers=trackers,
-            file=MetricsFile(self._place.folder / "metrics.prom"),
+            trackers=[opened(closing(tracker)) for tracker in trackers],
+            file=MetricsFile(place.folder / "metrics.prom"),
             counts={
                 "data": self._miner.data.counters,
                 "chain": outside.chain.counters,
-                "server": served,
+                "server": self.server.counters,
             },
             gauges={
-                "server_connections": lambda: server.counters()["connections"],
                 "chain_age_seconds": lambda: outside.chain.age().total_seconds(),
                 "chain_block": outside.chain.block,
                 "block_list_newest_block": lambda: self.blocks.newest_trained,
-                "block_list_limit_blocks": lambda: config.miner.blocks_per_allreduce // 2,
-                "last_publication_timestamp_seconds": lambda: unix_time(self._published()),
-                "publication_age_limit_seconds": lambda: self.schedule.age_limit,
-                "next_round_timestamp_seconds": lambda: unix_time(self.round_clock.next_at()),
-                **machine_gauges(self._place.folder, needed=self._bytes_needed()),
+                "next_round_timestamp_seconds": lambda: unix_time(self.round_clock.expected_at()),
+                "dht_peers": self.swarm.known_peers,
+                "global_run": lambda: outside.global_bucket.run_seen,
+                **limits(
+                    self.schedule,
+                    newest=lambda: self.blocks.newest_trained,
+                    chain_block=outside.chain.block,
+                    most_blocks=config.miner.blocks_per_allreduce // 2,
+                ),
+                **machine.single(),
             },
+            by_rank=opened(closing(machine)).by_rank,
         )
         return Reporter(
             record=self._record,
@@ -466,12 +470,6 @@ class RankZero:
                 preview.look()
 
         return see
-
-    def _published(self) -> float | None:
-        """``time.monotonic()`` of the newest publication."""
-        now = time.monotonic()
-        age = self.schedule.repo_age(now)
-        return None if age is None else now - age
 
     def _bytes_needed(self) -> int:
         return snapshot_bytes(shape for _, shape in self._miner.trainer.schema)

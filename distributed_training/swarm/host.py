@@ -87,7 +87,7 @@ class Host:
             self.tell(Ready(str(node.peer_id), addresses))
             await _first_of(
                 self._obey(averager),
-                self._watch_daemon(node.p2p),
+                self._watch_daemon(node),
                 self._watch_parent(),
                 self._keep_in_touch(node),
             )
@@ -140,8 +140,9 @@ class Host:
         else:
             self.tell(task.result())
 
-    async def _watch_daemon(self, p2p: P2P) -> None:
+    async def _watch_daemon(self, node: DHTNode) -> None:
         """Raises HostFailed when p2pd ends or hangs; until then says that we live."""
+        p2p = node.p2p
         ended = asyncio.create_task(p2p._child.wait())
         while not ended.done():
             try:
@@ -152,7 +153,7 @@ class Host:
                 if not ended.done():
                     raise HostFailed(f"p2pd does not answer ({error!r})") from None
                 break
-            self.tell(Beat())
+            self.tell(Beat(len(node.protocol.routing_table.uid_to_peer_id)))
             await asyncio.wait([ended], timeout=BEAT)
         raise HostFailed(f"p2pd {describe_end(ended.result())}")
 

@@ -51,6 +51,7 @@ class HostProcess:
         self.why = ""
         self._sockets = config.sockets
         self.found_group = False  # in the round that was ordered last
+        self.peers: int | None = None  # others that the DHT node knows
         self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
@@ -113,8 +114,8 @@ class HostProcess:
 
     def _take(self, message: Message) -> None:
         match message:
-            case Beat():
-                return
+            case Beat(peers):
+                self.peers = peers
             case Ready():
                 self._connection.settimeout(HANG)  # its life begins; the start has its own timeout
                 self._ready.put(message)

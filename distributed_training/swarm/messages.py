@@ -62,7 +62,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Beat:
-    """The host's event loop turns, and p2pd answers it."""
+    """The host's event loop turns, and p2pd answers it. ``peers``: others the DHT node knows."""
+
+    peers: int
 
 
 @dataclass(frozen=True)

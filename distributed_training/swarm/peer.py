@@ -78,6 +78,11 @@ class HivemindSwarm:
         """Whether an initial peer was reached: without one, nobody knows of this peer."""
         return self._keeper.joined
 
+    def known_peers(self) -> int | None:
+        """How many other peers the DHT node knows; None while there is no swarm host."""
+        host = self._keeper.host
+        return host.peers if host is not None and host.alive() else None
+
     def alive(self) -> bool:
         """Whether the swarm host runs. One that ended is started again within seconds."""
         return self._keeper.alive()

@@ -76,6 +76,7 @@ class Registry(Collector):
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._totals: dict[str, dict[str, float]] = {}  # name: kind (or "") -> count
+        self._labelled: dict[str, tuple[str, dict[str, float]]] = {}  # name: label, its value -> it
         self._lock = threading.Lock()
         self._client = CollectorRegistry(auto_describe=False)
         self._client.register(self)
@@ -98,6 +99,15 @@ class Registry(Collector):
         if name in others:
             raise TypeError(f"metric {name} is of the other kind")
 
+    def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
+        """Measurements that differ by ``label`` only (``rank``): the latest of all of them.
+
+        Raises ValueError for a name that is not in the catalogue, TypeError for one without label.
+        """
+        self._check(name, {**self._counters, **self._gauges})
+        with self._lock:
+            self._labelled[name] = (label, dict(values))
+
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
         """Counts that another room keeps: ``refused.rate`` becomes
         ``<prefix>_refused_total{kind="rate"}``, what has no dot ``<prefix>_<name>_total``."""
@@ -118,9 +128,15 @@ class Registry(Collector):
         with self._lock:
             counters, gauges = list(self._counters.values()), list(self._gauges.values())
             totals = {name: dict(kinds) for name, kinds in sorted(self._totals.items())}
+            labelled = dict(self._labelled)
         for gauge in gauges:
             if gauge.value is not None:
                 yield GaugeMetricFamily(_PREFIX + gauge.name, gauge.help, value=gauge.value)
+        for name, (label, values) in labelled.items():
+            gauges_of_it = GaugeMetricFamily(_PREFIX + name, METRICS[name], labels=[label])
+            for key, value in values.items():
+                gauges_of_it.add_metric([key], value)
+            yield gauges_of_it
         for counter in counters:
             yield CounterMetricFamily(_PREFIX + counter.name, counter.help, value=counter.value)
         for name, kinds in totals.items():

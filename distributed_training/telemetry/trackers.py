@@ -195,7 +195,7 @@ def open_trackers(
     trackers = []
     board = settings.tensorboard_dir
     if board is not None:
-        trackers.append(Tracker("TensorBoard", lambda: TensorBoard(board, first_step)))
+        trackers.append(Tracker("TensorBoard", lambda: TensorBoard(board / name, first_step)))
     if settings.wandb != "off":
         trackers.append(Tracker("W&B", lambda: WandB(settings, folder, name)))
     return trackers

@@ -97,6 +97,20 @@ def test_a_step(rig: Rig) -> None:
     assert "disk_free" not in text, "what is not known is absent"
 
 
+def test_a_round_that_only_others_had_counts_as_missed(rig: Rig) -> None:
+    registry = rig.reporter._metrics._file.registry
+    averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
+    rig.see(ev.OuterStepEnded(True, 4), averaged)
+    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, outer_step=4))
+    rig.see(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=4))  # 4 failed here; not asked: 5, 6
+    values = registry.values()
+    assert values["round_participation_ratio"] == 1 / 4
+    assert values["rounds_missed_total"] == 3 and values["rounds_total"] == 2
+    assert values["rounds_failed_in_a_row"] == 3
+    rig.see(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=7))  # a rebase: nothing was missed
+    assert registry.values() == values
+
+
 def test_a_successful_round(rig: Rig) -> None:
     said = [text for _, text in rig.see(ev.PseudoGradientWritten(0.5), IN_ROUND)]
     assert said == [

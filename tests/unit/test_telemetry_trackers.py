@@ -80,9 +80,9 @@ def test_tensorboard_reads_every_step_once_over_restarts_and_roll_backs(tmp_path
     settings = TelemetrySettings(tensorboard_dir=board)
     log_steps(settings, tmp_path, range(1, 11), first=1)
     log_steps(settings, tmp_path, range(8, 13), first=8)  # a checkpoint of step 7
-    loss = scalars(board, "loss_metrics/global_avg_loss")
+    loss = scalars(board / "miner-7", "loss_metrics/global_avg_loss")
     assert loss == [(step, step / 100) for step in range(1, 13)]
-    assert scalars(board, "lr")[-1] == (12, 0.001)
+    assert scalars(board / "miner-7", "lr")[-1] == (12, 0.001)
 
 
 def test_a_roll_back_in_mid_run_replaces_what_it_took_back(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_roll_back_in_mid_run_replaces_what_it_took_back(tmp_path: Path) -> No
     for step, loss in itertools.chain(((s, 9.0) for s in range(1, 7)), ((s, 1.0) for s in (4, 5))):
         tracker.log(step, {"train_loss": loss})
     tracker.close()
-    found = scalars(tmp_path, "loss_metrics/global_avg_loss")
+    found = scalars(tmp_path / "m", "loss_metrics/global_avg_loss")
     assert found == [(1, 9.0), (2, 9.0), (3, 9.0), (4, 1.0), (5, 1.0)]
 
 

@@ -1,0 +1,247 @@
+"""Prometheus itself, on the metrics of a miner's own code: every panel has data, every alert works.
+
+The figures come the way they come in a miner: events through the reporter, gauges of machine and
+limits, the signed server's counts; the page serves the file, Prometheus scrapes it as configured in
+``ops``. Only what needs a GPU is told by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from bench.server import SETTINGS, start_server
+from distributed_training.common.ports import free_ports
+from distributed_training.miner import events as ev
+from distributed_training.miner.decide import MinerState, Mode
+from distributed_training.miner.gauges import MachineGauges, limits
+from distributed_training.miner.process import INSTANCE, write_pid_file
+from distributed_training.miner.reporter import Metrics, Reporter
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    AllReduceResult,
+    PublicationReport,
+    Revision,
+    StepReport,
+)
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.telemetry import MetricsFile, unix_time
+from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.page.process import PageProcess
+from tests.waiting import wait_for
+
+PROMETHEUS = shutil.which("prometheus")
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.slow,
+    pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus (Debian package)"),
+]
+OPS = Path(__file__).parents[2] / "ops"
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
+SCORES = {
+    "line": "a line",
+    "random_relative": 0.02,
+    "assigned_relative": 0.03,
+    "rank": 1,
+    "train_share": 0.5,
+    "repo_valid": True,
+}
+
+
+class Miner:
+    """A miner's reporter with the gauges that ``miner/start.py`` gives it."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.step = 0
+        write_pid_file(folder, 0)
+        server = stack.enter_context(closing(start_server(SETTINGS)))
+        httpx.post(f"http://127.0.0.1:{server.port}/IsAlive", content=b"{}")  # unsigned: refused
+        self.schedule = UploadSchedule(
+            upload_steps=10,
+            minimum_inner_step=10,
+            age_limit=timedelta(seconds=4800),
+            slack=timedelta(0),
+            published_at=time.monotonic() - 100,
+        )
+        self.machine = MachineGauges(folder, needed=10**6, gpus=0)
+        for minute in range(60):  # an hour ago, until now
+            self.machine._growth.add(time.monotonic() - 3600 + 60 * minute, 1e9 + minute)
+        blocks = limits(
+            self.schedule, newest=lambda: 1000, chain_block=lambda: 1050, most_blocks=200
+        )
+        self.reporter = Reporter(
+            record=lambda kind, **fields: None,
+            metrics=Metrics(
+                file=MetricsFile(folder / "metrics.prom", every=0.0),
+                counts={"server": server.counters},
+                gauges={
+                    "chain_age_seconds": lambda: 4.0,
+                    "chain_block": lambda: 1050,
+                    "block_list_newest_block": lambda: 1000,
+                    "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
+                    "dht_peers": lambda: 12,
+                    "global_run": lambda: 5,
+                    **blocks,
+                    **self.machine.single(),
+                },
+                by_rank=self.by_rank,
+            ),
+            schedule=self.schedule,
+            warnings=lambda report: [],
+            bucket="mine",
+            reload_timeout=timedelta(seconds=60),
+        )
+
+    def by_rank(self) -> dict[str, dict[int, float]]:
+        gpu = {
+            "rank_gpu_memory_bytes": {0: 7e10, 1: 7e10},
+            "rank_gpu_utilization_percent": {0: 98.0, 1: 97.0},
+            "rank_gpu_temperature_celsius": {0: 60.0, 1: 61.0},
+            "rank_gpu_power_watts": {0: 650.0, 1: 640.0},
+        }
+        return self.machine.by_rank() | gpu
+
+    def train(self) -> None:
+        """One step, the outer step counted on every time so that its changes can be asked for."""
+        self.step += 1
+        report = StepReport(
+            self.step, 1, 2.5, 1e-3, 256, 8, 0.2, 0.0, 2,
+            grad_norm=1.0, gpu_memory_gb=70.0, gpu_utilization=98.0, mfu=0.5,
+        )  # fmt: skip
+        self.reporter.see(ev.InnerStepDone(report), TRAINING)
+
+    def everything_else(self) -> None:
+        """One of each of the other events that leave a figure behind."""
+        see = self.reporter.see
+        averaging = MinerState(
+            mode=Mode.AVERAGING,
+            outer_step=3,
+            averaged=AllReduceResult(("me", "a"), (), 1.5, 2.5, 4.0),
+        )
+        see(ev.RoundFailed(AllReduceFault.TIMEOUT), averaging)
+        see(ev.Loaded(5), TRAINING)
+        see(ev.PseudoGradientWritten(0.5), averaging)
+        see(ev.OuterStepEnded(True, 6), averaging)
+        revision = Revision(5, 3, 40)
+        see(ev.SnapshotSubmitted(revision, ev.Previewed(-0.1, 1.0)), TRAINING)
+        published = PublicationReport(
+            revision=revision,
+            ok=True,
+            seconds=2.0,
+            bytes_sent=5_000_000,
+            finished_at=time.monotonic(),
+        )
+        see(ev.PublicationEnded(published), TRAINING)
+        see(ev.ScorePreviewed(SCORES), TRAINING)
+
+
+class Prometheus:
+    def __init__(self, folder: Path, target: str) -> None:
+        config = yaml.safe_load((OPS / "prometheus" / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(OPS / "prometheus" / "miner.rules.yml")]
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        file = folder / "prometheus.yml"
+        file.write_text(yaml.safe_dump(config))
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}/api/v1/"
+        with (folder / "prometheus.log").open("wb") as log:
+            self.process = subprocess.Popen(
+                [
+                    str(PROMETHEUS),
+                    f"--config.file={file}",
+                    f"--storage.tsdb.path={folder / 'tsdb'}",
+                    f"--web.listen-address=127.0.0.1:{port}",
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def get(self, what: str, **parameters: str) -> Any:
+        answer = httpx.get(self.url + what, params=parameters, timeout=20).json()
+        assert answer["status"] == "success", answer
+        return answer["data"]
+
+    def query(self, expression: str) -> list[Any]:
+        result: list[Any] = self.get("query", query=expression)["result"]
+        return result
+
+    def answers(self) -> bool:
+        try:
+            return bool(self.query("up == 1"))
+        except (httpx.HTTPError, AssertionError):
+            return False
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    folder = tmp_path_factory.mktemp("miner")
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv(INSTANCE, "ops")
+        miner = Miner(folder, stack)
+        miner.train()
+        stack.enter_context(PageProcess([folder], told=said.append))
+        wait_for(lambda: said, "the page")
+        address = said[0].removeprefix("page: http://").rstrip("/")
+        found = stack.enter_context(closing(Prometheus(folder, address)))
+        wait_for(found.answers, "the first scrape", seconds=60)
+        scraped = "count_over_time(dt_train_outer_step[1m]) >= 4"
+        miner.everything_else()
+
+        def enough() -> bool:
+            miner.train()
+            return bool(found.query(scraped))
+
+        wait_for(enough, "some scrapes", seconds=60, every=0.3)
+        yield found
+
+
+def panels() -> Iterator[tuple[str, str]]:
+    board = json.loads((OPS / "grafana" / "dashboards" / "miner.json").read_text())
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            yield panel["title"], target["expr"]
+    for annotation in board["annotations"]["list"]:
+        yield annotation["name"], annotation["expr"]
+
+
+@pytest.mark.parametrize(("title", "query"), list(panels()), ids=lambda value: value[:30])
+def test_every_panel_has_data(prometheus: Prometheus, title: str, query: str) -> None:
+    assert prometheus.query(query), f"{title}: {query}"
+
+
+def test_every_alert_is_evaluated_and_none_fires_for_a_healthy_miner(
+    prometheus: Prometheus,
+) -> None:
+    def rules() -> list[dict[str, Any]]:
+        (group,) = prometheus.get("rules")["groups"]
+        found: list[dict[str, Any]] = group["rules"]
+        return found
+
+    wait_for(lambda: all(rule["health"] != "unknown" for rule in rules()), "the evaluation")
+    assert [(r["name"], r["lastError"]) for r in rules() if r["health"] != "ok"] == []
+    assert [r["name"] for r in rules() if r["state"] == "firing"] == []
+
+
+def test_every_metric_of_the_catalogue_arrives(prometheus: Prometheus) -> None:
+    names = set(prometheus.get("label/__name__/values"))
+    missing = {f"dt_{name}" for name in METRICS} - names
+    assert missing <= {"dt_registered"}, missing  # written with the last figures, at a stop
+    described = prometheus.get("metadata")
+    assert all(described[name][0]["help"] for name in names if name.startswith("dt_train"))

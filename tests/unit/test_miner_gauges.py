@@ -1,0 +1,81 @@
+"""What is measured of the machine and of the validators' limits."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.miner.gauges import Growth, MachineGauges, limits
+from distributed_training.miner.process import INSTANCE, write_pid_file
+from distributed_training.miner.round_clock import RoundClock
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.telemetry.catalogue import METRICS
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def test_a_leak_has_a_slope_and_a_start_has_none() -> None:
+    growth, steady = Growth(), Growth()
+    for minute in range(120):
+        assert (growth.per_hour() is None) == (minute < 30)
+        for second in (0, 15, 30, 45):  # as the metrics are written
+            growth.add(60 * minute + second, 1e9 + 2e6 * minute + (5e5 if minute % 2 else 0))
+            steady.add(60 * minute + second, 1e9)
+    assert growth.per_hour() == pytest.approx(120e6, rel=0.02) and steady.per_hour() == 0
+
+
+def test_the_machine_is_measured_rank_by_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INSTANCE, "mark")
+    write_pid_file(tmp_path, 0)
+    machine = MachineGauges(tmp_path, needed=5, gpus=0)
+    figures = {name: measure() for name, measure in machine.single().items()}
+    assert figures.keys() <= METRICS.keys() and figures["disk_needed_bytes"] == 5
+    assert figures["memory_growth_bytes_per_hour"] is None
+    assert (figures["memory_total_bytes"] or 0) > (figures["memory_bytes"] or 0) > 1e7
+    (ranks,) = machine.by_rank().values()
+    assert machine.by_rank().keys() == {"rank_memory_bytes"} and ranks.keys() == {0}
+    assert ranks[0] > 1e7 and os.getpid()
+    monkeypatch.setenv(INSTANCE, "another")
+    write_pid_file(tmp_path, 0)
+    assert machine.by_rank() == {}, "a rank of another start is none of ours"
+
+
+def test_both_limits_count_down() -> None:
+    schedule = UploadSchedule(
+        upload_steps=10,
+        minimum_inner_step=10,
+        age_limit=timedelta(seconds=4800),
+        slack=timedelta(0),
+        published_at=time.monotonic() - 1000,
+    )
+    newest: list[int | None] = [None]
+    made = limits(schedule, newest=lambda: newest[0], chain_block=lambda: 1300, most_blocks=200)
+    assert made.keys() <= METRICS.keys()
+    assert made["block_list_age_blocks"]() is None and made["block_list_blocks_left"]() is None
+    newest[0] = 1250
+    found = {name: measure() for name, measure in made.items()}
+    assert found["publication_age_seconds"] == pytest.approx(1000, abs=5)
+    assert found["publication_seconds_left"] == pytest.approx(3800, abs=5)
+    assert found["last_publication_timestamp_seconds"] == pytest.approx(time.time() - 1000, abs=5)
+    assert found["block_list_age_blocks"] == 50 and found["block_list_blocks_left"] == 150
+
+
+def test_a_round_that_is_overdue_keeps_its_moment() -> None:
+    block, now = 1000, 0.0
+    clock = RoundClock(
+        chain_block=lambda: block,
+        blocks_per_allreduce=400,
+        last_allreduce_block=1000,
+        seconds_per_block=12.0,
+        clock=lambda: now,
+    )
+    assert clock.next_at() == clock.expected_at() == 4800
+    block, now = 1700, 8400.0
+    assert clock.next_at() is None, "nothing to wait for"
+    assert clock.expected_at() == 4800, "an alert sees how long it is overdue"
