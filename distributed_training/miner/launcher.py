@@ -59,9 +59,9 @@ MINER_SCRIPT = Path(__file__).resolve().parents[2] / "neurons" / "miner.py"
 TERMINATE_GRACE = timedelta(seconds=5)
 #: How long p2pd and data workers have to notice that their parent ended.
 SETTLE = timedelta(seconds=2)
-#: Rank 0 has ended but other ranks run on: they hang in a collective nobody will complete.
+#: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
-#: In a row; ranks that then ran for STEADY count as healthy again.
+#: In a row; ranks that then ran for STEADY count as healthy again, and their settings as right.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
@@ -214,26 +214,29 @@ class _Supervisor:
 
     def run(self) -> ExitStatus:
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+        proven = False  # ranks of this launcher ran for STEADY
         try:
             while True:
                 began = time.monotonic()
                 status = self._run_once()
-                if status is not ExitStatus.FAULT or self._signals.stop.is_set():
-                    return status
                 if time.monotonic() - began > STEADY.total_seconds():
                     backoff.succeeded()
-                if backoff.failures >= RESTARTS:
+                    proven = True
+                # A store that answers 403 for an hour, a mount that is away: what was right for
+                # long is refused for a while. pm2 would leave the miner down for good.
+                doubted = proven and status is ExitStatus.BAD_CONFIGURATION
+                if not (doubted or status is ExitStatus.FAULT) or self._signals.stop.is_set():
+                    return status
+                if backoff.failures >= RESTARTS and not doubted:
                     log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
                     return status
                 wait = backoff.failed()
-                log.warning(
-                    "Starting the ranks again in %.1f s (%d of %d)",
-                    wait.total_seconds(),
-                    backoff.failures,
-                    RESTARTS,
-                )
-                if self._signals.stop.wait(wait.total_seconds()):
-                    return status
+                seconds, tried = wait.total_seconds(), f"{backoff.failures} of {RESTARTS}"
+                if doubted:
+                    tried = "they ran with these settings before, so this is tried until it works"
+                log.warning("Starting the ranks again in %.1f s (%s)", seconds, tried)
+                if self._signals.stop.wait(seconds):
+                    return ExitStatus.STOPPED
         finally:
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
 
@@ -262,9 +265,9 @@ class _Supervisor:
 
     def _follow(self) -> None:
         """Until all ranks have ended, by themselves or by force."""
-        whole = len(self._group.running)
-        ended_at: float | None = None
         watchdog = self._new_watchdog()
+        patience: timedelta | None = None
+        since, said = 0.0, set[str]()
         while running := self._group.running:
             now = time.monotonic()
             if self._late(now):
@@ -272,19 +275,29 @@ class _Supervisor:
             if not self._told and watchdog.hangs():
                 self._kill_hung()
                 return
-            if len(running) < whole and ended_at is None:
-                ended_at = now
+            before, patience = patience, self._patience(running)
+            if patience != before:
+                since = now
                 for line in self._group.endings:
-                    log.warning("%s", line[0].upper() + line[1:])
+                    if line not in said:
+                        log.warning("%s", line[0].upper() + line[1:])
+                        said.add(line)
                 if self._group.endings and not self._told:
                     self._group.signal(signal.SIGTERM)  # they cannot train without it
-            failed = bool(self._group.endings) and not self._told
-            patience = TERMINATE_GRACE if failed else LINGER
-            if ended_at is not None and now - ended_at > patience.total_seconds():
+            if patience is not None and now - since > patience.total_seconds():
                 seconds = patience.total_seconds()
                 self._force(f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them")
                 return
             self._group.wait(_POLL)
+
+    def _patience(self, running: Sequence[int]) -> timedelta | None:
+        """How long the ranks that still run may do so; None while all of them run."""
+        if self._group.endings and not self._told:
+            return TERMINATE_GRACE
+        if len(running) == self._group.world_size:
+            return None
+        # Rank 0 has more to close than the others: the swarm, the uploader, the server.
+        return self._stop_timeout if 0 in running else LINGER
 
     def _late(self, now: float) -> bool:
         """Pass a stop on, once; True if it took too long and the ranks were ended by force."""

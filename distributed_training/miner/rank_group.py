@@ -2,7 +2,7 @@
 
 A rank needs torch and the Llama model, seconds of imports and 300 MB. Python's fork
 server imports them once (:data:`PRELOAD`) and forks each rank from there; it stays, so a rank that
-died is back in the time of a fork. Processes that a rank starts may come from the same server.
+died is back in the time of a fork. Nothing but ranks is forked from it.
 
 Hazard: the server must stay fit to be forked. Nothing in the preload may start a thread, touch CUDA
 or open a socket, and what libraries read from the environment when they are imported must be set
@@ -131,7 +131,7 @@ class RankGroup:
     ) -> None:
         self._script = script
         self._argv = list(argv)
-        self._world_size = world_size
+        self.world_size = world_size
         self._mark = mark
         self._stacks = stacks
         self._context = multiprocessing.get_context("forkserver")
@@ -148,16 +148,16 @@ class RankGroup:
         self._ranks = []
         self._ensure_server()
         port = free_ports(1)[0]
-        # Secrets go to the ranks alone, by a pipe: what else is forked from the server (it talks to
-        # strangers) has none, and nobody has them in /proc.
+        # Secrets go to each rank by a pipe: the server has none in its environment, so nobody finds
+        # them in /proc, of a rank neither.
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
-        for number in range(self._world_size):
+        for number in range(self.world_size):
             process = self._context.Process(
                 target=_become_rank,
                 args=(
                     str(self._script),
                     self._argv,
-                    secrets | rank_variables(number, world_size=self._world_size, port=port),
+                    secrets | rank_variables(number, world_size=self.world_size, port=port),
                 ),
                 name=f"rank {number}",
             )
@@ -174,7 +174,7 @@ class RankGroup:
         before = dict(os.environ)
         os.environ.clear()
         os.environ.update(without_secrets(before))
-        os.environ.update(rank_environment_defaults(ranks=self._world_size))
+        os.environ.update(rank_environment_defaults(ranks=self.world_size))
         os.environ.update(self._mark.environment | {STACKS: str(self._stacks)})
         # Ctrl-C and a closed terminal are the launcher's: a program inherits what is ignored.
         handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}

@@ -83,7 +83,7 @@ class Facts:
     tokenizer_path: str = ""
     eos_id: int = 0
     global_outer_step: int = 0
-    problem: str = ""  # why there is no start; all ranks leave quietly then
+    problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _run(
     place = Place(config, folder, device, ranks, stop.events, stack, argv)
     outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
     if facts.problem:
-        return ExitStatus.FAULT, facts.problem
+        return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
     status, reason = Miner(place, facts, outside).run()
     with suppress(RuntimeError):  # the others may be gone already
         ranks.close()
@@ -301,12 +301,15 @@ class Miner:
         return {}
 
     def run(self) -> tuple[int, str]:
-        """Until stopped. Exit status and, on rank 0, the reason."""
+        """Until stopped. Exit status and, on rank 0, the reason.
+
+        Rank 0 alone gives the miner's status. A rank that ends as ordered has not failed: another
+        status than 0 would have the launcher end rank 0 while it still closes what it has."""
         if self.rank_zero is not None:
             self.rank_zero.open_doors()
         status = self.loop.run()
         if self.rank_zero is None:
-            return status, ""
+            return ExitStatus.STOPPED, ""
         leader = self.rank_zero.leader
         leader.drain()  # what the last order came to is reported too
         return status, leader.state.stop_reason

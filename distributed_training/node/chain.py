@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.chain import ChainSettings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.protocol import schedule
+
+log = logging.getLogger(__name__)
 
 _SECOND_NODE_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
 
@@ -62,7 +66,7 @@ def join_subnet(config: Config, stack: ExitStack) -> Member:
     """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure."""
     wallet = load_wallet(config.chain)
     chain = follow_chain(config.chain, stack, wallet)
-    uid = chain.uid(wallet.ss58)
+    uid = _uid(chain, wallet.ss58, config.chain)
     if uid is None:
         raise ConfigError(
             f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
@@ -70,6 +74,33 @@ def join_subnet(config: Config, stack: ExitStack) -> Member:
             "another --wallet.hotkey"
         )
     return Member(wallet, chain, uid)
+
+
+def _uid(chain: Chain, hotkey: str, settings: ChainSettings) -> int | None:
+    """None if two reads of the chain agree that it has none: a node that is behind, or a
+    reorganization, may hide it from one, and nothing starts again after "not registered".
+
+    Raises NetworkFailure when the chain cannot be read a second time.
+    """
+    uid, reads = chain.uid(hotkey), chain.reads()
+    if uid is not None:
+        return uid
+    patience = settings.neurons_interval + settings.call_timeout
+    log.warning(
+        "The chain does not show hotkey %s on subnet %d; it is asked once more (at most %.0f s)",
+        hotkey,
+        settings.netuid,
+        patience.total_seconds(),
+    )
+    deadline = time.monotonic() + patience.total_seconds()
+    while chain.reads() == reads:
+        if time.monotonic() > deadline:
+            raise NetworkFailure(
+                "the chain was read once and then no more, so it is not known whether hotkey "
+                f"{hotkey} is registered: see --subtensor.chain_endpoint if this comes again"
+            )
+        time.sleep(0.1)
+    return chain.uid(hotkey)
 
 
 def refuse_second_node(member: Member) -> None:

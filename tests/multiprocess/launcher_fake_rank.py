@@ -19,6 +19,7 @@ from distributed_training.miner.process import (
 from distributed_training.miner.watchdog import Heartbeat
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+CLOSING = 4.0  # seconds; longer than the tests' LINGER
 
 
 def main() -> int:
@@ -38,6 +39,21 @@ def main() -> int:
             write_exit_status(folder, int(mode.removeprefix("status-")), "as told")
             return 1 if mode != "status-0" else 0
         return 0
+    if mode == "slow-close":  # a stop of its own accord: rank 0 has more to close than the others
+        if me.rank == 0:
+            time.sleep(CLOSING)
+            write_exit_status(folder, 3, "as told")
+            return 3
+        return 0
+    if mode == "refused-later":  # it runs, crashes, and is refused twice before it runs again
+        with (folder / "starts").open("a") as file:
+            file.write(".")
+        starts = (folder / "starts").stat().st_size
+        if starts in (2, 3):
+            write_exit_status(folder, 2, "the bucket answers 403")
+            return 2
+        if starts == 1:
+            return 1
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"

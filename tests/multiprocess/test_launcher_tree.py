@@ -28,6 +28,8 @@ LAUNCH = (
     "from datetime import timedelta\n"
     "from distributed_training.miner import launcher, rank_group\n"
     "launcher.LINGER = timedelta(seconds=2)\n"
+    "if os.environ['FAKE_MODE'] == 'refused-later':\n"
+    "    launcher.STEADY = timedelta(0)\n"
     "launcher.RESTARTS = int(os.environ['FAKE_RESTARTS'])\n"
     "slow = os.environ['FAKE_MODE'] == 'slow'\n"
     "rank_group.PRELOAD = ('tests.multiprocess.slow_import',) if slow else ()\n"
@@ -179,6 +181,35 @@ def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launc
     assert run.wait() == 0, run.output
     assert not run.mark.processes()
     assert "other ranks hang" in run.output
+
+
+def test_rank_zero_may_need_longer_than_the_others_to_close(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("slow-close", ranks=2)
+    assert run.wait() == 3, run.output
+    assert "Stopped with status 3: as told" in run.output
+    assert "ending them" not in run.output
+
+
+def test_settings_that_were_right_and_are_refused_later_are_tried_again(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("refused-later", restarts=1)  # which refusals do not count as
+    run.wait_ready()
+    assert run.output.count("Stopped with status 2: the bucket answers 403") == 2
+    assert run.output.count("this is tried until it works") == 2
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+
+
+def test_a_stop_while_ranks_wait_to_start_again_is_a_stop(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("crash", restarts=5)
+    wait_for(lambda: "(4 of 5)" in run.output, "a wait of seconds")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
 
 
 def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Launched]) -> None:
