@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import httpx
 import pytest
 
 from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.page.history import COLUMNS, Neuron
 from tests.waiting import wait_for
 
 webdriver = pytest.importorskip("selenium.webdriver")
@@ -108,6 +111,21 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
             "# TYPE dt_publication_age_limit_seconds gauge\ndt_publication_age_limit_seconds 4800\n"
         )
         yield folder, events
+
+
+def test_the_time_between_two_steps_is_not_lost(tmp_path: Path) -> None:
+    """Rounds, snapshots and loads, but not the night in which the miner was off."""
+    miner = Neuron(tmp_path)
+    seen = [
+        miner.apply({"kind": kind, "time": time, "seconds": 10.0}).get("between_seconds")
+        for kind, time in (
+            ("start", 1.0), ("step", 100.0), ("step", 110.0), ("step", 150.0), ("stop", 151.0),
+            ("start", 30_000.0), ("step", 30_100.0), ("step", 30_109.0),
+        )
+    ]  # fmt: skip
+    assert seen == [None, None, 0.0, 30.0, None, None, None, 0.0]
+    at = COLUMNS.index("between_seconds")
+    assert [row[at] for row in miner.facts()["steps"]] == [None, 0.0, 30.0, None, 0.0]
 
 
 def card(browser: Any, title: str) -> str:
@@ -204,6 +222,84 @@ def test_it_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
         browser.switch_to.active_element.send_keys(Keys.ENTER)
         wait_for(lambda: "3 . 7" in card(browser, "Step"), "the other neuron by keyboard")
         assert browser.switch_to.active_element.text == "miner-018", "the focus stays"
+
+
+def table(browser: Any, title: str) -> list[str]:
+    """The text of its rows."""
+    script = """
+        for (const place of document.querySelectorAll('.tables > div'))
+            if (place.querySelector('h2')?.textContent === arguments[0])
+                return [...place.querySelectorAll('tbody tr')].map((row) => row.innerText);
+        return [];"""
+    return list(browser.execute_script(script, title))
+
+
+def test_a_whole_subnet_on_one_page(browser: Any, tmp_path: Path) -> None:
+    """Ranks, peers, scores and the end, as each neuron's events and metrics tell them."""
+    folders = [tmp_path / name for name in ("miner-000", "validator")]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "metrics.prom").write_text(
+        "# TYPE dt_rank_memory_bytes gauge\n"
+        'dt_rank_memory_bytes{rank="0"} 5e9\ndt_rank_memory_bytes{rank="1"} 4e9\n'
+        "# TYPE dt_rank_gpu_utilization_percent gauge\n"
+        'dt_rank_gpu_utilization_percent{rank="1"} 97\n'
+        "# TYPE dt_dht_peers gauge\ndt_dht_peers 0\n"
+    )
+    with (
+        EventLog(folders[0] / "events.jsonl") as miner,
+        EventLog(folders[1] / "events.jsonl") as validator,
+        closing(Page(*folders)) as page,
+    ):
+        miner.write("start", uid=0)
+        step(miner, 7, loss=3.0)
+        for _ in range(2):
+            miner.write(
+                "round", outer_step=2, ok=True, fault="", detail="", seconds=3.0,
+                peers=["peer-of-a-long-name-ALPHA", "BETA"], failed_peers=["GAMMA"],
+            )  # fmt: skip
+        figures = {"random": 1.0, "assigned": 0.1, "train": 0.2, "all_reduce": 1, "total": 0.875}
+        validator.write("scores", scores={"0": figures})
+        browser.get(page.url)
+        wait_for(lambda: "0.875" in card(browser, "Score"), "the miner's score")
+        assert [row.split() for row in table(browser, "Ranks")] == [
+            ["0", "5.00", "GB", "–", "–", "–", "–"],
+            ["1", "4.00", "GB", "–", "97", "%", "–", "–"],
+        ]
+        peers = [row.split()[:3] for row in table(browser, "Peers of the last rounds")]
+        assert peers == [["…me-ALPHA", "2", "0"], ["…BETA", "2", "0"], ["…GAMMA", "0", "2"]]
+        assert "0 peers" in card(browser, "Swarm")
+        rows = table(browser, "All neurons")
+        assert "miner-000" in rows[0] and "3 . 7" in rows[0] and "validator" in rows[1]
+        miner.write("stop", reason="deregistered", exit_status=3)
+        wait_for(lambda: "stopped" in card(browser, "State"), "that it ended")
+        assert "deregistered" in card(browser, "State")
+
+
+def test_ten_scrape_at_once_while_three_tabs_are_open(run_folder: tuple[Path, EventLog]) -> None:
+    folder, events = run_folder
+    with (
+        closing(Page(folder)) as page,
+        ThreadPoolExecutor(13) as pool,
+        httpx.Client() as client,
+    ):
+        tabs = [pool.submit(first_step_of, page.url) for _ in range(3)]
+        answers = [pool.submit(client.get, page.url + "metrics") for _ in range(200)]
+        texts = {answer.result().text for answer in answers}
+        assert len(texts) == 1 and "dt_publication_age_limit_seconds 4800" in texts.pop()
+        wait_for(
+            lambda: step(events, 99, loss=1.0) or all(t.done() for t in tabs), "tabs", every=0.5
+        )
+        assert [tab.result() for tab in tabs] == [99] * 3
+
+
+def first_step_of(url: str) -> int:
+    """The first step that comes on the stream."""
+    with httpx.stream("GET", url + "stream", timeout=30) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and '"kind": "step"' in line:
+                return int(json.loads(line.removeprefix("data: "))["inner_step"])
+    raise AssertionError("the stream ended")
 
 
 def test_a_week_is_on_the_page(browser: Any, tmp_path: Path) -> None:
