@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_CHUNK = 1 << 20  # bytes
 
 
 class EventFollower:
@@ -23,28 +26,25 @@ class EventFollower:
             self._file = path.open("rb")
             self._file.seek(0, os.SEEK_END)
 
-    @classmethod
-    def with_history(
-        cls, path: Path, *, at_most: int
-    ) -> tuple[EventFollower, list[dict[str, Any]]]:
-        """A follower, and what the last ``at_most`` bytes hold, also of the file before."""
-        follower = cls(path)
-        before = path.with_name(path.name + ".1")
-        size = path.stat().st_size if path.exists() else 0
-        earlier: list[dict[str, Any]] = []
-        if size < at_most and before.exists():
-            older = cls(before)
-            earlier = older._read_from_end(at_most - size)
+    def history(self, *, at_most: int) -> Iterator[dict[str, Any]]:
+        """What the last ``at_most`` bytes hold, of the file before too; :meth:`poll` goes on there.
+
+        One by one: a week of them takes ten times as much memory as the file.
+        """
+        size = self.path.stat().st_size if self.path.exists() else 0
+        if size < at_most:
+            older = EventFollower(self.path.with_name(self.path.name + ".1"))
+            yield from older._from_end(at_most - size)
             older.close()
-        return follower, earlier + follower._read_from_end(at_most)
+        yield from self._from_end(at_most)
 
     def poll(self) -> list[dict[str, Any]]:
         """The events that were completed since the last call; none if the file is not there yet."""
-        events = self._read()
+        events = [*self._events()]
         if self._rotated():
-            events += self._read()  # what came between our read and the rotation
+            events += self._events()  # what came between our read and the rotation
             self.close()
-            events += self._read()
+            events += self._events()
         return events
 
     def _rotated(self) -> bool:
@@ -56,34 +56,33 @@ class EventFollower:
         except FileNotFoundError:
             return False  # between the rename and the new file
 
-    def _read_from_end(self, count: int) -> list[dict[str, Any]]:
+    def _from_end(self, count: int) -> Iterator[dict[str, Any]]:
         try:
             self._file = self.path.open("rb")
         except FileNotFoundError:
-            return []
+            return
         start = max(0, self._file.seek(0, os.SEEK_END) - count)
         self._file.seek(start)
         if start:
             self._file.readline()  # its beginning is cut off
-        return self._read()
+        yield from self._events()
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _events(self) -> Iterator[dict[str, Any]]:
         if self._file is None:
             try:
                 self._file = self.path.open("rb")
             except FileNotFoundError:
-                return []
+                return
             self._rest = b""
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
-        events = []
-        for line in lines:
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue  # cut off by a kill in mid-write; the next line is whole again
-            if isinstance(event, dict):
-                events.append(event)
-        return events
+        while chunk := self._file.read(_CHUNK):
+            *lines, self._rest = (self._rest + chunk).split(b"\n")
+            for line in lines:
+                try:
+                    event = json.loads(line)
+                except ValueError:
+                    continue  # cut off by a kill in mid-write; the next line is whole again
+                if isinstance(event, dict):
+                    yield event
 
     def close(self) -> None:
         if self._file is not None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -24,6 +27,9 @@ from distributed_training.data import build_tokenizer, held_out_batches
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
+from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.page.process import PageProcess
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OUTER_STEPS = 2
@@ -95,6 +101,41 @@ def test_no_secret_on_a_command_line_or_in_a_log(run: Run) -> None:
         if path.is_file() and path.suffix in (".txt", ".jsonl", ".log"):
             text = path.read_text(errors="replace")
             assert not [secret for secret in run.secrets if secret in text], path
+
+
+#: What a miner without a GPU, without a score preview, of an hour's run at most cannot have.
+NOT_MEASURED = re.compile(
+    r"train_mfu|gpu_.*|rank_gpu_.*|score_.*|memory_growth_bytes_per_hour|rounds?_.*"
+)
+
+
+def test_every_metric_is_written_by_a_real_miner(run: Run) -> None:
+    for miner in run.subnet.miners:
+        text = (miner.plan.folder / "metrics.prom").read_text()
+        written = {family.name for family in text_string_to_metric_families(text)}
+        # The parser takes _total off a counter's name.
+        missing = {n for n in METRICS if f"dt_{n.removesuffix('_total')}" not in written}
+        assert {n for n in missing if not NOT_MEASURED.fullmatch(n)} == set()
+        assert "dt_round_participation_ratio 1.0" in text and "dt_dht_peers" in text
+
+
+def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
+    said: list[str] = []
+    with PageProcess([n.plan.folder for n in run.subnet.neurons], told=said.append):
+        wait_for(lambda: said, "the page")
+        url = said[0].removeprefix("page: ")
+        answers = [httpx.get(url + "history", timeout=30)]
+        answers += [
+            httpx.get(url + "metrics", params={"neuron": n.plan.name}) for n in run.subnet.miners
+        ]
+        assert all(answer.status_code == 200 for answer in answers)
+        assert not [secret for a in answers for secret in run.secrets if secret in a.text]
+        shown = {neuron["name"]: neuron for neuron in answers[0].json()["neurons"]}
+    for miner in run.subnet.miners:
+        known = shown[miner.plan.name]
+        assert len(known["steps"]) == len(miner.state.losses) and known["state"] == "stopped"
+        assert len(known["marks"]) >= OUTER_STEPS and known["tables"]["publication"]
+    assert shown["validator"]["scores"]
 
 
 def epoch_start(checkpoints: Path, world_size: int, outer_step: int) -> dict[str, torch.Tensor]:

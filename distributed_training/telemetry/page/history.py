@@ -42,10 +42,8 @@ class Neuron:
         self.scores: dict[str, Any] | None = None
         self.state = ""
         self._step_ended: float | None = None  # of the step before, if this run did it
-        self._follower, events = EventFollower.with_history(
-            folder / "events.jsonl", at_most=_HISTORY_BYTES
-        )
-        for event in events:
+        self._follower = EventFollower(folder / "events.jsonl")
+        for event in self._follower.history(at_most=_HISTORY_BYTES):
             self.apply(event)
 
     def poll(self) -> list[dict[str, Any]]:
