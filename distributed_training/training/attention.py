@@ -1,6 +1,11 @@
-"""Causal attention for short sequences on a CPU.
+"""Which attention the model's blocks run: PyTorch's SDPA, or plain products.
 
-PyTorch's fused CPU kernel is made for long sequences. With 256 tokens and heads of 32, one thread,
+*On a GPU* SDPA under a name of our own, ``sdpa_causal``: for its own name transformers looks at each
+forward whether sequences are packed, by reading a value back from the device. That read waits for
+everything queued before it, at every micro-batch. For a name it has no mask for, it makes none, and
+SDPA without a mask is causal.
+
+*On a CPU*, for short sequences, plain products (:func:`short_causal`). PyTorch's fused CPU kernel is made for long sequences. With 256 tokens and heads of 32, one thread,
 bf16, its forward and backward take 1.4 and 3.8 ms where three plain products and a softmax take 0.9
 and 1.1 ms (AMD EPYC with avx512_bf16, torch 2.13): a quarter of a small model's whole step. Beyond
 ``LONGEST`` tokens the matrix of scores no longer fits the cache and the fused kernel is used.
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor
 
 NAME = "short_causal_cpu"
+CAUSAL = "sdpa_causal"
 LONGEST = 512
 
 
@@ -57,10 +63,14 @@ def short_causal(
 
 def implementation(device: torch.device, sequence_length: int, dropout: float) -> str:
     """The transformers name of the attention to use."""
-    if device.type != "cpu" or sequence_length > LONGEST or dropout:
-        return "sdpa"
     from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if device.type != "cpu":
+        AttentionInterface.register(CAUSAL, sdpa_attention_forward)  # and no mask: see above
+        return CAUSAL
+    if sequence_length > LONGEST or dropout:
+        return "sdpa"
     AttentionInterface.register(NAME, short_causal)
     AttentionMaskInterface.register(NAME, _no_mask)
     return NAME
@@ -71,20 +81,36 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def kernel_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Which of PyTorch's SDPA kernels runs, and why not flash attention."""
+    """Which of PyTorch's SDPA kernels runs, and why if it is a slow one."""
     if device.type != "cuda":
         short = config._attn_implementation == NAME
         return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
-    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+    name = sdpa_kernel_name(config, device, dtype)
+    if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
+        return f"attention: SDPA, {name.partition('_')[0].lower()} kernel"
+    width = _head_dim(config)
+    return (
+        f"attention: SDPA, {name.lower()} kernel: flash attention does not take {dtype} with "
+        f"head_dim {width} on this GPU"
+    )
+
+
+def sdpa_kernel_name(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend PyTorch chooses for this model's heads, as ``SDPBackend`` names it."""
+    from torch.nn.attention import SDPBackend
 
     heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    q = torch.empty(1, heads, 128, head_dim, device=device, dtype=dtype)
-    params = SDPAParams(q, q, q, None, 0.0, True, False)
-    if can_use_flash_attention(params):
-        return "attention: SDPA, flash kernel"
-    kernel = "memory-efficient" if can_use_efficient_attention(params) else "math"
-    return (
-        f"attention: SDPA, {kernel} kernel: flash attention does not take {dtype} with head_dim "
-        f"{head_dim} on this GPU"
+    groups = getattr(config, "num_key_value_heads", None) or heads
+
+    def some(count: int) -> Tensor:
+        return torch.empty(1, count, 128, _head_dim(config), device=device, dtype=dtype)
+
+    q, k = some(heads).requires_grad_(), some(groups)
+    choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=groups != heads)
+    return str(SDPBackend(choice).name)
+
+
+def _head_dim(config: Any) -> int:
+    return int(
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
