@@ -36,7 +36,8 @@ from typing import Any, Literal
 
 Checkpointing = Literal["none", "selective", "full"]
 
-LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.loss)
+LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.loss), at least
+_LONGEST_LOSS_CHUNK = 1 << 27
 TOPK = 32  # values published per row (protocol.gradients)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index
 
@@ -95,6 +96,15 @@ class ModelShape:
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
 
+def loss_chunk(device_bytes: int | None) -> int:
+    """float32 logits alive at once on a device with so much memory (None: no GPU).
+
+    The gradient of the head is read and written once for each chunk: a GPU gets chunks as long as a
+    64th of its memory takes, at 10 bytes a logit.
+    """
+    return min(max(LOSS_CHUNK, (device_bytes or 0) // 640), _LONGEST_LOSS_CHUNK)
+
+
 @dataclass(frozen=True)
 class Arrangement:
     """How an inner step is carried out; see the flags of the training room."""
@@ -107,6 +117,7 @@ class Arrangement:
     reduce_at_last: bool = True
     offload_optimizer: bool = False
     cuda: bool = True
+    loss_chunk: int = LOSS_CHUNK
 
 
 @dataclass(frozen=True)
@@ -141,7 +152,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
     recomputed = tokens * 2 * shape.hidden * shape.layers + one_block
     kept = {"none": every, "selective": (every + recomputed) / 2, "full": recomputed}
     activations = kept[how.checkpointing]
-    loss = 10 * min(tokens * shape.vocab, LOSS_CHUNK)
+    loss = 10 * min(tokens * shape.vocab, how.loss_chunk)
     loss += 6 * shape.vocab * shape.hidden + 2 * tokens * shape.hidden
     parts = weights + gradients + optimizer + activations + loss
     overhead = 0.08 * parts + (0.8e9 if how.cuda else 0.0)

@@ -78,6 +78,8 @@ class TrainingSettings:
     block. Saves memory, costs up to a third of the speed"""
     compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
     """torch.compile of each block; 'auto': on with a GPU, off without"""
+    compile_mode: Literal["default", "max-autotune"] = flag("neuron.compile_mode", "default")
+    """'max-autotune' tries more kernels: minutes at the first start, perhaps a few percent after"""
     gradient_sync: Literal["auto", "last", "every"] = flag("neuron.gradient_sync", "auto")
     """when ranks reduce their gradients: 'last' micro-batch of a step (fastest; holds the whole
     gradient on each GPU) or 'every' micro-batch. 'auto': by memory"""
@@ -88,7 +90,8 @@ class TrainingSettings:
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
     """keep AdamW's state in host memory: 'on', 'off', or 'auto': where it would not fit the GPU"""
     loss_kernel: Literal["auto", "chunked", "liger"] = flag("neuron.loss_kernel", "auto")
-    """cross-entropy: 'liger' (needs liger-kernel and CUDA), 'chunked' (built in), or 'auto'"""
+    """cross-entropy: 'chunked' (built in), which is what 'auto' takes, or 'liger' (needs
+    liger-kernel and CUDA)"""
     nan_limit: int = flag("neuron.nan_limit", 3, ge=1, le=1_000_000)
     """inner steps in a row with NaN or Inf after which the last good checkpoint is loaded"""
     nan_slow_steps: int = flag("neuron.nan_slow_steps", 50, ge=0, le=1_000_000)

@@ -16,6 +16,7 @@ from distributed_training.common.memory import (
     Checkpointing,
     ModelShape,
     device_memory,
+    loss_chunk,
 )
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
@@ -141,6 +142,7 @@ def plan_memory(
             reduce_at_last=not sync_every,
             offload_optimizer=offload,
             cuda=device_bytes is not None,
+            loss_chunk=loss_chunk(device_bytes),
         )
         need = device_memory(shape, how).total
         fits = device_bytes is None or need <= device_bytes * MARGIN

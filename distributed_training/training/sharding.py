@@ -9,6 +9,7 @@ memory (:func:`build_sharded_model`).
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from distributed_training.common.memory import loss_chunk
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
 
 from . import attention
-from .loss import CausalLoss, choose_loss_kernel
+from .loss import CausalLoss, ChunkedLoss, choose_loss_kernel
 from .model import Schema, blocks_of, build_meta_model, schema_of, tied_names
 from .plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
 from .shards import ParameterShard, shards_of
@@ -53,9 +55,12 @@ class ShardedModel:
         _discard_gradients(self.modules)
 
     def uncompile(self) -> None:
-        """Run the blocks eagerly from here."""
+        """Run blocks and loss eagerly from here."""
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
+        kernel: Any = self.root.kernel
+        if isinstance(kernel, ChunkedLoss):
+            kernel.uncompile()
 
     @torch.no_grad()
     def loss_of(self, batch: Tensor) -> Tensor:
@@ -78,8 +83,9 @@ def build_sharded_model(
     each decision. Raises ConfigError for what this model or hardware cannot do."""
     memory = None
     if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 is left
         memory = torch.cuda.get_device_properties(device).total_memory
+        for line in set_up_gpu(device):
+            say(line)
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
     dropout = float(model_config.get("attention_dropout") or 0.0)
@@ -101,10 +107,13 @@ def build_sharded_model(
     checkpoint_activations(model, settings.activation_checkpointing)
     compiled = False
     if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
-        problem = _compile_blocks(model, device)
+        problem = _compile_blocks(model, device, settings.compile_mode)
         compiled = problem is None
-        say(f"torch.compile: {'each block' if problem is None else 'off: ' + problem}")
-    kernel, line = choose_loss_kernel(settings.loss_kernel, device)
+        how = f"each block, mode {settings.compile_mode}, for the one shape of a micro-batch"
+        say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
+    kernel, line = choose_loss_kernel(
+        settings.loss_kernel, device, chunk=loss_chunk(memory), compiled=compiled
+    )
     say(line)
     root = CausalLoss(model, kernel)
     mesh = _make_mesh(device, world_size)
@@ -126,6 +135,19 @@ def build_sharded_model(
     )
 
 
+def set_up_gpu(device: torch.device) -> list[str]:
+    """What is set for a GPU as a whole, and a line for each."""
+    torch.set_float32_matmul_precision("high")
+    tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
+    allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+    return [
+        "✓ Enabled TF32 for the products that stay in float32"
+        if tf32
+        else "TF32: this GPU has none; products that stay in float32 are slow",
+        f"GPU memory allocator: {allocator or 'as torch sets it (PYTORCH_CUDA_ALLOC_CONF is empty)'}",
+    ]
+
+
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
     """``full``: every block recomputes its activations in backward; ``selective``: every second."""
     if mode == "none":
@@ -137,8 +159,13 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
         layers[index] = checkpoint_wrapper(layers[index])
 
 
-def _compile_blocks(model: nn.Module, device: torch.device) -> str | None:
-    """``torch.compile`` each block in place; None, or the reason why it was left out."""
+def _compile_blocks(model: nn.Module, device: torch.device, mode: str) -> str | None:
+    """``torch.compile`` each block in place; None, or the reason why it was left out.
+
+    Shapes are fixed: a second size would otherwise make torch compile for any size, which is
+    slower ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
+    """
+    modes = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
     try:
         # The usual failure, no C compiler or no Triton, shows with any function.
         probe = torch.compile(lambda x: x * 2 + 1)
@@ -146,7 +173,7 @@ def _compile_blocks(model: nn.Module, device: torch.device) -> str | None:
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
     for block in blocks_of(model):
-        block.compile()
+        block.compile(dynamic=False, mode=modes[mode])
     return None
 
 
