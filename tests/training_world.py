@@ -40,7 +40,12 @@ def tiny(**changes: Any) -> dict[str, Any]:
 
 
 def trainer(
-    *, rank: int = 0, world_size: int = 1, model: dict[str, Any] | None = None, **changes: Any
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    model: dict[str, Any] | None = None,
+    run_folder: Path | None = None,
+    **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
     made = Trainer(
@@ -49,6 +54,7 @@ def trainer(
         device=torch.device("cpu"),
         world_size=world_size,
         rank=rank,
+        run_folder=run_folder,
     )
     made.load_weights(None)
     made.begin_epoch(0)

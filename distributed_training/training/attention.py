@@ -1,14 +1,15 @@
 """Which attention the model's blocks run: PyTorch's SDPA, or plain products.
 
-*On a GPU* SDPA under a name of our own, ``sdpa_causal``: for its own name transformers looks at each
-forward whether sequences are packed, by reading a value back from the device. That read waits for
+*On a GPU* SDPA under a name of our own, ``sdpa_causal``. For its own name transformers looks at
+each forward whether sequences are packed, by reading a value back from the device: that waits for
 everything queued before it, at every micro-batch. For a name it has no mask for, it makes none, and
 SDPA without a mask is causal.
 
-*On a CPU*, for short sequences, plain products (:func:`short_causal`). PyTorch's fused CPU kernel is made for long sequences. With 256 tokens and heads of 32, one thread,
-bf16, its forward and backward take 1.4 and 3.8 ms where three plain products and a softmax take 0.9
-and 1.1 ms (AMD EPYC with avx512_bf16, torch 2.13): a quarter of a small model's whole step. Beyond
-``LONGEST`` tokens the matrix of scores no longer fits the cache and the fused kernel is used.
+*On a CPU*, for short sequences, plain products (:func:`short_causal`). PyTorch's fused CPU kernel
+is made for long ones. With 256 tokens and heads of 32, one thread, bf16, its forward and backward
+take 1.4 and 3.8 ms where three plain products and a softmax take 0.9 and 1.1 ms (AMD EPYC with
+avx512_bf16, torch 2.13): a quarter of a small model's whole step. Beyond ``LONGEST`` tokens the
+matrix of scores no longer fits the cache and the fused kernel is used.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 FSDP adds the gradients up where they are computed and reduces them over ranks once, with the last
 micro-batch; with ``--neuron.gradient_sync every`` at each. When memory runs out, the whole step is
-run again in smaller pieces.
+run again in smaller pieces (one rank), or all ranks start again with them (several).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .micro_batch_size import OUT_OF_MEMORY_ADVICE
+from .known_size import OUT_OF_MEMORY_ADVICE, KnownSize
 from .plan import BatchPlan
 from .sharding import ShardedModel
 from .shards import RowStream
@@ -24,13 +24,19 @@ log = logging.getLogger(__name__)
 
 
 class MicroBatches:
-    """``say`` gets a line for each thing that was decided, as when compiling failed."""
+    """``known``: how many sequences at once fit. ``say`` gets a line for each thing that was
+    decided, as when compiling failed."""
 
     #: Whether every micro-batch is reduced over ranks by itself.
     reduces_each = False
 
     def __init__(
-        self, *, sharded: ShardedModel, stream: RowStream, say: Callable[[str], None]
+        self,
+        *,
+        sharded: ShardedModel,
+        stream: RowStream,
+        known: KnownSize,
+        say: Callable[[str], None],
     ) -> None:
         # Of the step under way, as they came: on the device, or after a restart on the host. Kept
         # to run the step again in smaller pieces, and for checkpoints.
@@ -42,19 +48,30 @@ class MicroBatches:
         self.say = say
         self.sharded = sharded
         self.stream = stream
-        self._pieces = 1  # each micro-batch is run in this many; doubled when memory ran out
+        self.known = known
+        self._tell_compiled = sharded.compiled
         self._last: bool | None = None
+        if known.most is not None:
+            say(f"at most {known.most} sequences at once: more ran out of memory before")
 
     def add(self, batch: Tensor, domain: int, plan: BatchPlan) -> None:
         """Run one; when memory ran out, the whole step again in smaller pieces.
 
-        One rank alone can do that. With several the others would be left in a collective, so the
-        miner stops and the error says what to change. Raises torch.OutOfMemoryError.
+        One rank alone can do that. With several the others are left in a collective, so this rank
+        ends the miner, and the next start knows. Raises torch.OutOfMemoryError then, and when not
+        even one sequence fits.
         """
         self.batches.append(batch)
         self.domains.append(domain)
+        started = time.perf_counter()
         try:
             self._run(batch, domain, plan, last=len(self.batches) == plan.micro_batches)
+            if self._tell_compiled:
+                self._tell_compiled = False
+                seconds = time.perf_counter() - started
+                self.say(
+                    f"✓ Model compiled successfully: the first micro-batch took {seconds:.1f} s"
+                )
             return
         except torch.OutOfMemoryError as error:
             self._out_of_memory(error, plan)
@@ -63,7 +80,7 @@ class MicroBatches:
                 raise
             self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
             self.sharded.uncompile()
-            self.compiled = False
+            self.compiled = self._tell_compiled = False
         self.discard()
         if self.sharded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -86,6 +103,8 @@ class MicroBatches:
             return (time.perf_counter() - started) / sequences
         finally:
             self.drop()
+            if self.compiled:
+                torch._dynamo.reset()  # after a second size it would compile for any size
 
     def combine(self, seed: int) -> None:
         """Once all micro-batches ran. ``seed``: equal on all ranks, another for each step."""
@@ -120,25 +139,34 @@ class MicroBatches:
         self.loss_sum.zero_()
 
     def _out_of_memory(self, error: torch.OutOfMemoryError, plan: BatchPlan) -> None:
-        was = plan.micro_batch // self._pieces
-        if self.stream.world_size > 1 or was % 2:
+        was = self._at_once(plan.micro_batch)
+        found = f"out of memory with {was} sequences at once ({_first_line(error)})"
+        if was == 1:
             raise torch.OutOfMemoryError(
-                f"out of memory with {was} sequences at once ({_first_line(error)}), so the miner "
-                f"stops: {OUT_OF_MEMORY_ADVICE}"
+                f"{found}, so the miner stops: {OUT_OF_MEMORY_ADVICE}"
             ) from error
-        self._pieces *= 2
+        fits = self.known.ran_out(was)
+        if self.stream.world_size > 1:
+            raise torch.OutOfMemoryError(
+                f"{found}: the ranks start again from the last checkpoint and run {fits} at once; "
+                f"to choose yourself, {OUT_OF_MEMORY_ADVICE}"
+            ) from error
         line = (
-            f"out of memory: the step is retried with {was // 2} instead of {was} sequences at "
-            f"once and the same effective batch of {plan.effective}; to keep it so, give "
-            f"--neuron.local_batch_size_train {was // 2}"
+            f"out of memory: the step is retried with {fits} instead of {was} sequences at "
+            f"once and the same effective batch of {plan.effective}, and so are later ones; for a "
+            f"micro-batch of that size give --neuron.local_batch_size_train {fits}"
         )
         log.warning(line)
         self.notes.append(line)
 
+    def _at_once(self, micro_batch: int) -> int:
+        """Sequences of a micro-batch that are run together; all, unless memory ran out before."""
+        return min(micro_batch, self.known.most or micro_batch)
+
     def _run(self, batch: Tensor, domain: int, plan: BatchPlan, *, last: bool) -> None:
         # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
         tokens = plan.micro_batches * batch.shape[0] * (batch.shape[1] - 1)
-        pieces = batch.to(self.sharded.device, non_blocking=True).chunk(self._pieces)
+        pieces = batch.to(self.sharded.device, non_blocking=True).split(self._at_once(len(batch)))
         for i, piece in enumerate(pieces):
             self._set_last((last or self.reduces_each) and i == len(pieces) - 1)
             loss = self.sharded.root(piece)

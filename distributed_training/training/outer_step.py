@@ -69,6 +69,12 @@ class OuterStep:
         self._prepared = self._ahead = None
         self.epoch_id = self._new_epoch_id()
 
+    def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
+        """Name, first row and this rank's rows of the weights the epoch began with; host memory,
+        never changed in place."""
+        start = self.epoch_start or []
+        return [(s.name, s.start, rows) for s, rows in zip(self._shards, start, strict=False)]
+
     def trained(self) -> list[Tensor]:
         """What was trained since the epoch began: current - epoch start, rows in host memory."""
         assert self.epoch_start is not None

@@ -144,7 +144,7 @@ def set_up_gpu(device: torch.device) -> list[str]:
         "✓ Enabled TF32 for the products that stay in float32"
         if tf32
         else "TF32: this GPU has none; products that stay in float32 are slow",
-        f"GPU memory allocator: {allocator or 'as torch sets it (PYTORCH_CUDA_ALLOC_CONF is empty)'}",
+        f"GPU memory allocator: {allocator or 'torch default; PYTORCH_CUDA_ALLOC_CONF is empty'}",
     ]
 
 

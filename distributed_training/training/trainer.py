@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +23,8 @@ from distributed_training.protocol.types import Progress, StepReport
 from . import weights
 from .feedback import Codec, ErrorFeedback
 from .inner_optimizer import InnerOptimizer
-from .micro_batch_size import find_micro_batch
+from .known_size import KnownSize, facts_of
+from .micro_batch_size import measured_micro_batch
 from .micro_batches import MicroBatches
 from .model import Schema
 from .outer_step import OuterStep
@@ -35,6 +35,7 @@ from .schedule import CosineSchedule
 from .sharding import ShardedModel, build_sharded_model
 from .shards import RowStream
 from .snapshot import SnapshotHandle
+from .step_meter import StepMeter
 from .throughput import DeviceGauge
 
 log = logging.getLogger(__name__)
@@ -49,8 +50,8 @@ class Trainer:
     ``model_config``: content of a ``config.json``. Ranks meet in the default process group; on GPUs
     initialise that with ``"cpu:gloo,cuda:nccl"``. One rank alone needs none. ``utilization``: of
     this rank's GPU in percent, None where it cannot be had. ``say`` gets one line for each thing
-    that was decided, and why. Raises ConfigError for settings the model or the hardware cannot
-    follow.
+    that was decided, and why. ``run_folder``: where it is remembered how many sequences the GPU
+    holds; None: nowhere. Raises ConfigError for settings the model or the hardware cannot follow.
     """
 
     # Components, in the order in which a step uses them
@@ -82,6 +83,7 @@ class Trainer:
         world_size: int,
         utilization: Callable[[], float | None] = lambda: None,
         say: Callable[[str], None] = log.info,
+        run_folder: Path | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
@@ -114,25 +116,20 @@ class Trainer:
             schedule=self.schedule,
             outer=self.outer,
         )
-        self._build_step()
+        self._build_step(run_folder)
 
         self.outer_step = self.inner_step = self.total_inner_steps = 0
         self.skipped_in_a_row = 0
-        self._gauge = DeviceGauge(device, utilization)
-        self._waited = 0.0
-        self._seconds = 0.0  # spent here; pauses between micro-batches, as in a round, do not count
+        self._meter = StepMeter(
+            gauge=DeviceGauge(device, utilization),
+            flops_per_token=self.sharded.flops_per_token,
+            world_size=world_size,
+        )
         self._profiler = StepProfiler(
             steps=settings.profile_steps, start=settings.profile_start, rank=rank
         )
         if isinstance(wanted, str):
-            found = find_micro_batch(
-                lambda n: self.step.seconds_per_sequence(n, settings.sequence_length),
-                device=device,
-                vote=self.stream.first_error,
-                say=self._say,
-                largest=max(1, settings.local_batch_size_train_effective // world_size),
-            )
-            self.plan_micro_batches(found)
+            self.plan_micro_batches(measured_micro_batch(self.step, settings, say=self._say))
 
     def _build_optimizers(self) -> None:
         settings, shards = self.settings, self.sharded.shards
@@ -160,11 +157,13 @@ class Trainer:
             feedback=feedback,
         )
 
-    def _build_step(self) -> None:
+    def _build_step(self, run_folder: Path | None) -> None:
         kind = MicroBatches
         if self.settings.pcgrad:
             from .pcgrad import SurgeryMicroBatches as kind
-        self.step = kind(sharded=self.sharded, stream=self.stream, say=self._say)
+        path = None if run_folder is None else run_folder / "micro-batch.json"
+        known = KnownSize(path, facts_of(self.sharded, self.settings))
+        self.step = kind(sharded=self.sharded, stream=self.stream, known=known, say=self._say)
 
     # --- batch arithmetic ----------------------------------------------------------------------
 
@@ -237,17 +236,18 @@ class Trainer:
         self.drop_step()
 
     def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
-        """Name, first row and this rank's rows of the weights the epoch began with; host memory,
-        never changed in place."""
-        start = self.outer.epoch_start or []
-        return [
-            (s.name, s.start, rows) for s, rows in zip(self.sharded.shards, start, strict=False)
-        ]
+        """See :meth:`~.outer_step.OuterStep.epoch_start_rows`."""
+        return self.outer.epoch_start_rows()
 
     def drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
         self.step.drop()
-        self._waited = self._seconds = 0.0
+        self._meter.drop()
+
+    def pause(self, seconds: float) -> None:
+        """``seconds`` since the last micro-batch had nothing to train: a round, or a wait for the
+        global state. No step's time."""
+        self._meter.pause(seconds)
 
     # --- inner step ----------------------------------------------------------------------------
 
@@ -261,14 +261,12 @@ class Trainer:
         all ranks; see ``--train.pcgrad``. Raises ValueError for another shape than that of the
         settings.
         """
-        started = time.perf_counter()
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
-        self._waited += data_wait_seconds
+        self._meter.micro_batch(data_wait_seconds)
         self.step.add(batch, domain, self.batch_plan)
         if self.pending_micro_batches < self.micro_batches_per_step:
-            self._seconds += time.perf_counter() - started
             return None
 
         self.step.combine(self.total_inner_steps)
@@ -279,9 +277,22 @@ class Trainer:
             self._apply_step(norm, rate)
         else:
             self._skip_step()
-        self._seconds += self._waited + time.perf_counter() - started
-        report = self._report(loss, norm, rate, finite)
-        self._end_step(finite)
+        report = self._meter.finish(
+            outer_step=self.outer_step,
+            inner_step=self.inner_step,
+            total_inner_steps=self.total_inner_steps,
+            loss=loss,
+            learning_rate=rate,
+            grad_norm=norm if finite else None,
+            plan=self.batch_plan,
+            sequence_length=self.settings.sequence_length,
+            note="; ".join(self.step.notes),
+        )
+        if finite:
+            self.step.forget()
+        else:
+            self.drop_step()
+        self._profiler.step()
         return report
 
     @torch.no_grad()
@@ -315,37 +326,6 @@ class Trainer:
         )
         log.warning(line)
         self.step.notes.append(line)
-
-    def _report(self, loss: float, norm: float, rate: float, finite: bool) -> StepReport:
-        samples = self.batch_plan.effective
-        tokens = samples * self.settings.sequence_length
-        flops = tokens * self.sharded.flops_per_token / self.world_size
-        return StepReport(
-            outer_step=self.outer_step,
-            inner_step=self.inner_step,
-            loss=loss,
-            learning_rate=rate,
-            tokens=tokens,
-            samples=samples,
-            seconds=self._seconds,
-            data_wait_seconds=self._waited,
-            micro_batches=self.micro_batches_per_step,
-            grad_norm=norm if finite else None,
-            gpu_memory_gb=self._gauge.memory_gb(),
-            gpu_utilization=self._gauge.utilization(),
-            mfu=self._gauge.mfu(flops / self._seconds),
-            skipped=not finite,
-            note="; ".join(self.step.notes),
-            total_inner_steps=self.total_inner_steps,
-        )
-
-    def _end_step(self, finite: bool) -> None:
-        if finite:
-            self.step.forget()
-            self._waited = self._seconds = 0.0
-        else:
-            self.drop_step()
-        self._profiler.step()
 
     @property
     def wants_roll_back(self) -> bool:

@@ -1,4 +1,4 @@
-"""What training does on a GPU, as far as a machine without one can tell: the same code on the CPU."""
+"""What training does on a GPU, as far as a machine without one can tell: its code on the CPU."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from training_world import sequences, tiny, train, trainer
 
 from distributed_training.training import attention
+from distributed_training.training.known_size import KnownSize
 from distributed_training.training.loss import (
     ChunkedLoss,
     choose_loss_kernel,
@@ -25,7 +26,11 @@ from distributed_training.training.loss import (
     linear_cross_entropy,
     logit_gradient,
 )
+from distributed_training.training.micro_batch_size import DeviceBudget, find_micro_batch
 from distributed_training.training.model import hf_config
+from distributed_training.training.plan import plan_batch
+from distributed_training.training.step_meter import StepMeter
+from distributed_training.training.throughput import DeviceGauge
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -141,3 +146,171 @@ def test_auto_never_takes_liger_and_liger_adds_up_in_float32(
     assert made == [{"reduction": "sum", "accum_dtype": torch.float32}] and "liger" in line
     kernel, line = choose_loss_kernel("liger", torch.device("cpu"))
     assert isinstance(kernel, ChunkedLoss) and "needs CUDA" in line
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+class Card(DeviceBudget):
+    """``base`` bytes of weights, ``each`` for a sequence; tries beyond ``limit`` are an error."""
+
+    def __init__(self, limit: int, *, base: int = 10, each: int = 3) -> None:
+        self.limit, self._base, self._each, self._sequences = limit, base, each, 0
+        self.tried: list[int] = []
+
+    def run(self, sequences: int) -> float:
+        self._sequences = sequences
+        self.tried.append(sequences)
+        assert sequences <= 2 or self.peak() <= self.limit, "a rank would have run out of memory"
+        return 1.0 / sequences
+
+    def forget_peak(self) -> None:
+        self._sequences = 0
+
+    def peak(self) -> int:
+        return self._base + self._each * self._sequences
+
+
+@pytest.mark.parametrize("limit", [13, 16, 21, 22, 33, 34, 58, 59, 1000])
+def test_auto_never_tries_what_it_knows_not_to_fit(limit: int) -> None:
+    card, said = Card(limit), list[str]()
+    found = find_micro_batch(
+        card.run, device=GPU, vote=lambda p: p, say=said.append, largest=64, budget=card
+    )
+    fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if 10 + 3 * n <= limit]
+    assert found == max(fits)
+
+
+def test_one_rank_without_room_stops_the_search_of_all() -> None:
+    card, answers = Card(1000), iter([None] * 6 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
+    found = find_micro_batch(
+        card.run, device=GPU, vote=lambda p: p or next(answers), say=print, largest=64, budget=card
+    )
+    assert found == 2 and card.tried == [1, 2]
+
+
+def test_a_compiled_block_is_compiled_for_one_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the search's sizes still known, the step's would be compiled for any size."""
+    resets: list[int] = []
+    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
+    made = trainer()
+    made.step.compiled = True
+    made.step.seconds_per_sequence(1, 32)
+    made.step.seconds_per_sequence(2, 32)
+    assert len(resets) == 2
+
+
+def test_blocks_and_loss_are_compiled_for_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, *args, **how: asked.append(how), raising=True
+    )
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **how: asked.append(how) or real(f, **how))
+    trainer(compile="on", compile_mode="max-autotune")
+    ChunkedLoss(chunk=1, compiled=True)
+    probe, *blocks, loss = asked
+    assert probe == {}
+    assert blocks == [{"dynamic": False, "mode": "max-autotune-no-cudagraphs"}] * 2
+    assert loss == {"dynamic": False}
+
+
+def test_what_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
+    path, facts = tmp_path / "micro-batch.json", {"device": "H200", "sequence_length": 1024}
+    first = KnownSize(path, facts)
+    assert (first.most, first.fastest) == (None, None)
+    first.measured(16)
+    assert first.ran_out(16) == 8
+    again = KnownSize(path, dict(facts))
+    assert (again.most, again.fastest) == (8, 8)
+    assert KnownSize(path, facts | {"sequence_length": 2048}).most is None
+    assert KnownSize(None, facts).ran_out(3) == 1  # in memory only
+    for damaged in ("", "[]", '{"facts": 1}', '{"most": 8}'):
+        path.write_text(damaged)
+        assert KnownSize(path, facts).most is None
+
+
+def test_a_restart_goes_on_with_the_size_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [r.loss for r in train(trainer(), 0, 2)]
+    made = trainer(local_batch_size_train=4, run_folder=tmp_path)
+    seen = sizes_seen(made, monkeypatch, out_of_memory_above=2)
+    assert [r.loss for r in train(made, 0, 2)] == pytest.approx(expected, abs=2e-5)
+    assert seen == [4] + [2] * 8
+    again = trainer(local_batch_size_train=4, run_folder=tmp_path)
+    seen = sizes_seen(again, monkeypatch, out_of_memory_above=2)
+    reports = train(again, 0, 2)
+    assert [r.loss for r in reports] == pytest.approx(expected, abs=2e-5)
+    assert seen == [2] * 8 and reports[0].note == ""
+
+
+def test_three_sequences_are_run_as_two_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(local_batch_size_train=3, local_batch_size_train_effective=6)
+    seen = sizes_seen(made, monkeypatch, out_of_memory_above=2)
+    for part in sequences(0)[:6].split(3):
+        report = made.add_micro_batch(part)
+    assert report is not None and seen == [3, 1, 1, 1, 1, 1, 1]
+
+
+def test_auto_is_measured_once(tmp_path: Path) -> None:
+    first = trainer(local_batch_size_train="auto", run_folder=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(first.step), "seconds_per_sequence", None)
+        again = trainer(local_batch_size_train="auto", run_folder=tmp_path)
+    assert again.micro_batch_size == first.micro_batch_size
+
+
+def sizes_seen(
+    made: Any, monkeypatch: pytest.MonkeyPatch, *, out_of_memory_above: int
+) -> list[int]:
+    """Of every forward from here on; larger ones run out of memory."""
+    real, seen = made.sharded.root.forward, list[int]()
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        seen.append(len(ids))
+        if len(ids) > out_of_memory_above:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(ids)
+
+    monkeypatch.setattr(made.sharded.root, "forward", forward)
+    return seen
+
+
+# --- time ---------------------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
+    clock = Clock()
+    gauge = DeviceGauge(torch.device("cpu"), lambda: None)
+    gauge.peak = 1e6
+    meter = StepMeter(gauge=gauge, flops_per_token=100.0, world_size=2, clock=clock)
+    plan = plan_batch(micro_batch=2, effective=8, world_size=2)
+
+    def step(*, between: float, pause: float = 0.0) -> Any:
+        meter.micro_batch(0.5)
+        clock.now += 3.0
+        meter.pause(pause)
+        clock.now += between + pause  # a checkpoint, say, and a round
+        meter.micro_batch(0.0)
+        clock.now += 3.0
+        return meter.finish(
+            outer_step=0, inner_step=1, total_inner_steps=1, loss=1.0, learning_rate=1.0, grad_norm=1.0, plan=plan,
+            sequence_length=10, note="",
+        )  # fmt: skip
+
+    assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts
+    clock.now += 2.0  # between two steps: a snapshot
+    report = step(between=1.0, pause=50.0)
+    assert report.seconds == pytest.approx(9.0) and report.data_wait_seconds == 0.5
+    assert report.mfu == pytest.approx(80 * 100 / 2 / 9.0 / 1e6)
+    meter.drop()
+    clock.now += 1000.0  # a fetch of the global state
+    assert step(between=0.0).seconds == pytest.approx(6.5)
