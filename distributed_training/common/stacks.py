@@ -26,7 +26,10 @@ _PATIENCE = timedelta(seconds=1)  # for one process
 
 
 def write_stacks_on_signal() -> None:
-    """From now on SIGUSR1 appends the stacks of all threads to the file that STACKS names."""
+    """From now on SIGUSR1 appends the stacks of all threads to the file that STACKS names, and a
+    library that aborts the process (NCCL, when a collective is never joined) writes them to
+    stderr."""
+    faulthandler.enable(all_threads=True)
     if path := os.environ.get(STACKS):
         with contextlib.suppress(OSError):  # no such folder any more
             file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

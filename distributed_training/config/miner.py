@@ -29,7 +29,8 @@ class MinerSettings:
     """what the ranks train on: auto takes the GPU if there is one"""
     stop_timeout: Duration = flag("neuron.stop_timeout", 60 * SECOND, ge=SECOND, le=DAY)
     """how long a stop may take (finish the micro-batch, checkpoint, close) before the ranks are
-    ended by force; pm2's kill_timeout must be longer"""
+    ended by force; at least twice what the last checkpoint took. pm2's kill_timeout must be
+    longer"""
     hang_timeout: Duration = flag("neuron.hang_timeout", 1200 * SECOND, ge=SECOND, le=DAY)
     """ranks that come to no micro-batch boundary for so long hang: the stacks of all processes are
     written to stacks.txt in the run folder, and the ranks start again from their last checkpoint.

@@ -48,12 +48,19 @@ def accumulation_steps(*, effective: int, micro_batch: int, world_size: int) -> 
 
 
 def gpu_report_lines(
-    *, cuda: CudaState, model_device: str, micro_batch: int, effective: int, world_size: int
+    *,
+    cuda: CudaState,
+    model_device: str,
+    micro_batch: int,
+    effective: int,
+    world_size: int,
+    expect_gpu: bool = True,
 ) -> list[str]:
-    """The block printed at start, one log line each.
+    """The block printed at start, one log line each; what begins with ❌ is a warning.
 
     ``model_device``: where the parameters are, e.g. ``cuda:0``. ``micro_batch`` and ``effective``
-    count sequences; ``effective`` is over all ranks.
+    count sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked
+    for (``--neuron.device cpu``).
     """
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
     if cuda.available:
@@ -65,12 +72,12 @@ def gpu_report_lines(
             f"✓ GPU total memory: {cuda.total_gb:.2f} GB",
             f"✓ GPU memory allocated: {cuda.allocated_gb:.2f} GB",
         ]
-    else:
+    elif expect_gpu:
         lines.append("❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)")
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):
         lines.append(f"✅ Model correctly on GPU: {model_device}")
-    else:
+    elif expect_gpu:
         lines.append("❌ Model is on CPU! This will be EXTREMELY SLOW!")
     steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
     return [

@@ -20,6 +20,7 @@ from distributed_training.common.memory import (
     device_memory,
     disk_space,
     host_memory,
+    loss_chunk,
 )
 from distributed_training.config import Config
 from distributed_training.diagnostics import Check
@@ -48,6 +49,7 @@ def memory_checks(
         reduce_at_last=training.gradient_sync == "last",
         offload_optimizer=training.offload_optimizer == "on",
         cuda=gpu is not None,
+        loss_chunk=loss_chunk(gpu),
     )
     return check_memory(
         device_memory(shape, how),

@@ -21,6 +21,7 @@ import contextlib
 import fcntl
 import functools
 import logging
+import math
 import secrets
 import signal
 import time
@@ -43,6 +44,7 @@ from distributed_training.miner.process import (
     listening_ranks,
     mark_of,
     read_exit_status,
+    stop_seconds,
     write_instance,
 )
 from distributed_training.miner.rank_group import RankGroup
@@ -69,6 +71,7 @@ FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
 STACKS_FILE = "stacks.txt"  # in the run folder
 
 _POLL = timedelta(milliseconds=200)
+_LOOK = timedelta(seconds=20)  # at what the last checkpoint took
 
 
 def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
@@ -84,7 +87,7 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
         start_log(config, folder, name="launcher")
         with _lock(folder), StopSignals() as signals:
             become_subreaper()
-            _end_earlier_instance(folder, patience=config.miner.stop_timeout)
+            _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
             ranks = config.miner.nproc_per_node or default_ranks(config)
             _check_machine(config, folder, ranks=ranks)
             mark = Mark(INSTANCE, secrets.token_hex(16))
@@ -114,6 +117,13 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
 
 
 # --- before the start ---------------------------------------------------------------------------
+
+
+def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
+    """``--neuron.stop_timeout``, or what the last checkpoint shows a stop to need, if that is
+    more: a stop that is cut short loses every inner step since the last checkpoint."""
+    needed = stop_seconds(folder)
+    return wanted if needed is None else max(wanted, timedelta(seconds=needed))
 
 
 def default_ranks(config: Config) -> int:
@@ -190,7 +200,7 @@ def _page(settings: TelemetrySettings, folder: Path) -> Iterator[None]:
 
 class _Supervisor:
     """Runs the group until a stop, or until it failed too often. ``stop_timeout`` covers a stop up
-    to the point where the ranks are ended by force."""
+    to the point where the ranks are ended by force; see :func:`stop_limit`."""
 
     def __init__(
         self,
@@ -211,6 +221,8 @@ class _Supervisor:
         self._told = False  # rank 0, that a stop is wanted
         self._forced = False
         self._hung = False
+        self._looked_at = -math.inf
+        self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
@@ -275,6 +287,7 @@ class _Supervisor:
             if not self._told and watchdog.hangs():
                 self._kill_hung()
                 return
+            self._check_stop_time(now)
             before, patience = patience, self._patience(running)
             if patience != before:
                 since = now
@@ -297,23 +310,43 @@ class _Supervisor:
         if len(running) == self._group.world_size:
             return None
         # Rank 0 has more to close than the others: the swarm, the uploader, the server.
-        return self._stop_timeout if 0 in running else LINGER
+        limit = stop_limit(self._folder, self._stop_timeout)
+        return limit if 0 in running else LINGER
 
     def _late(self, now: float) -> bool:
         """Pass a stop on, once; True if it took too long and the ranks were ended by force."""
-        signals, limit = self._signals, self._stop_timeout.total_seconds()
+        signals = self._signals
         if signals.asked_at is None:
             return False
+        limit = stop_limit(self._folder, self._stop_timeout).total_seconds()
         if not self._told:
             self._told = True
             log.info("%s received: stopping (at most %.0f s)", signals.name, limit)
             # Rank 0 decides for all. Before it listens there is nothing to save.
             self._group.signal(signal.SIGTERM, [0] if self._listening else None)
         if now - signals.asked_at > limit or signals.hurry:
-            why = "Asked again" if signals.hurry else f"Not stopped after {self._stop_timeout}"
+            why = "Asked again" if signals.hurry else f"Not stopped after {limit:.0f} s"
             self._force(f"{why}; ending the ranks by force")
             return True
         return False
+
+    def _check_stop_time(self, now: float) -> None:
+        """Say once if pm2 will not wait as long as a stop takes."""
+        if self._warned or now - self._looked_at < _LOOK.total_seconds():
+            return
+        self._looked_at = now
+        needed, asked = stop_seconds(self._folder), self._stop_timeout.total_seconds()
+        if needed is not None and needed > asked:
+            self._warned = True
+            log.warning(
+                "By the last checkpoint a stop may take %.0f s, more than --neuron.stop_timeout "
+                "(%.0f s). This miner takes the time, but pm2 ends it by force after its "
+                "kill_timeout, and the inner steps since the last checkpoint are lost: give "
+                "--neuron.stop_timeout %.0f in app.config.js, which kill_timeout follows",
+                needed,
+                asked,
+                math.ceil(needed / 10) * 10,
+            )
 
     @property
     def _listening(self) -> bool:

@@ -29,6 +29,21 @@ if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
 
 log = logging.getLogger(__name__)
 
+#: Orders that leave nothing to train: a round, or a wait for something. They are no step's time; a
+#: snapshot, a preview, a checkpoint and a wait for data are.
+PAUSES = frozenset(
+    {
+        Order.IDLE,
+        Order.WRITE_PSEUDO_GRADIENT,
+        Order.ANTICIPATE,
+        Order.ABANDON_ROUND,
+        Order.OUTER_STEP,
+        Order.LOAD,
+        Order.REBASE,
+        Order.ROLL_BACK,
+    }
+)
+
 
 class MinerLoop:
     """``snapshots``: folder of what is published. ``leader`` and ``buffers`` (float32 tensors that
@@ -67,6 +82,8 @@ class MinerLoop:
             command = self._ranks.agree(self._leader.next_command() if self._leader else None)
             self._follow_data(command.data)
             event = self._carry_out(command, began)
+            if command.order in PAUSES:
+                self._trainer.pause(time.perf_counter() - began)
             if self._leader is not None:
                 self._leader.post(event)
             if command.order is Order.STOP:

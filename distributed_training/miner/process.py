@@ -21,6 +21,9 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.common.processes import Mark
 
+#: Of a stop, in seconds, beside its checkpoint: the micro-batch, the swarm, the uploads.
+STOP_SLACK = 20.0
+
 INSTANCE = "DT_INSTANCE"  # environment variable: the mark of one launcher's tree
 
 
@@ -99,6 +102,14 @@ def read_exit_status(run_folder: Path, *, instance: str) -> tuple[ExitStatus, st
         return ExitStatus(content.get("status", -1)), str(content.get("reason", ""))
     except ValueError:
         return None
+
+
+def stop_seconds(run_folder: Path) -> float | None:
+    """What a stop may take by the last checkpoint: one may still be under way when the stop's own
+    begins. None before the first."""
+    content = read_json_object(run_folder / "checkpoints" / "last.json") or {}
+    seconds = content.get("seconds")
+    return None if not isinstance(seconds, (int, float)) else 2 * float(seconds) + STOP_SLACK
 
 
 def forget_ranks(run_folder: Path) -> None:

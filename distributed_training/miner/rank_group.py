@@ -73,6 +73,10 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
     }
     if sys.platform == "linux":  # all ranks are on this machine; its name may resolve to nothing
         wanted["GLOO_SOCKET_IFNAME"] = "lo"
+    if not os.environ.get("PYTORCH_ALLOC_CONF"):  # torch's newer name of the same
+        # Segments that grow instead of many of fixed sizes: what is free can then be used. Without
+        # it a GPU that is nearly full runs out of memory by fragmentation, hours into a run.
+        wanted["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     found = {name: os.environ.get(name, value) for name, value in wanted.items()}
     path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH")]))
     return found | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": path}

@@ -103,11 +103,18 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(*, environ: Mapping[str, str], timeout: timedelta, backend: str) -> Ranks:
+def join_ranks(
+    *,
+    environ: Mapping[str, str],
+    timeout: timedelta,
+    backend: str,
+    collective_timeout: timedelta | None = None,
+) -> Ranks:
     """Join the process group that torchrun described in the environment.
 
     ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
-    boundary within it ends the miner (and pm2 starts it again).
+    boundary within it ends the miner (and it is started again). ``collective_timeout`` covers each
+    collective of the default group, which is the model's; None: ``timeout``.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     store, rank, world_size = next(
@@ -118,7 +125,7 @@ def join_ranks(*, environ: Mapping[str, str], timeout: timedelta, backend: str) 
         store=dist.PrefixStore("pg", store),
         rank=rank,
         world_size=world_size,
-        timeout=timeout,
+        timeout=collective_timeout or timeout,
     )
     group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return Ranks(

@@ -31,12 +31,7 @@ from distributed_training.common.memory import snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, load_config
-from distributed_training.diagnostics import (
-    NvmlSampler,
-    cuda_state,
-    gpu_report_lines,
-    step_warnings,
-)
+from distributed_training.diagnostics import NvmlSampler, step_warnings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
@@ -50,6 +45,7 @@ from . import network
 from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
+from .device import rank_device, report_device
 from .drift import Rows
 from .gauges import MachineGauges, limits
 from .global_bucket import StopBeforeStart
@@ -72,6 +68,10 @@ log = logging.getLogger(__name__)
 #: ``idle_wait``; the longest thing between two boundaries is writing the pseudo-gradient, loading
 #: weights or compiling the model.
 CONTROL_TIMEOUT = timedelta(minutes=30)
+#: Covers each collective of the model's own group: gathering weights, reducing gradients. Ranks
+#: come to one within seconds of each other; compiling the model may put minutes between them. NCCL
+#: aborts the process then, gloo raises; --neuron.hang_timeout comes later.
+COLLECTIVE_TIMEOUT = timedelta(minutes=8)
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,8 @@ def run_rank(argv: list[str]) -> int:
     folder = make_run_folder(config)
     write_pid_file(folder, me.rank)
     start_log(config, folder, name="miner", rank=me.rank)
+    # Compiled kernels outlive a container's /tmp: a restart need not compile again.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason = int(ExitStatus.FAULT), ""
     try:
         with ExitStack() as stack:
@@ -156,10 +158,11 @@ def _run(
     stop: _Stop,
     stack: ExitStack,
 ) -> tuple[int, str]:
-    device = _device(config, me)
+    device = rank_device(config.miner.device, me.local_rank)
     ranks = join_ranks(
         environ=os.environ,
         timeout=CONTROL_TIMEOUT,
+        collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
     place = Place(config, folder, device, ranks, stop.events, stack, argv)
@@ -170,14 +173,6 @@ def _run(
     with suppress(RuntimeError):  # the others may be gone already
         ranks.close()
     return status, reason
-
-
-def _device(config: Config, me: RankEnvironment) -> torch.device:
-    if config.miner.device != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", me.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    return torch.device("cpu")
 
 
 def _meet_network(
@@ -227,6 +222,7 @@ class Miner:
             rank=ranks.rank,
             world_size=ranks.world_size,
             utilization=sampler.utilization if sampler else lambda: None,
+            run_folder=place.folder,
         )
         self.checkpointer = Checkpointer(
             trainer=self.trainer,
@@ -368,8 +364,14 @@ class RankZero:
     def open_doors(self) -> None:
         """From here on others find this miner, and it finds out about them."""
         outside, miner, port = self._outside, self._miner, self.server.port
-        post = self._place.events.put
-        self._report_device()
+        place = self._place
+        post = place.events.put
+        report_device(
+            place.config,
+            place.device,
+            micro_batch=miner.trainer.micro_batch_size,
+            world_size=place.ranks.world_size,
+        )
         self.publisher.publish_peer_id(self.swarm.peer_id)
         self.server.start()
         outside.announce(port)
@@ -388,7 +390,7 @@ class RankZero:
             peer_id=self.swarm.peer_id,
             outer_step=miner.trainer.outer_step,
             inner_step=miner.trainer.inner_step,
-            world_size=self._place.ranks.world_size,
+            world_size=place.ranks.world_size,
             resumed=bool(miner.kept),
         )
 
@@ -495,14 +497,3 @@ class RankZero:
                 self.server.round_ended()
             case ev.AllReduceCalled() if ignores_calls(state.mode):
                 self.server.round_ended()
-
-    def _report_device(self) -> None:
-        place, trainer = self._place, self._miner.trainer
-        for line in gpu_report_lines(
-            cuda=cuda_state(place.device.index),
-            model_device=str(place.device),
-            micro_batch=trainer.micro_batch_size,
-            effective=place.config.training.local_batch_size_train_effective,
-            world_size=place.ranks.world_size,
-        ):
-            log.info("%s", line)

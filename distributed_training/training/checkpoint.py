@@ -66,6 +66,7 @@ class Checkpointer:
         ranks_timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.hold_seconds = 0.0  # how long the last save held training
+        self.seconds: float | None = None  # what the last one took this rank, held and written
         self.last_error: str | None = None
         self._trainer = trainer
         self._folder = folder
@@ -168,9 +169,11 @@ class Checkpointer:
     # --- writing --------------------------------------------------------------------------------
 
     def _write(self, name: str, state: dict[str, Any], content: str) -> None:
+        started = time.perf_counter()
         try:
             self._write_files(self._folder / name, state, json.loads(content))
             self.last_error = None
+            self.seconds = self.hold_seconds + time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
             for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
@@ -186,6 +189,8 @@ class Checkpointer:
         if self._trainer.rank == 0:
             try:
                 self._prune(name)
+                # Read by the launcher: a stop must have the time for one.
+                write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 

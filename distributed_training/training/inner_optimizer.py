@@ -58,6 +58,12 @@ class InnerOptimizer:
                 self._attach(0, i, self.exp_avg[i], self.exp_avg_sq[i])
 
     @property
+    def line(self) -> str:
+        """What it is, for the log."""
+        where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
+        return f"✓ Using fused AdamW, its state in {where}"
+
+    @property
     def step_count(self) -> int:
         return int(self._step.item())
 

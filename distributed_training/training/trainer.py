@@ -142,6 +142,7 @@ class Trainer:
             weight_decay=settings.weight_decay,
             offload=self.sharded.plan.offload_optimizer,
         )
+        self._say(self.optimizer.line)
         feedback = ErrorFeedback(
             mode=settings.error_feedback,
             decay=settings.momentum_decay,

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark
+from distributed_training.config import load_config
 from distributed_training.miner import process
+from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.process import INSTANCE
+from distributed_training.miner.rank_group import rank_environment_defaults
+from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
 
 
 def test_what_an_earlier_instance_wrote_does_not_count(
@@ -46,6 +53,57 @@ def test_the_mark_of_the_last_launcher_is_kept(tmp_path: Path) -> None:
     process.write_instance(tmp_path, Mark(INSTANCE, "abc"))
     assert process.mark_of(tmp_path) == Mark(INSTANCE, "abc")
     assert process.launcher_pid(tmp_path) == os.getpid()
+
+
+def test_a_stop_gets_the_time_that_the_last_checkpoint_shows(tmp_path: Path) -> None:
+    asked = timedelta(seconds=60)
+    assert stop_limit(tmp_path, asked) == asked
+    last = tmp_path / "checkpoints" / "last.json"
+    last.parent.mkdir()
+    for seconds, expected in ((10.0, 60), (94.0, 208)):
+        last.write_text(f'{{"seconds": {seconds}}}')
+        assert stop_limit(tmp_path, asked) == timedelta(seconds=expected)
+    for damaged in ("", "[]", '{"seconds": null}'):
+        last.write_text(damaged)
+        assert stop_limit(tmp_path, asked) == asked
+
+
+def test_a_library_that_aborts_leaves_stacks() -> None:
+    """As NCCL does when a collective is never joined."""
+    program = (
+        "import ctypes\n"
+        "from distributed_training.common.stacks import write_stacks_on_signal\n"
+        "write_stacks_on_signal()\n"
+        "def nccl_gives_up():\n"
+        "    ctypes.CDLL(None).abort()\n"
+        "nccl_gives_up()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode < 0 and "nccl_gives_up" in done.stderr
+
+
+def test_a_collective_gives_up_before_the_ranks_count_as_hung() -> None:
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    assert COLLECTIVE_TIMEOUT < config.miner.hang_timeout < CONTROL_TIMEOUT
+
+
+def test_the_allocators_segments_grow_unless_the_operator_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "PYTORCH_CUDA_ALLOC_CONF"
+    for other in (name, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(other, raising=False)
+    assert rank_environment_defaults(ranks=1)[name] == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert rank_environment_defaults(ranks=1)[name] == "max_split_size_mb:512"
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    assert name not in rank_environment_defaults(ranks=1)
 
 
 def test_rank_environment() -> None:

@@ -145,6 +145,23 @@ def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Lau
     assert "ending the ranks by force" in run.output
 
 
+def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("run")
+    run.wait_ready()
+    last = run.folder / "checkpoints" / "last.json"
+    last.parent.mkdir(exist_ok=True)
+    last.write_text('{"seconds": 94.0}')
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0
+    assert "SIGTERM received: stopping (at most 208 s)" in run.output
+    again = launched("run")
+    wait_for(lambda: "give --neuron.stop_timeout 210" in again.output, "the warning")
+    again.process.send_signal(signal.SIGTERM)
+    assert again.wait() == 0
+
+
 def test_a_stray_with_a_session_of_its_own_is_reaped(launched: Callable[..., Launched]) -> None:
     run = launched("stray")
     run.wait_ready()

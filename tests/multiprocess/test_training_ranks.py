@@ -33,6 +33,20 @@ def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> None:
+    first = Ranks("out_of_memory", 2, tmp_path)
+    try:
+        assert first.processes[1].wait(60) == 1
+        assert "start again" in (tmp_path / "error.txt").read_text()
+        assert "run 1 at once" in (tmp_path / "error.txt").read_text()
+    finally:
+        first.kill()  # as the launcher does: rank 0 waits in a collective
+    Ranks("out_of_memory", 2, tmp_path).finish()
+    content = json.loads((tmp_path / "again.json").read_text())
+    assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
+
+
+@pytest.mark.timeout(120)
 def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2(tmp_path: Path) -> None:
     for run in [Ranks("surgery", world, tmp_path) for world in (1, 2)]:
         run.finish()

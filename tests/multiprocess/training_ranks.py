@@ -36,6 +36,30 @@ def losses(folder: Path) -> None:
         (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
 
 
+def out_of_memory(folder: Path) -> None:
+    """The last rank's GPU holds one sequence at once, though micro-batches have two. The first
+    start ends there; the next one knows."""
+    made = trainer(rank=RANK, world_size=WORLD, run_folder=folder)
+    real, sizes = made.sharded.root.forward, []
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(ids))
+        if RANK == WORLD - 1 and len(ids) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(ids)
+
+    made.sharded.root.forward = forward  # type: ignore[method-assign]
+    try:
+        reports = train(made, 0, 20)
+    except torch.OutOfMemoryError as error:
+        (folder / "error.txt").write_text(str(error))
+        leave(1)
+    assert set(sizes) == {1}
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports]}
+        (folder / "again.json").write_text(json.dumps(content))
+
+
 def surgery(folder: Path) -> None:
     """Two domains that contradict each other: text forwards and backwards."""
     made = trainer(rank=RANK, world_size=WORLD, pcgrad=True)

@@ -4,7 +4,9 @@ import dataclasses
 from datetime import timedelta
 
 import pytest
+import torch
 
+from distributed_training.config import ConfigError
 from distributed_training.config.diagnostics import DiagnosticsSettings
 from distributed_training.diagnostics import (
     CudaState,
@@ -63,6 +65,36 @@ def test_the_block_without_a_gpu() -> None:
     assert "❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)" in lines
     assert "❌ Model is on CPU! This will be EXTREMELY SLOW!" in lines
     assert not any("GPU memory" in line for line in lines)
+
+
+def test_a_cpu_that_was_asked_for_is_no_alarm() -> None:
+    lines = gpu_report_lines(
+        cuda=CudaState(False),
+        model_device="cpu",
+        micro_batch=2,
+        effective=16,
+        world_size=1,
+        expect_gpu=False,
+    )
+    assert "✓ Model device: cpu" in lines and not any("❌" in line for line in lines)
+
+
+def test_what_is_wrong_is_found_by_a_search_for_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from distributed_training.config import load_config
+    from distributed_training.miner.device import rank_device, report_device
+
+    config = load_config("miner", ["--neuron.device", "auto"], environ={}, dotenv=None, check=False)
+    with caplog.at_level("INFO"):
+        report_device(config, torch.device("cpu"), micro_batch=2, world_size=1)
+    levels = {r.levelname for r in caplog.records if "❌" in r.getMessage()}
+    assert levels == {"WARNING"}
+    assert {r.levelname for r in caplog.records if "✓" in r.getMessage()} == {"INFO"}
+    assert rank_device("cpu", 0) == torch.device("cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"--neuron\.device cuda.*sees no GPU"):
+            rank_device("cuda", 0)
 
 
 def test_the_model_on_cpu_beside_a_gpu() -> None:
@@ -124,8 +156,6 @@ def test_memory_that_was_not_measured_is_a_warning_only_beside_a_gpu() -> None:
 
 
 def test_the_state_of_this_machine_is_what_torch_says() -> None:
-    import torch
-
     state = cuda_state()
     assert state.available == torch.cuda.is_available()
     assert state.count == (torch.cuda.device_count() if state.available else 0)

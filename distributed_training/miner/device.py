@@ -1,0 +1,43 @@
+"""What a rank trains on, and what it says about it at start."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from distributed_training.config import Config, ConfigError
+from distributed_training.diagnostics import cuda_state, gpu_report_lines
+
+log = logging.getLogger(__name__)
+
+
+def rank_device(wanted: str, local_rank: int) -> torch.device:
+    """Of ``--neuron.device``; a GPU becomes the process's current one. Raises ConfigError for cuda
+    without a GPU."""
+    if wanted != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda":
+        raise ConfigError(
+            f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
+            "trained in time: python scripts/diagnose.py says why; --neuron.device auto takes the "
+            "CPU then"
+        )
+    return torch.device("cpu")
+
+
+def report_device(
+    config: Config, device: torch.device, *, micro_batch: int, world_size: int
+) -> None:
+    """The GPU block, once the model is there; what is wrong as a warning."""
+    for line in gpu_report_lines(
+        cuda=cuda_state(device.index),
+        model_device=str(device),
+        micro_batch=micro_batch,
+        effective=config.training.local_batch_size_train_effective,
+        world_size=world_size,
+        expect_gpu=config.miner.device != "cpu",
+    ):
+        log.log(logging.WARNING if line.startswith("❌") else logging.INFO, "%s", line)
