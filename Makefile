@@ -1,10 +1,11 @@
 # make run    sets up, then runs a whole subnet on this machine
 # make test   sets up, runs the tests
 # make test-quick, make test-long   only the fast ones; only those of many minutes
+# make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make lint, make house             linters and types; the size of the code beside its goals
 PY := .venv/bin/python
 
-.PHONY: help setup run test test-quick test-long lint house pm2 clean
+.PHONY: help setup run test test-quick test-long gpu lint house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -23,6 +24,10 @@ test-quick: setup
 
 test-long: setup
 	$(PY) -m pytest -m long $(ARGS)
+
+# The environment's Python if there is one, else the machine's.
+gpu:
+	@$(or $(wildcard $(PY)),python3) bench/gpu.py $(ARGS)
 
 house: setup
 	@$(PY) -m bench.house $(ARGS)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from distributed_training.config.training import TrainingSettings
 from distributed_training.training.model import build_meta_model
+from distributed_training.training.shards import ParameterShard
 from distributed_training.training.sizes import named_config
 from distributed_training.training.throughput import flops_per_token, peak_flops
 from distributed_training.training.trainer import Trainer
@@ -52,29 +54,39 @@ class Ours:
 
 
 class AsThePublicMiner:
-    """Same initial weights, optimizer settings and learning rates as ``trainer``."""
+    """``shards``: initial weights; None: any. ``rate``: finished steps -> learning rate."""
 
-    def __init__(self, trainer: Trainer, config: dict[str, Any], device: torch.device) -> None:
+    def __init__(
+        self,
+        config: dict[str, Any],
+        device: torch.device,
+        *,
+        world_size: int,
+        low: torch.dtype,
+        shards: list[ParameterShard] | None,
+        rate: Callable[[int], float],
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        low = trainer.sharded.compute_dtype
         model: Any = build_meta_model(config)
         buffers = {n: b.clone() for n, b in model.named_buffers()}
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low, output_dtype=low)
-        fully_shard(model, mesh=init_device_mesh(device.type, (trainer.world_size,)),
+        fully_shard(model, mesh=init_device_mesh(device.type, (world_size,)),
                     mp_policy=policy)  # fmt: skip
         model.to_empty(device=device)
         for name, buffer in buffers.items():
             model.get_buffer(name).copy_(buffer)
-        for mine, theirs in zip(model.parameters(), trainer.sharded.shards, strict=True):
-            mine.data.to_local().copy_(theirs.local)
+        if shards is None:
+            set_weights([p.data.to_local() for p in model.parameters()])
+        else:
+            for mine, theirs in zip(model.parameters(), shards, strict=True):
+                mine.data.to_local().copy_(theirs.local)
         self.model = model.eval()
-        s = trainer.settings
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=s.learning_rate, betas=(0.9, 0.95), weight_decay=0.1
+            model.parameters(), lr=rate(0), betas=(0.9, 0.95), weight_decay=0.1
         )
-        self.trainer, self.device, self.low, self.steps = trainer, device, low, 0
+        self.device, self.low, self.rate, self.steps = device, low, rate, 0
 
     def step(self, batches: list[Tensor]) -> float:
         tf32 = torch.get_float32_matmul_precision()
@@ -90,12 +102,24 @@ class AsThePublicMiner:
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.trainer.schedule.rate(self.steps)
+            group["lr"] = self.rate(self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         torch.set_float32_matmul_precision(tf32)
-        return self.trainer.stream.sum([total / len(batches)])[0] / self.trainer.world_size
+        mean = torch.tensor([total / len(batches)], dtype=torch.float64)
+        dist.all_reduce(mean)  # on the CPU, by gloo
+        return float(mean) / dist.get_world_size()
+
+
+@torch.no_grad()
+def set_weights(tensors: Iterable[Tensor]) -> None:
+    """Some initial weights, made where the tensors are: gigabytes take seconds on a CPU."""
+    for tensor in tensors:
+        if tensor.dim() == 1:
+            tensor.fill_(1.0)
+        else:
+            tensor.normal_(0.0, 0.02)
 
 
 def main() -> int:
@@ -141,7 +165,14 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, world: int
     memory["ours"] = allocated(device)
     steppers: dict[str, Stepper] = {}
     if options.only != "ours":
-        steppers["baseline"] = AsThePublicMiner(trainer, config, device)
+        steppers["baseline"] = AsThePublicMiner(
+            config,
+            device,
+            world_size=world,
+            low=trainer.sharded.compute_dtype,
+            shards=trainer.sharded.shards,
+            rate=trainer.schedule.rate,
+        )
         memory["baseline"] = allocated(device) - memory["ours"]
     if options.only != "baseline":
         steppers["ours"] = Ours(trainer)

@@ -1,0 +1,238 @@
+"""Everything this project claims about a GPU, measured on one, in nine minutes at most.
+
+    python bench/gpu.py                          all parts, on the first GPU
+    python bench/gpu.py --parts inner_1b,codec   some of them
+    python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
+    python bench/gpu.py --table FILE.json        fill the table of docs/performance.md with a report
+
+Needs Python 3.11, torch 2.11, transformers, safetensors, numpy, and the small packages of the
+configuration (pydantic, python-dotenv); no network. Each part runs in a process of its own with a
+time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
+written after each, so a part that hangs or dies costs no other, and a run that is killed keeps what
+it had. A part gets what the ones before left over.
+
+MFU is (6 N + 12 layers heads head_dim length) x tokens per second / peak, N without the input
+embedding, recomputed activations not counted (distributed_training/training/throughput.py); the
+peak is the card's dense bf16 rate by its data sheet and stands in the report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+DOCUMENT = ROOT / "docs" / "performance.md"
+RECORDED = ROOT / "docs" / "gpu.json"  # the report that the document shows, once there is one
+BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
+TOTAL_SECONDS = 525.0  # of all parts; nine minutes less the ends of processes
+
+
+@dataclass(frozen=True)
+class Part:
+    """``seconds``: its own time. ``goal``: what is to be shown."""
+
+    name: str
+    title: str
+    goal: str
+    seconds: float
+
+
+PARTS = (
+    Part("checks", "CUDA paths", "all pass", 75),
+    Part("inner_1b", "inner step, 1B", "3x the public way, 55 % MFU", 110),
+    Part("inner_4b", "inner step, 4B", "50 % MFU", 90),
+    Part("sweep", "variations, 1B", "measured", 90),
+    Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of a step", 50),
+    Part("codec", "gradient codec", "20x the public codec on the CPU", 35),
+    Part("out_of_memory", "out of memory on purpose", "half, and training goes on", 35),
+    Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    options = parse(argv)
+    if options.table is not None:
+        print(fill_document(options.table))
+        return 0
+    if options.child:
+        from bench import gpu_parts
+
+        return gpu_parts.run(options.child, options.out, options.device, quick=options.quick)
+    wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
+    unknown = set(wanted) - {part.name for part in PARTS}
+    if unknown:
+        print(f"no such part: {', '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    report = Report(options.out, device=options.device, quick=options.quick)
+    parts = [part for part in PARTS if part.name in wanted]
+    deadline = time.monotonic() + options.seconds
+    for number, part in enumerate(parts):
+        later = sum(p.seconds for p in parts[number + 1 :])
+        left = deadline - time.monotonic()
+        seconds = min(left, max(part.seconds, left - later))  # what earlier ones left over, too
+        report.add(part, run_part(part, options, seconds=seconds))
+    print(report.text.read_text())
+    return 1 if report.failed else 0
+
+
+# --- running ------------------------------------------------------------------------------------
+
+
+class Report:
+    """``report.json`` and ``report.txt`` in a folder."""
+
+    def __init__(self, folder: Path, *, device: str, quick: bool) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.json, self.text = folder / "report.json", folder / "report.txt"
+        self._content: dict[str, Any] = {
+            "started": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "device": device,
+            "quick": quick,
+            "python": platform.python_version(),
+            "machine": {},
+            "parts": {},
+        }
+
+    def add(self, part: Part, result: dict[str, Any]) -> None:
+        self._content["machine"] |= result.pop("machine", {})
+        self._content["parts"][part.name] = result
+        write(self.json, json.dumps(self._content, indent=1) + "\n")
+        write(self.text, table(self._content) + "\n")
+        print(f"{part.name}: {result['status']} ({result['seconds']:.0f} s)", flush=True)
+
+    @property
+    def failed(self) -> bool:
+        return any(p["status"] != "ok" for p in self._content["parts"].values())
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict[str, Any]:
+    """In a process of its own. What it wrote before it failed or was ended is kept."""
+    if seconds < 5:
+        return {"status": "no time left", "seconds": 0.0, "rows": []}
+    found = options.out / f"{part.name}.json"
+    found.unlink(missing_ok=True)
+    log = options.out / f"{part.name}.log"
+    command = [sys.executable, str(Path(__file__).resolve()), "--child", part.name]
+    command += ["--out", str(found), "--device", options.device]
+    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} | os.environ
+    started = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, *(["--quick"] if options.quick else [])],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment | {"PYTHONFAULTHANDLER": "1"},
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(seconds)
+            how = "ok" if status == 0 else f"failed with {status}"
+        except subprocess.TimeoutExpired:
+            how = f"ended after its {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a session of its own: compilers too
+            process.wait()
+    content: dict[str, Any] = {"rows": []}
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(found.read_text())
+    content |= {"status": how, "seconds": round(time.monotonic() - started, 1)}
+    if how != "ok":
+        content["log"] = log.read_text(errors="replace").splitlines()[-25:]
+    return content
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def table(report: Mapping[str, Any] | None) -> str:
+    """Markdown, one row for each part; what did not run is said to be not measured."""
+    lines = [headline(report), "", "| Part | Measured | Goal |", "|---|---|---|"]
+    parts = (report or {}).get("parts", {})
+    for part in PARTS:
+        result = parts.get(part.name)
+        lines.append(f"| {part.title} | {_cell(result)} | {part.goal} |")
+    return "\n".join(lines)
+
+
+def headline(report: Mapping[str, Any] | None) -> str:
+    if report is None:
+        return "Not measured yet: no GPU was at hand. `make gpu` measures all of it."
+    machine = report.get("machine", {})
+    name = machine.get("device", report["device"])
+    peak = machine.get("peak_tflops")
+    words = [
+        f"{name}, {machine.get('memory_gb', '?')} GB",
+        f"peak {peak:g} TFLOP/s dense bf16" if peak else "peak not known: no MFU",
+        f"torch {machine.get('torch', '?')}, Python {report['python']}",
+        report["started"],
+    ]
+    toy = "**Toy sizes: no figure here counts.** " if report["quick"] else ""
+    return toy + "; ".join(words) + "."
+
+
+def _cell(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "not measured"
+    rows = [f"{row['name']}: {row['text']}" for row in result["rows"]]
+    if result["status"] != "ok":
+        reason = next((line for line in reversed(result.get("log", [])) if line.strip()), "")
+        rows.append(f"**{result['status']}** {reason.replace('|', '/')[:160]}".rstrip())
+    return "<br>".join(rows) or "nothing"
+
+
+def section(document: str) -> str:
+    """What stands between the marks of docs/performance.md."""
+    return document.split(BEGIN, 1)[1].split(END, 1)[0].strip()
+
+
+def recorded() -> dict[str, Any] | None:
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else None
+
+
+def fill_document(path: Path) -> str:
+    """Make the report at ``path`` the recorded one; the document's table follows."""
+    text = path.read_text()
+    found = table(json.loads(text))
+    if path.resolve() != RECORDED:
+        write(RECORDED, text)
+    document = DOCUMENT.read_text()
+    write(DOCUMENT, document.replace(section(document), found))
+    return found
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--parts", default="", help="names, comma between; default: all")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--quick", action="store_true", help="toy sizes")
+    parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all parts")
+    parser.add_argument("--table", type=Path, metavar="FILE.json", help="fill the document with it")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,395 @@
+"""The parts of bench/gpu.py: each runs alone in a process and writes what it found as it finds it.
+
+On a CPU (``--device cpu --quick``) the same code runs at toy size; what only a GPU can do is stood
+in for where it is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.inner_step import AsThePublicMiner, Ours, set_weights, tokens
+from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
+from distributed_training.config.presets import CARDS
+from distributed_training.config.training import TrainingSettings
+from distributed_training.training.sizes import named_config
+from distributed_training.training.throughput import peak_flops
+from distributed_training.training.trainer import Trainer
+
+
+class Bench:
+    """Where a part runs, and its results: ``path`` is written after each row."""
+
+    def __init__(self, path: Path, device: torch.device, *, quick: bool) -> None:
+        self.path, self.device, self.quick = path, device, quick
+        self.cuda = device.type == "cuda"
+        self.rows: list[dict[str, Any]] = []
+        self.total = torch.cuda.get_device_properties(device).total_memory if self.cuda else 0
+        self.peak = peak_flops(torch.cuda.get_device_name(device)) if self.cuda else None
+        self.machine: dict[str, Any] = {"torch": torch.__version__}
+        if self.cuda:
+            self.machine |= {
+                "device": torch.cuda.get_device_name(device),
+                "memory_gb": round(self.total / 1e9),
+                "peak_tflops": None if self.peak is None else self.peak / 1e12,
+            }
+
+    def row(self, name: str, text: str, **figures: Any) -> None:
+        print(f"{name}: {text}", flush=True)
+        self.rows.append({"name": name, "text": text, **figures})
+        temporary = self.path.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"machine": self.machine, "rows": self.rows}))
+        os.replace(temporary, self.path)
+
+    def wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        self.wait()
+        started = time.perf_counter()
+        work()
+        self.wait()
+        return time.perf_counter() - started
+
+    def forget(self) -> None:
+        """Memory of what was dropped before."""
+        gc.collect()
+        torch._dynamo.reset()
+        if self.cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def memory_gb(self) -> float:
+        """The most since :meth:`forget`."""
+        return torch.cuda.max_memory_allocated(self.device) / 1e9 if self.cuda else 0.0
+
+    def trainer(
+        self,
+        model: str,
+        *,
+        weights: bool = False,
+        run_folder: Path | None = None,
+        **settings: Any,
+    ) -> Trainer:
+        """``weights``: as a start of the miner makes them; else some, made on the device."""
+        defaults: dict[str, Any] = {"sequence_length": 32 if self.quick else 1024}
+        # A toy is not worth compiling; on a GPU what a miner does by itself is measured.
+        defaults |= {"compile": "off"} if self.quick else {}
+        made = Trainer(
+            settings=TrainingSettings(warmup_steps=4, **(defaults | settings)),
+            model_config=self.model(model),
+            device=self.device,
+            rank=0,
+            world_size=1,
+            say=lambda line: print(f"  {line}", flush=True),
+            run_folder=run_folder,
+        )
+        if weights:
+            made.load_weights(None)
+            made.begin_epoch(0)
+        else:
+            set_weights([item.local for item in made.sharded.shards])
+        return made
+
+    def model(self, name: str) -> dict[str, Any]:
+        """On toy runs a model of a few thousand parameters, whatever is asked for."""
+        if not self.quick:
+            return named_config(name)
+        small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96}
+        return named_config("tiny") | small | heads
+
+    def mfu(self, trainer: Trainer, step_seconds: float) -> float | None:
+        count = trainer.batch_plan.effective * trainer.settings.sequence_length
+        if self.peak is None:
+            return None
+        return count * trainer.sharded.flops_per_token / step_seconds / self.peak
+
+    def batches(self, trainer: Trainer, step: int) -> list[Tensor]:
+        length = trainer.settings.sequence_length
+        return tokens(vocabulary(trainer), step, trainer.batch_plan, length, 0, 1)
+
+    def steps(self, trainer: Trainer, first: int, last: int) -> list[float]:
+        """Seconds of each inner step."""
+        ours = Ours(trainer)
+        found = []
+        for step in range(first, last):
+            found.append(self.seconds(partial(ours.step, self.batches(trainer, step))))
+        return found
+
+    def report_steps(self, name: str, trainer: Trainer, found: list[float], **more: Any) -> float:
+        """A row of the median; returns it."""
+        median = statistics.median(found)
+        rate = trainer.batch_plan.effective * trainer.settings.sequence_length / median
+        mfu = self.mfu(trainer, median)
+        text = f"{rate:,.0f} tokens/s"
+        text += "" if mfu is None else f", MFU {mfu:.1%}"
+        text += f", {self.memory_gb():.1f} GB" if self.cuda else ""
+        figures = {"tokens_per_second": rate, "mfu": mfu, "memory_gb": self.memory_gb()}
+        self.row(
+            name, text, seconds=median, micro_batch=trainer.micro_batch_size, **figures, **more
+        )
+        return median
+
+
+def vocabulary(trainer: Trainer) -> int:
+    config: Any = trainer.sharded.model.config
+    return int(config.vocab_size)
+
+
+def largest_micro_batch(model: dict[str, Any], device_bytes: int, *, share: float = 0.8) -> int:
+    """By the memory model, of 1, 2, 4, ... 32, without checkpointing or offload."""
+    shape = ModelShape.from_config(model)
+    fits = 1
+    for micro_batch in (2, 4, 8, 16, 32):
+        how = Arrangement(
+            world_size=1,
+            micro_batch=micro_batch,
+            sequence_length=1024,
+            keep_unsharded=True,
+            loss_chunk=loss_chunk(device_bytes),
+        )
+        if device_memory(shape, how).total <= share * device_bytes:
+            fits = micro_batch
+    return fits
+
+
+# --- (a) ----------------------------------------------------------------------------------------
+
+
+def checks(bench: Bench) -> None:
+    """What tests marked ``cuda`` check, without pytest."""
+    from tests import cuda_checks
+
+    failed, wanted = 0, cuda_checks.CHECKS[:: 5 if bench.quick else 1]
+    for check in wanted:
+        name = check.__name__.replace("_", " ")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                check(bench.device, Path(folder))
+        except Exception as error:  # noqa: BLE001 - each check is told; the others run too
+            traceback.print_exc()
+            failed += 1
+            line = (str(error).splitlines() or [""])[0][:200]
+            bench.row(name, f"**failed** {type(error).__name__}: {line}", ok=False)
+        bench.forget()
+    bench.row("passed", f"{len(wanted) - failed} of {len(wanted)}", ok=not failed)
+    if failed:
+        raise SystemExit(3)
+
+
+# --- (b), (c) -----------------------------------------------------------------------------------
+
+
+def inner_1b(bench: Bench) -> None:
+    """Both beside each other, steps alternating."""
+    micro = 2 if bench.quick else largest_micro_batch(named_config("1b"), bench.total, share=0.6)
+    effective = 4 if bench.quick else 128
+    trainer = bench.trainer(
+        "1b", local_batch_size_train=micro, local_batch_size_train_effective=effective
+    )
+    bench.steps(trainer, 0, 2)
+    ours = bench.report_steps(f"ours, micro-batch {micro}", trainer, bench.steps(trainer, 2, 6))
+    held = torch.cuda.memory_allocated(bench.device) / 1e9 if bench.cuda else 0.0
+    public = AsThePublicMiner(
+        bench.model("1b"),
+        bench.device,
+        world_size=1,
+        low=trainer.sharded.compute_dtype,
+        shards=trainer.sharded.shards,
+        rate=trainer.schedule.rate,
+    )
+    for its in dict.fromkeys((2, micro)):  # 2 is the public miner's own
+        compare(bench, trainer, public, its, held_gb=held)
+    bench.row("fresh figure of ours", f"{ours:.3f} s a step of {effective} sequences", seconds=ours)
+
+
+def compare(
+    bench: Bench, trainer: Trainer, public: AsThePublicMiner, micro: int, *, held_gb: float
+) -> None:
+    """Steps of both alternate, on the same tokens; ``micro``: the public miner's micro-batch."""
+    ours, mine, theirs = Ours(trainer), list[float](), list[float]()
+    if bench.cuda:
+        torch.cuda.reset_peak_memory_stats(bench.device)
+    try:
+        public.step(list(torch.cat(bench.batches(trainer, 6)).split(micro))[:4])  # warm
+        for step in range(7, 9):
+            batches = bench.batches(trainer, step)
+            split = list(torch.cat(batches).split(micro))
+            theirs.append(bench.seconds(partial(public.step, split)))
+            mine.append(bench.seconds(partial(ours.step, batches)))
+    except torch.OutOfMemoryError:
+        bench.row(f"public way, micro-batch {micro}", "out of memory beside ours")
+        return
+    seconds, ratio = statistics.median(theirs), statistics.median(theirs) / statistics.median(mine)
+    rate = trainer.batch_plan.effective * trainer.settings.sequence_length / seconds
+    mfu = bench.mfu(trainer, seconds)
+    text = f"{rate:,.0f} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")
+    text += f", {bench.memory_gb() - held_gb:.1f} GB at most" if bench.cuda else ""
+    bench.row(
+        f"public way, micro-batch {micro}",
+        f"{text}; ratio **{ratio:.2f}x**",
+        seconds=seconds,
+        ratio=ratio,
+        mfu=mfu,
+        tokens_per_second=rate,
+    )
+
+
+def inner_4b(bench: Bench) -> None:
+    """One after the other: both at once do not fit."""
+    how: dict[str, Any] = {"local_batch_size_train": 2, "activation_checkpointing": "none"}
+    if bench.cuda:
+        card = max((c for c in CARDS if c * 1e9 <= 1.05 * bench.total), default=min(CARDS))
+        how = {"activation_checkpointing": CARDS[card][0], "local_batch_size_train": CARDS[card][1]}
+        bench.row("plan", f"--preset public-{card}gb: {how}")
+    effective = 4 if bench.quick else 64
+    trainer = bench.trainer("4b", local_batch_size_train_effective=effective, **how)
+    bench.row("memory plan", trainer.sharded.plan.note)
+    bench.steps(trainer, 0, 1)
+    size = trainer.micro_batch_size
+    ours = bench.report_steps(f"ours, micro-batch {size}", trainer, bench.steps(trainer, 1, 4))
+    low, rate, batches = (
+        trainer.sharded.compute_dtype,
+        trainer.schedule.rate,
+        torch.cat(bench.batches(trainer, 9))[: effective // 4],
+    )
+    del trainer
+    bench.forget()
+    try:
+        public = AsThePublicMiner(
+            bench.model("4b"), bench.device, world_size=1, low=low, shards=None, rate=rate
+        )
+        public.step(list(batches[:4].split(2)))
+        seconds = 4 * bench.seconds(lambda: public.step(list(batches.split(2))))
+    except torch.OutOfMemoryError:
+        bench.row("public way, micro-batch 2", "out of memory")
+        return
+    bench.row(
+        "public way, micro-batch 2",
+        f"{seconds:.2f} s for what takes ours {ours:.2f}, {bench.memory_gb():.1f} GB; "
+        f"ratio **{seconds / ours:.2f}x** (from a quarter of a step)",
+        seconds=seconds,
+        ratio=seconds / ours,
+    )
+
+
+# --- (d) ----------------------------------------------------------------------------------------
+
+
+def sweep(bench: Bench) -> None:
+    """One change at a time, most telling first; each row is kept if the time ends."""
+    micro = 2 if bench.quick else largest_micro_batch(named_config("1b"), bench.total, share=0.6)
+    plain: dict[str, Any] = {"local_batch_size_train": micro}
+    as_is = contextlib.nullcontext
+    variations: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
+        ("as the miner does it", {}, as_is),
+        ("compile off", {"compile": "off"}, as_is),
+        ("micro-batch halved", {"local_batch_size_train": max(1, micro // 2)}, as_is),
+        ("micro-batch doubled", {"local_batch_size_train": micro * 2}, as_is),
+        ("transformers' own sdpa", {}, _transformers_sdpa),
+        ("flash attention", {}, lambda: _sdpa_backend("FLASH_ATTENTION")),
+        ("cuDNN attention", {}, lambda: _sdpa_backend("CUDNN_ATTENTION")),
+        ("loss: liger", {"loss_kernel": "liger"}, _needs_liger),
+        ("float8 (torchao)", {}, _float8),
+        ("checkpointing selective", {"activation_checkpointing": "selective"}, as_is),
+        ("checkpointing full", {"activation_checkpointing": "full"}, as_is),
+        ("compile mode max-autotune", {"compile_mode": "max-autotune"}, as_is),
+    ]
+    for name, changes, around in variations:
+        bench.forget()
+        try:
+            with around():
+                settings = plain | changes
+                trainer = bench.trainer(
+                    "1b", local_batch_size_train_effective=4 * micro, **settings
+                )
+                bench.steps(trainer, 0, 1)
+                bench.report_steps(name, trainer, bench.steps(trainer, 1, 3))
+        except Exception as error:  # noqa: BLE001 - a variation that fails is a result
+            line = (str(error).splitlines() or [""])[0][:120]
+            bench.row(name, f"not possible: {type(error).__name__}: {line}")
+        trainer = None  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _transformers_sdpa() -> Iterator[None]:
+    from distributed_training.training import attention
+
+    real = attention.implementation
+    attention.implementation = lambda *_: "sdpa"
+    try:
+        yield
+    finally:
+        attention.implementation = real
+
+
+@contextlib.contextmanager
+def _sdpa_backend(name: str) -> Iterator[None]:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with sdpa_kernel(getattr(SDPBackend, name)):
+        yield
+
+
+@contextlib.contextmanager
+def _needs_liger() -> Iterator[None]:
+    import liger_kernel.transformers  # noqa: F401
+
+    yield
+
+
+@contextlib.contextmanager
+def _float8() -> Iterator[None]:
+    """Linear layers of the blocks in float8; an experiment, not a setting of the miner."""
+    from torchao.float8 import convert_to_float8_training
+
+    from distributed_training.training import sharding
+
+    real = sharding.build_meta_model
+
+    def build(*arguments: Any, **named: Any) -> Any:
+        return convert_to_float8_training(
+            real(*arguments, **named), module_filter_fn=lambda module, name: "lm_head" not in name
+        )
+
+    sharding.build_meta_model = build
+    try:
+        yield
+    finally:
+        sharding.build_meta_model = real
+
+
+def run(name: str, path: Path, device: str, *, quick: bool) -> int:
+    """In the child: one part. Exit status 1: it failed; what it wrote is kept."""
+    from bench import gpu_miner_parts
+
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    part = globals().get(name) or getattr(gpu_miner_parts, name)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    part(Bench(path, place, quick=quick))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end

@@ -1,0 +1,315 @@
+"""What must hold of every path that only a GPU takes; ``tests/unit/test_cuda.py`` runs them there.
+
+Plain functions of a device and an empty folder, without pytest, so that bench/gpu.py can run them
+on a machine that has torch and little else. On a CPU the same code takes the CPU's paths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed_training.data.device import DeviceBuffer
+from distributed_training.protocol import gradients
+from distributed_training.protocol.types import Progress
+from distributed_training.training import attention
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.loss import ChunkedLoss
+from distributed_training.training.model import hf_config
+from distributed_training.training.trainer import Trainer
+from tests.training_world import SETTINGS, sequences, tiny
+
+Check = Callable[[torch.device, Path], None]
+#: Wide enough for tensor cores and flash attention; two micro-batches of two.
+MODEL: dict[str, Any] = {"hidden": 128, "heads": 2, "kv_heads": 1, "intermediate": 256}
+
+
+def make(device: torch.device, **changes: Any) -> Trainer:
+    """Eager and float32, unless told otherwise: so that two ways can be compared."""
+    wanted = {"compile": "off", "local_batch_size_train_effective": 4, **changes}
+    folder = wanted.pop("run_folder", None)
+    made = Trainer(
+        settings=dataclasses.replace(SETTINGS, **wanted),
+        model_config=tiny(**MODEL),
+        device=device,
+        rank=0,
+        world_size=1,
+        run_folder=folder,
+    )
+    made.load_weights(None)
+    made.begin_epoch(0)
+    return made
+
+
+def train(made: Trainer, first: int, last: int) -> list[float]:
+    found = []
+    for step in range(first, last):
+        for part in sequences(step, count=4).split(made.micro_batch_size):
+            report = made.add_micro_batch(part.to(made.device))
+        assert report is not None
+        found.append(report.loss)
+    return found
+
+
+def weights(made: Trainer) -> list[Tensor]:
+    return [item.local.clone() for item in made.sharded.shards]
+
+
+def close(one: list[float], two: list[float], atol: float) -> None:
+    apart = max(abs(a - b) for a, b in zip(one, two, strict=True))
+    assert apart <= atol, f"{one} and {two} differ by {apart}"
+
+
+@contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """What makes the host wait for the GPU is an error."""
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# --- the checks ---------------------------------------------------------------------------------
+
+
+def float32_gives_the_cpus_losses(device: torch.device, folder: Path) -> None:
+    close(train(make(device), 0, 4), train(make(torch.device("cpu")), 0, 4), 5e-3)  # TF32
+
+
+def as_a_miner_does_it_gives_nearly_those(device: torch.device, folder: Path) -> None:
+    """bf16 and, on a GPU, compiled."""
+    made = make(device, precision="auto", compile="auto")
+    close(train(made, 0, 6), train(make(torch.device("cpu")), 0, 6), 0.05)
+    assert made.step.compiled == (device.type == "cuda"), "compiling failed; the log says why"
+
+
+def no_micro_batch_waits_for_the_device(device: torch.device, folder: Path) -> None:
+    made = make(device, precision="auto", compile="auto", local_batch_size_train=1)
+    train(made, 0, 2)
+    *before, last = sequences(2, count=4).to(device).split(1)
+    with no_waits(device):
+        for part in before:
+            assert made.add_micro_batch(part) is None
+    assert made.add_micro_batch(last) is not None
+
+
+def ways_of_a_step_give_the_same_losses(device: torch.device, folder: Path) -> None:
+    expected = train(make(device), 0, 3)
+    for changes in (
+        {"wrap": "block"},
+        {"wrap": "block", "keep_unsharded": "off"},
+        {"gradient_sync": "every"},
+        {"wrap": "block", "activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"local_batch_size_train": 4},
+    ):
+        close(train(make(device, **changes), 0, 3), expected, 2e-3)
+
+
+def an_offloaded_optimizer_gives_the_same_bits(device: torch.device, folder: Path) -> None:
+    from distributed_training.training import inner_optimizer
+
+    before, inner_optimizer.OFFLOAD_BUCKET = inner_optimizer.OFFLOAD_BUCKET, 20_000
+    try:
+        here, there = make(device), make(device, offload_optimizer="on")
+    finally:
+        inner_optimizer.OFFLOAD_BUCKET = before
+    assert len(there.optimizer._buckets) > 2
+    train(here, 0, 4)
+    train(there, 0, 4)
+    for mine, theirs in zip(here.optimizer.exp_avg_sq, there.optimizer.exp_avg_sq, strict=True):
+        assert torch.equal(mine.cpu(), theirs.cpu())
+    assert all(torch.equal(a, b) for a, b in zip(weights(here), weights(there), strict=True))
+
+
+def a_checkpoint_in_mid_step_goes_on_where_it_was(device: torch.device, folder: Path) -> None:
+    made = make(device)
+    train(made, 0, 2)
+    first, second = (part.to(device) for part in sequences(2, count=4).split(2))
+    made.add_micro_batch(first)
+    keeper = Checkpointer(trainer=made, folder=folder)
+    keeper.save({"a": 1}, Progress(0, 2, 2, [1]))
+    keeper.wait()
+    assert keeper.last_error is None, keeper.last_error
+    expected = made.add_micro_batch(second)
+    again = make(device)
+    restored = Checkpointer(trainer=again, folder=folder).restore()
+    assert restored is not None and again.pending_micro_batches == 1
+    report = again.add_micro_batch(second)
+    assert report is not None and expected is not None
+    close([report.loss], [expected.loss], 1e-6)
+    for mine, theirs in zip(weights(made), weights(again), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-6)
+
+
+def a_snapshot_holds_this_steps_gradient(device: torch.device, folder: Path) -> None:
+    made = make(device, error_feedback="off")
+    start = weights(made)
+    train(made, 0, 2)
+    now = weights(made)
+    handle = made.snapshot(folder / "s", progress=Progress(0, 2, 2, [1]), block=9, last_loss=1.0)
+    train(made, 2, 3)  # does not change it
+    handle.wait()
+    content = torch.load(folder / "s" / "gradients.pt", weights_only=True)
+    for (name, shape), a, b in zip(made.schema, start, now, strict=True):
+        vals, idxs = content[name + "vals"], content[name + "idxs"]
+        whole = (0.8 * (a - b)).cpu()
+        kept = gradients.encode(whole)[1].abs()
+        assert torch.allclose(vals.abs().sort(-1).values, kept.sort(-1).values, rtol=1e-5), name
+        decoded = gradients.decode(idxs, vals, shape)
+        assert torch.allclose(decoded, torch.where(decoded == 0, 0.0, whole), rtol=1e-5), name
+
+
+def a_preview_changes_no_bit(device: torch.device, folder: Path) -> None:
+    made = make(device)
+    made.hold_back(sequences(99, count=4))
+    train(made, 0, 3)
+    before = weights(made)
+    handle = made.snapshot(folder / "s", progress=Progress(0, 3, 3, [1]), block=9, last_loss=1.0)
+    handle.wait()
+    change = made.preview(handle)
+    assert change is not None and change < 0, change
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
+    train(made, 3, 4)
+
+
+def an_outer_step_commits_or_leaves_every_bit(device: torch.device, folder: Path) -> None:
+    made = make(device, error_feedback="round")
+    train(made, 0, 2)
+    before = weights(made)
+    buffers = [torch.zeros(shape) for _, shape in made.schema]
+    assert made.write_pseudo_gradient(buffers) > 0
+    made.anticipate_outer_step()
+    made.prepare_outer_step(buffers)
+    made.roll_back_outer_step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
+    made.prepare_outer_step(buffers)
+    made.commit_outer_step()
+    assert made.outer_step == 1 and not torch.equal(before[0], weights(made)[0])
+    train(made, 2, 3)
+
+
+def the_codec_keeps_what_the_cpus_keeps(device: torch.device, folder: Path) -> None:
+    torch.manual_seed(0)
+    for shape in ((96, 200), (64, 33), (1000,), (7, 32)):
+        whole = torch.randn(shape)
+        idxs, vals = gradients.encode(whole.to(device))
+        mine = gradients.decode(idxs.cpu(), vals.cpu(), shape)
+        assert torch.equal(mine, gradients.decode(*gradients.encode(whole), shape)), shape
+        rest = whole.clone().to(device)
+        gradients.subtract_sent_(rest, idxs, vals)
+        assert torch.equal(rest.cpu(), whole - mine), shape
+
+
+def the_compiled_loss_is_the_eager_one(device: torch.device, folder: Path) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    hidden = torch.randn(70, 64).to(device, dtype).requires_grad_()
+    weight = torch.randn(300, 64).to(device, dtype).requires_grad_()
+    labels = torch.randint(0, 300, (70,)).to(device)
+    found = []
+    for compiled in (False, device.type == "cuda"):
+        loss = ChunkedLoss(chunk=300 * 32, compiled=compiled)(hidden, weight, labels)
+        found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
+    for one, two in zip(*found, strict=True):
+        assert torch.allclose(one.float(), two.float(), rtol=2e-2, atol=2e-2)
+
+
+def batches_reach_the_device_as_they_were(device: torch.device, folder: Path) -> None:
+    if device.type != "cuda":
+        return
+    buffer, sent = DeviceBuffer(device), [sequences(n, count=64) for n in range(6)]
+    buffer.put(sent[0])
+    for n in range(6):
+        taken = buffer.take()
+        if n + 1 < 6:
+            buffer.put(sent[n + 1])
+        assert taken is not None and torch.equal(taken.cpu(), sent[n]), n
+    assert buffer.take() is None
+
+
+def attention_is_a_fast_kernel(device: torch.device, folder: Path) -> None:
+    name = attention.sdpa_kernel_name(hf_config(tiny(**MODEL)), device, torch.bfloat16)
+    assert device.type == "cpu" or name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"), name
+
+
+def auto_finds_a_micro_batch_and_remembers_it(device: torch.device, folder: Path) -> None:
+    how = {"local_batch_size_train": "auto", "compile": "auto", "precision": "auto"}
+    first = make(device, run_folder=folder, **how)
+    train(first, 0, 1)
+    again = make(device, run_folder=folder, **how)
+    assert again.micro_batch_size == first.micro_batch_size
+    assert again.step.known.fastest == first.micro_batch_size
+
+
+def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
+    """Of what is allocated: the estimate adds 0.8 GB for CUDA's own."""
+    if device.type != "cuda":
+        return
+    from distributed_training.training.sizes import named_config
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    made = Trainer(
+        settings=dataclasses.replace(
+            SETTINGS, sequence_length=1024, local_batch_size_train=8, precision="auto",
+            local_batch_size_train_effective=16,
+        ),
+        model_config=named_config("125m"), device=device, rank=0, world_size=1,
+    )  # fmt: skip
+    made.load_weights(None)
+    for _ in range(4):
+        made.add_micro_batch(torch.zeros((8, 1024), dtype=torch.int64, device=device))
+    used = torch.cuda.max_memory_allocated(device) - before
+    expected = made.sharded.plan.bytes_needed - 0.8e9
+    assert 0.5 < used / expected < 1.25, f"{used / 1e9:.1f} GB used, {expected / 1e9:.1f} expected"
+
+
+def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) -> None:
+    from distributed_training.diagnostics import NvmlSampler, cuda_state
+
+    made = make(device)
+    for part in sequences(0, count=4).split(2):
+        report = made.add_micro_batch(part.to(device))
+    assert report is not None
+    assert (report.gpu_memory_gb is None) == (device.type == "cpu")
+    if device.type == "cuda":
+        assert cuda_state(device.index).allocated_gb > 0
+        with NvmlSampler.open(device.index or 0) or _nothing() as sampler:
+            sample = sampler.sample() if sampler else None
+        assert sample is None or sample.memory_used_gb > 0
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield None
+
+
+CHECKS: tuple[Check, ...] = (
+    as_a_miner_does_it_gives_nearly_those,
+    no_micro_batch_waits_for_the_device,
+    float32_gives_the_cpus_losses,
+    a_checkpoint_in_mid_step_goes_on_where_it_was,
+    a_snapshot_holds_this_steps_gradient,
+    an_outer_step_commits_or_leaves_every_bit,
+    a_preview_changes_no_bit,
+    an_offloaded_optimizer_gives_the_same_bits,
+    the_codec_keeps_what_the_cpus_keeps,
+    the_compiled_loss_is_the_eager_one,
+    batches_reach_the_device_as_they_were,
+    attention_is_a_fast_kernel,
+    the_gauge_and_the_report_see_the_device,
+    auto_finds_a_micro_batch_and_remembers_it,
+    the_memory_model_is_not_far_off,
+    ways_of_a_step_give_the_same_losses,
+)
