@@ -302,8 +302,8 @@ def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
         meter.micro_batch(0.0)
         clock.now += 3.0
         return meter.finish(
-            outer_step=0, inner_step=1, total_inner_steps=1, loss=1.0, learning_rate=1.0, grad_norm=1.0, plan=plan,
-            sequence_length=10, note="",
+            outer_step=0, inner_step=1, total_inner_steps=1, loss=1.0, learning_rate=1.0,
+            grad_norm=1.0, plan=plan, sequence_length=10, note="",
         )  # fmt: skip
 
     assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts
