@@ -18,16 +18,18 @@ ROOT = Path(__file__).parents[2]
 #: What a machine with a GPU need not have.
 BLOCKED = """
 import sys
-BLOCKED = {
+from importlib.machinery import PathFinder
+ABSENT = {
     "hivemind", "bittensor", "boto3", "botocore", "rich", "psutil", "prometheus_client", "pytest",
-    "hypothesis", "starlette", "uvicorn", "h11", "pyarrow", "openskill", "pynvml", "pandas",
-    "matplotlib", "swift", "eventlet",
+    "hypothesis", "starlette", "uvicorn", "pyarrow", "openskill", "pynvml", "matplotlib", "swift",
+    "eventlet", "tensorboard", "wandb",
 }
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"{name} is blocked", name=name)
-sys.meta_path.insert(0, Blocker())
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] not in ABSENT:
+            return PathFinder.find_spec(name, path, target)
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
 
 
