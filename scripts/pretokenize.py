@@ -101,7 +101,14 @@ def _run(args: argparse.Namespace) -> int:
     specs = parse_sources(args.source, "")
     if len(specs) != 1:
         raise ConfigError(f"{args.source} names several sources: pretokenize each by itself")
-    args.out.mkdir(parents=True, exist_ok=True)
+    work.check_source(specs[0])  # what can be refused at once, before the network is asked
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"out {args.out} cannot be made ({error.strerror}), so nothing was tokenized: give a "
+            "folder of yours"
+        ) from None
     try:
         tokenizer, eos_id = build_tokenizer(args.tokenizer, args.out)
     except (ValueError, OSError) as error:

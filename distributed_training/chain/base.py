@@ -107,7 +107,7 @@ def wait_ready(chain: Chain, timeout: timedelta) -> None:
     """Raises ChainUnavailable with an operator's line when the chain does not answer in time."""
     if not chain.wait_ready(timeout):
         raise ChainUnavailable(
-            f"the chain did not answer within {timeout.total_seconds():.0f} s, so the uid of this "
-            "hotkey is unknown and the miner cannot start: check the network, or name another node "
-            "with --subtensor.chain_endpoint"
+            f"the chain did not answer within {timeout.total_seconds():.0f} s, so it is not known "
+            "who is registered and nothing can begin: check the network, or name another node with "
+            "--subtensor.chain_endpoint"
         )

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_LONGEST_LINE = 1024 * 1024  # bytes
+
 
 def sync_folder(folder: Path) -> None:
     """Make the folder's entries (a rename, a new file) survive a power loss."""
@@ -28,17 +30,18 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
+def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[IO[bytes]]:
     """A file that appears under ``path`` whole when the block ends, or not at all.
 
     The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
-    loss may take. Raises OSError, its ``filename`` always set; nothing is left behind then.
+    loss may take. ``private``: nobody else may read it. Raises OSError, its ``filename`` always
+    set; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Threads and processes may write the same path at once: the last one wins, none is torn.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with temporary.open("wb") as handle:
+        with open(temporary, "wb", opener=_private if private else None) as handle:
             yield handle
             handle.flush()
             if durable:
@@ -52,6 +55,10 @@ def atomic_file(path: Path, *, durable: bool = True) -> Iterator[IO[bytes]]:
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def remove_leftovers(path: Path) -> None:
@@ -73,7 +80,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def read_json_object(path: Path, *, at_most: int = 64 * 1024 * 1024) -> dict[str, Any] | None:
+def read_json_object(path: Path, *, at_most: int = 16 * 1024 * 1024) -> dict[str, Any] | None:
     """The JSON object in ``path``. None if it is missing, larger than ``at_most`` bytes or damaged.
 
     Damaged means: anything that is not one JSON object, however deep or oddly encoded.
@@ -87,6 +94,38 @@ def read_json_object(path: Path, *, at_most: int = 64 * 1024 * 1024) -> dict[str
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def json_line(line: bytes) -> dict[str, Any] | None:
+    """The JSON object of a line; None for anything else: cut by a kill, or damaged."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def rotated(path: Path) -> Path:
+    """Where the lines before those of ``path`` are, once it has become too long."""
+    return path.with_name(path.name + ".1")
+
+
+def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of ``rotated(path)`` and of ``path``, one a line, oldest first.
+
+    What is no object is left out; of a line longer than 1 MiB nothing is kept in memory. Nothing
+    for files that are not there.
+    """
+    for part in (rotated(path), path):
+        try:
+            file = part.open("rb")
+        except FileNotFoundError:
+            continue
+        with file:
+            while line := file.readline(_LONGEST_LINE):
+                content = json_line(line)
+                if content is not None:
+                    yield content
 
 
 def sha256_of(path: Path, *, on_chunk: Callable[[], None] = lambda: None) -> str:

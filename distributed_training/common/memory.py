@@ -30,6 +30,7 @@ Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -48,7 +49,7 @@ _LARGEST = 1 << 20  # of any size in a config.json
 def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = config.get(name) or default
     if not isinstance(value, int) or not 1 <= value <= _LARGEST:
-        raise ValueError(f"{name} is {config.get(name)!r:.40} instead of 1 to {_LARGEST}")
+        raise ValueError(f"{name} is {reprlib.repr(config.get(name))} instead of 1 to {_LARGEST}")
     return value
 
 

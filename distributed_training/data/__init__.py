@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .corpus import StdlibSource
     from .pipeline import DataPipeline, held_out_batches
-    from .receipts import read_receipts
     from .rows_api import RowsApiSource
     from .source import PageSource, PageUnavailable, open_source
     from .spec import WorkerSpec
@@ -29,7 +28,6 @@ __all__ = [
     "byte_tokenizer",
     "held_out_batches",
     "open_source",
-    "read_receipts",
 ]
 
 _HOMES = {
@@ -40,7 +38,6 @@ _HOMES = {
     "open_source": "source",
     "RowsApiSource": "rows_api",
     "StdlibSource": "corpus",
-    "read_receipts": "receipts",
     "WorkerSpec": "spec",
     "TextTokenizer": "tokenizer",
     "build_tokenizer": "tokenizer",

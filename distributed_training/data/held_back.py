@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import tokenize
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +24,15 @@ class HeldBack:
     def load(self, count: int) -> np.ndarray[Any, Any] | None:
         """(count, sequence_length), or None where there are not so many."""
         try:
-            kept = np.load(self._path, allow_pickle=False)
-        except (OSError, ValueError, EOFError):
+            # Mapped: a damaged header may tell of more sequences than there is memory.
+            kept = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError, OverflowError, SyntaxError):
             return None
-        return kept[:count] if len(kept) >= count else None
+        except (zipfile.BadZipFile, tokenize.TokenError):  # of what looks like another format
+            return None
+        if getattr(kept, "ndim", 0) != 2 or kept.dtype.kind not in "iu" or len(kept) < count:
+            return None
+        return np.array(kept[:count])
 
     def keep(self, sequences: np.ndarray[Any, Any]) -> None:
         """A full disk costs a line, and others are set aside after a restart."""

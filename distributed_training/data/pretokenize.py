@@ -96,21 +96,26 @@ class Made:
     problem: str = ""
 
 
-def open_rows_of(plan: Plan, counts: Counts) -> AllRows:
+def check_source(spec: SourceSpec) -> None:
     """Raises ConfigError for a source whose rows cannot be read from one end to the other."""
-    from . import folders
-    from .corpus import StdlibSource
     from .source import check_folder
 
-    spec = plan.source
     check_folder(spec)
-    if spec.kind == "stdlib":
-        return StdlibSource()
-    if spec.folder is None or spec.kind == "shards":
+    if spec.kind in ("hf", "shards"):
         raise ConfigError(
-            f"{spec.text} cannot be pretokenized: give stdlib, parquet:DIR, jsonl:DIR or text:DIR "
-            "(a Hugging Face dataset can be downloaded as Parquet files)"
+            f"{spec.text} cannot be pretokenized, so no shards are made: give stdlib, parquet:DIR, "
+            "jsonl:DIR or text:DIR (a Hugging Face dataset can be downloaded as Parquet files)"
         )
+
+
+def open_rows_of(plan: Plan, counts: Counts) -> AllRows:
+    """Of a source that :func:`check_source` lets pass. Raises ConfigError."""
+    from . import folders
+    from .corpus import StdlibSource
+
+    spec = plan.source
+    if spec.folder is None:
+        return StdlibSource()
     try:
         if spec.kind == "parquet":
             return folders.ParquetSource(spec.folder, text_column=plan.text_column, counts=counts)

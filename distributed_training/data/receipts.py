@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from distributed_training.common.files import rotated
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Receipts:
         line = json.dumps({**fields, "at": round(time.time(), 3)}) + "\n"
         try:
             if self._path.exists() and self._path.stat().st_size > _LIMIT_BYTES:
-                self._path.replace(self._path.with_name(self._path.name + ".1"))
+                self._path.replace(rotated(self._path))
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
@@ -42,15 +43,3 @@ class Receipts:
                 self._path,
                 error.strerror,
             )
-
-
-def read_receipts(path: Path) -> Iterator[dict[str, Any]]:
-    """Oldest first. A last line that a kill cut short is left out."""
-    for part in (path.with_name(path.name + ".1"), path):
-        if part.exists():
-            with part.open(encoding="utf-8") as file:
-                for line in file:
-                    try:
-                        yield json.loads(line)
-                    except ValueError:
-                        continue

@@ -8,12 +8,13 @@ specification "Peer Ids and Keys".
 from __future__ import annotations
 
 import hashlib
-import os
 from pathlib import Path
 
 import base58
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
+
+from distributed_training.common.files import atomic_file
 
 _FIELDS = b"\x08\x00\x12"
 _SHA2_256 = bytes([0x12, 32])  # multihash prefix: the function and the length of its digest
@@ -36,8 +37,7 @@ def make_identity(run_folder: Path) -> str:
             serialization.PrivateFormat.TraditionalOpenSSL,
             serialization.NoEncryption(),
         )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb") as file:
+        with atomic_file(path, private=True) as file:
             file.write(_message(der))
     public = key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo

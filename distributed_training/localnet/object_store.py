@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import die_with_parent
 from distributed_training.localnet.processes import Child, stop_together
@@ -129,10 +130,9 @@ def _credentials(folder: Path) -> StoreCredentials:
     path = folder / "credentials.json"
     if path.exists():
         return StoreCredentials(**json.loads(path.read_text()))
-    folder.mkdir(parents=True, exist_ok=True)
     credentials = StoreCredentials.generate()
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        json.dump(asdict(credentials), file)
+    with atomic_file(path, private=True) as file:
+        file.write(json.dumps(asdict(credentials)).encode())
     return credentials
 
 

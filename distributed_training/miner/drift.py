@@ -8,20 +8,19 @@ compares them with the weights it began the epoch with (rank 0's rows of them).
 
 from __future__ import annotations
 
-import json
 import random
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from distributed_training.protocol.safetensors_header import safetensors_table
+
 #: Of float32 weights that went through the same arithmetic in another order.
 TOLERANCE = 1e-4
 SLICES = 48
 SLICE_ROWS_BYTES = 256 * 1024
-_LARGEST_HEADER = 100 * 1024 * 1024
 
 #: (first byte, bytes) of the object -> its content.
 ReadRange = Callable[[int, int], bytes]
@@ -40,19 +39,20 @@ class NotComparable(ValueError):
     """The object is not a float32 safetensors file with our parameters; the message says why."""
 
 
-def drift(rows: Sequence[Rows], read: ReadRange, *, seed: int, slices: int = SLICES) -> float:
+def drift(
+    rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int, slices: int = SLICES
+) -> float:
     """The largest difference found, relative to the largest weight of its slice.
+
+    ``size``: bytes of the whole object.
 
     Reads the header and ``slices`` slices of at most 256 KiB, chosen at random among all rows by
     their size. Raises NotComparable, and what ``read`` raises.
     """
-    length = struct.unpack("<Q", read(0, 8))[0]
-    if not 2 <= length <= _LARGEST_HEADER:
-        raise NotComparable("the header's length is impossible")
     try:
-        header = json.loads(read(8, length))
+        table = safetensors_table(read, size)
     except ValueError as error:
-        raise NotComparable("the header is not JSON") from error
+        raise NotComparable(f"it is not a whole safetensors file: {error}") from None
     chosen = random.Random(seed)
     usable = [item for item in rows if item.values.numel()]
     weights = [item.values.numel() for item in usable]
@@ -61,14 +61,13 @@ def drift(rows: Sequence[Rows], read: ReadRange, *, seed: int, slices: int = SLI
         row_bytes = 4 * item.values[0].numel()
         count = max(1, min(len(item.values), SLICE_ROWS_BYTES // row_bytes))
         start = chosen.randrange(len(item.values) - count + 1)
-        entry = header.get(item.name)
-        if not isinstance(entry, dict) or entry.get("dtype") != "F32":
+        entry = table.get(item.name)
+        if entry is None or entry.dtype != "F32":
             raise NotComparable(f"it holds no float32 {item.name}")
-        begin, end = entry["data_offsets"]
-        at = begin + (item.first + start) * row_bytes
-        if at + count * row_bytes > end or entry["shape"][1:] != list(item.values.shape[1:]):
+        at = (item.first + start) * row_bytes
+        if at + count * row_bytes > entry.size or entry.shape[1:] != item.values.shape[1:]:
             raise NotComparable(f"{item.name} has another shape")
-        data = read(8 + length + at, count * row_bytes)
+        data = read(entry.start + at, count * row_bytes)
         theirs = torch.frombuffer(bytearray(data), dtype=torch.float32)
         ours = item.values[start : start + count].reshape(-1)
         scale = max(float(theirs.abs().max()), 1e-12)

@@ -116,8 +116,8 @@ class GlobalBucket:
         """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
         try:
             key = keys.epoch_key(outer_step, keys.MODEL)
-            read = self._read(lambda remote: remote.reader(key))
-            found = drift(rows, read, seed=outer_step)
+            size, read = self._read(lambda remote: remote.reader(key))
+            found = drift(rows, read, size=size, seed=outer_step)
         except (StoreError, NotComparable) as error:
             raise GlobalUnavailableError(str(error)) from None
         if not found <= TOLERANCE:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object, write_json
@@ -56,8 +57,13 @@ def mark_of(run_folder: Path) -> Mark | None:
 
 
 def launcher_pid(run_folder: Path) -> int | None:
-    pid = (read_json_object(run_folder / "instance.json") or {}).get("pid")
-    return pid if isinstance(pid, int) else None
+    return _pid(read_json_object(run_folder / "instance.json") or {})
+
+
+def _pid(content: Mapping[str, Any]) -> int | None:
+    pid = content.get("pid")
+    # To a signal, 0 and negative numbers are groups of processes.
+    return pid if type(pid) is int and pid > 0 else None
 
 
 def write_instance(run_folder: Path, mark: Mark) -> None:
@@ -75,8 +81,9 @@ def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
     found = {}
     for path in run_folder.glob("pids/rank-*.json"):
         content = read_json_object(path) or {}
-        if content.get("instance") == instance and isinstance(content.get("pid"), int):
-            found[int(path.stem.partition("-")[2])] = content["pid"]
+        pid, rank = _pid(content), path.stem.partition("-")[2]
+        if content.get("instance") == instance and pid is not None and rank.isdecimal():
+            found[int(rank)] = pid
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -11,16 +12,27 @@ from distributed_training.telemetry import setup_logging
 
 
 def make_run_folder(config: Config) -> Path:
-    """The folder of everything this node must not lose, absolute. Raises ConfigError."""
+    """The folder of everything this node must not lose, absolute; the others that flags name are
+    made too. Raises ConfigError for one that cannot be written."""
     folder = config.run_folder
+    _make(folder, "--neuron.run_folder", "nothing could be saved")
+    if config.data.cache_dir is not None:
+        _make(config.data.cache_dir, "--data.cache_dir", "every page would be fetched anew")
+    if config.telemetry.record_log and config.telemetry.logging_dir is not None:
+        _make(config.telemetry.logging_dir, "--logging.logging_dir", "no log would be kept")
+    return folder.absolute()
+
+
+def _make(folder: Path, flag: str, consequence: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
+            pass
     except OSError as error:
         raise ConfigError(
-            f"the run folder {folder} cannot be made ({error.strerror}), so nothing could be "
-            "saved: give --neuron.run_folder a folder of yours"
+            f"{flag} {folder} cannot be written ({error.strerror}), so {consequence}: give a "
+            "folder of yours"
         ) from None
-    return folder.absolute()
 
 
 def start_log(config: Config, folder: Path, *, name: str, rank: int = 0) -> None:

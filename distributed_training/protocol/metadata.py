@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -129,5 +130,5 @@ def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
 def _count(value: Any, what: str) -> int:
     """A non-negative integer below 2**53 (so that any JSON reader keeps it exact)."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise MetadataError(f"{what} is {value!r:.40}, not a non-negative integer")
+        raise MetadataError(f"{what} is {reprlib.repr(value)}, not a non-negative integer")
     return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import zipfile
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from .gradients import (
     encoded_shape,
     layout,
 )
+from .pt_file import PtFileError, read_pt, refuse_calls
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
 
@@ -73,12 +74,14 @@ class GradientMetadata:
             value = raw.get(name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise PayloadError(
-                    f"metadata of gradients.pt: {name} is {value!r:.40}, not a count"
+                    f"metadata of gradients.pt: {name} is {reprlib.repr(value)}, not a count"
                 )
             values[name] = value
         loss = raw.get("loss")
         if isinstance(loss, bool) or not isinstance(loss, (int, float)):
-            raise PayloadError(f"metadata of gradients.pt: loss is {loss!r:.40}, not a number")
+            raise PayloadError(
+                f"metadata of gradients.pt: loss is {reprlib.repr(loss)}, not a number"
+            )
         return cls(loss=float(loss), **values)
 
 
@@ -198,18 +201,13 @@ def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
         raise PayloadError(f"gradients.pt has {size} bytes; this model's has at most {limit}")
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
-        with zipfile.ZipFile(file) as archive:
-            # torch.save does not compress; a file that does unpacks to more than it looks like.
-            unpacked = sum(record.file_size for record in archive.infolist())
-        if unpacked > limit:
-            raise PayloadError(f"gradients.pt unpacks to {unpacked} bytes, more than {limit}")
+        refuse_calls(read_pt(file))
         if isinstance(source, bytes):
             file.seek(0)
         raw = torch.load(file, map_location="cpu", weights_only=True)
-    except PayloadError:
-        raise
+    except PtFileError as error:
+        raise PayloadError(f"gradients.pt cannot be read: {error}") from None
     except (
-        zipfile.BadZipFile,
         pickle.UnpicklingError,
         RuntimeError,
         ValueError,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -107,7 +108,7 @@ def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
     """Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer."""
     epoch = body.get("epoch")
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
-        raise SynapseError(f"IsAlive: epoch {epoch!r:.40} is not a non-negative integer")
+        raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
     return IsAliveReply(alive=body.get("completion") == "True", epoch=epoch)
 
 
@@ -181,7 +182,7 @@ def _optional_number(body: Mapping[str, Any], name: str) -> float | None:
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise SynapseError(f"{name} {value!r:.40} is not a number")
+        raise SynapseError(f"{name} {reprlib.repr(value)} is not a number")
     try:
         number = float(value)
     except OverflowError:

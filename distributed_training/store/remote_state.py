@@ -91,9 +91,9 @@ class RemoteState:
         except MetadataError as error:
             raise StateUnavailable(f"{self._store.bucket}/{key}: {error}") from None
 
-    def reader(self, key: str) -> Callable[[int, int], bytes]:
-        """(first byte, bytes) -> content, all of one version of the object. The function and this
-        raise StoreError; StateUnavailable when it is not there or was replaced."""
+    def reader(self, key: str) -> tuple[int, Callable[[int, int], bytes]]:
+        """The object's size, and (first byte, bytes) -> content of this version of it. The function
+        and this raise StoreError; StateUnavailable when it is not there or was replaced."""
         deadline = deadline_in(min(self._deadline, timedelta(minutes=5)))
         info = retrying(
             f"look at {key}", lambda: self._store.head(key), deadline=deadline, uplink=self._uplink
@@ -114,7 +114,7 @@ class RemoteState:
                 )
             return data
 
-        return read
+        return info.size, read
 
     # --- whole states ---------------------------------------------------------------------------
 

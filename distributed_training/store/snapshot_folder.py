@@ -81,11 +81,13 @@ def _read_done(path: Path, rank: int, world_size: int) -> list[FileRecord]:
         raw = read_json_object(path, at_most=_MOST_DONE_BYTES)
         if raw is None:
             raise ValueError("it is not a JSON object")
-        records = [FileRecord(f["name"], int(f["size"]), f["sha256"]) for f in raw["files"]]
+        records = [FileRecord(f["name"], f["size"], f["sha256"]) for f in raw["files"]]
         if (raw["rank"], raw["world_size"]) != (rank, world_size):
-            raise ValueError(f"it is of rank {raw['rank']} of {raw['world_size']}")
+            raise ValueError("it is of another rank, or of another number of ranks")
         if any("/" in r.name or r.name.startswith(".") for r in records):
             raise ValueError("a file's name is a path")
+        if any(type(r.size) is not int for r in records):
+            raise ValueError("a file's size is not a number")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{path.name} of the snapshot is unreadable: {error}") from None
     return records

@@ -81,7 +81,7 @@ class UploadLoop:
         self._newest_published: int | None = None  # outer step, until old ones were deleted
         self._closing = threading.Event()
         pending = self._journal.pending
-        if pending is not None and pending.folder.is_dir():
+        if pending is not None and os.path.isdir(pending.folder):  # never raises
             self._waiting = pending
             log.info("Going on with the upload of %s", pending.revision.tag)
         if start.miner_began is not None:

@@ -61,7 +61,7 @@ class PastNorms:
 
     def _read(self) -> list[float]:
         kept = read_json_object(self._path) or {}
-        with contextlib.suppress(KeyError, TypeError, ValueError):
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             norms = [float(norm) for norm in kept["norms"]]
             if kept["run_id"] == self._run_id and all(map(math.isfinite, norms)):
                 return norms

@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from distributed_training.common.files import read_json_lines, rotated
 from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import level_name, mask
@@ -116,7 +117,7 @@ class EventLog:
 
     def _rotate(self) -> None:
         self._shut()
-        os.replace(self.path, self.path.with_name(self.path.name + ".1"))
+        os.replace(self.path, rotated(self.path))
         self._file = self._open()
 
 
@@ -151,19 +152,9 @@ class _Problems(logging.Handler):
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """The events of ``path`` (and of ``<path>.1`` before it), oldest first; broken lines are
     skipped. None if neither file exists."""
-    for part in (path.with_name(path.name + ".1"), path):
-        try:
-            file = part.open("rb")
-        except FileNotFoundError:
-            continue
-        with file:
-            for line in file:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(event, dict) and (kind is None or event.get("kind") == kind):
-                    yield event
+    for event in read_json_lines(path):
+        if kind is None or event.get("kind") == kind:
+            yield event
 
 
 def plain(value: Any) -> Any:

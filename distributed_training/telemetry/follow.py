@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from distributed_training.common.files import json_line, rotated
 
 _CHUNK = 1 << 20  # bytes
 
@@ -33,7 +34,7 @@ class EventFollower:
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
-            older = EventFollower(self.path.with_name(self.path.name + ".1"))
+            older = EventFollower(rotated(self.path))
             yield from older._from_end(at_most - size)
             older.close()
         yield from self._from_end(at_most)
@@ -76,13 +77,8 @@ class EventFollower:
             self._rest = b""
         while chunk := self._file.read(_CHUNK):
             *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                try:
-                    event = json.loads(line)
-                except ValueError:
-                    continue  # cut off by a kill in mid-write; the next line is whole again
-                if isinstance(event, dict):
-                    yield event
+            # A line that a kill cut off is None; the next one is whole again.
+            yield from (event for event in map(json_line, lines) if event is not None)
 
     def close(self) -> None:
         if self._file is not None:

@@ -1,6 +1,6 @@
 """Checkpoints: all state of every rank, written beside training, loadable at another world size.
 
-Each rank writes its own row blocks and then ``rank-R.json``, which names them with their SHA-256.
+Each rank writes its own row blocks and then ``rank-R.json``, with their SHA-256 and its own.
 A checkpoint counts when all ranks' are there; so no rank waits for another, and a kill at any
 moment leaves the one before intact. torch.distributed.checkpoint could do this too (its
 ``async_save`` takes a gloo group of its own, so that its collectives do not meet training's). It
@@ -13,6 +13,7 @@ folder named by the epoch's identity, which checkpoints refer to.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import random
@@ -30,7 +31,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distributed_training.common.files import sha256_of, sync_folder, write_json
+from distributed_training.common.files import (
+    read_json_object,
+    sha256_of,
+    sync_folder,
+    write_json,
+)
 from distributed_training.protocol.types import Progress
 
 from .shards import row_range
@@ -40,7 +46,9 @@ from .trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+_READ = (1, FORMAT)  # a manifest of format 1 has no digest
+_DIGEST = "manifest_sha256"
 _BY_STEP = ("weights", "exp_avg", "exp_avg_sq", "residual")
 _BY_EPOCH = ("epoch_start", "momentum")
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
@@ -132,7 +140,14 @@ class Checkpointer:
             problem, read = None, None
             try:
                 read = self._read(name)
-            except (CheckpointError, OSError, SafetensorError, KeyError, ValueError) as error:
+            except (
+                OSError,
+                SafetensorError,
+                ValueError,  # and CheckpointError
+                LookupError,
+                TypeError,
+                ArithmeticError,
+            ) as error:  # a manifest without a digest may hold anything
                 problem = f"{type(error).__name__}: {error}"
             problem = self._trainer.stream.first_error(problem)
             if problem is not None:
@@ -227,7 +242,8 @@ class Checkpointer:
             "size": path.stat().st_size,
             "sha256": digest,
         }
-        write_json(folder / f"rank-{rank}.json", manifest | more)
+        content = manifest | more
+        write_json(folder / f"rank-{rank}.json", content | {_DIGEST: _digest(content)})
 
     def _named(self, state: dict[str, Any], kinds: Sequence[str]) -> dict[str, Tensor]:
         named: dict[str, Tensor] = {}
@@ -264,8 +280,8 @@ class Checkpointer:
 
     def _complete(self, name: str) -> bool:
         try:
-            world = int(_manifest(self._folder / name / "rank-0.json")["world_size"])
-        except (OSError, ValueError, KeyError):
+            world = _manifest(self._folder / name / "rank-0.json")["world_size"]
+        except CheckpointError:
             return False
         return all((self._folder / name / f"rank-{r}.json").exists() for r in range(world))
 
@@ -279,10 +295,11 @@ class Checkpointer:
         """State of this rank at this world size, progress and extra, and whether ranks match."""
         folder = self._folder / name
         if not self._complete(name):
-            raise CheckpointError("it is incomplete: the miner stopped while writing it")
+            raise CheckpointError(
+                "it is incomplete: the miner stopped while writing it, or the "
+                "disk lost a part of it"
+            )
         lead = _manifest(folder / "rank-0.json")
-        if lead["format"] != FORMAT:
-            raise CheckpointError(f"format {lead['format']}, this miner reads {FORMAT}")
         world, rank = int(lead["world_size"]), self._trainer.rank
         same = world == self._trainer.world_size
         mine = _manifest(folder / f"rank-{rank}.json") if rank < world else {}
@@ -339,10 +356,21 @@ class Checkpointer:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path.name} is not a manifest")
+    """As it was written. Raises CheckpointError for one that is missing or damaged."""
+    content = read_json_object(path)
+    if content is None:
+        raise CheckpointError(f"{path.name} is missing or damaged")
+    digest = content.pop(_DIGEST, None)
+    if content.get("format") not in _READ or (content["format"] > 1 and digest != _digest(content)):
+        raise CheckpointError(
+            f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
+        )
     return content
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(manifest))  # where keys are text
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
 
 def _checked(folder: Path, part: int) -> Any:

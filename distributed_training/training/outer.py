@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file
+from distributed_training.protocol.pt_file import read_pt, refuse_calls
 
 OUTER_LEARNING_RATE = 0.8
 OUTER_MOMENTUM = 0.9
@@ -95,6 +96,7 @@ def load_outer_optimizer(
     Raises ValueError, in one line, when the file is not a SGD state for this model.
     """
     try:
+        refuse_calls(read_pt(path))
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         groups = content["optimizer_state_dict"]["param_groups"]
         entries = content["optimizer_state_dict"]["state"]
@@ -113,11 +115,13 @@ def load_outer_optimizer(
         AttributeError,
         ValueError,
         EOFError,
+        OverflowError,
         pickle.UnpicklingError,
     ) as error:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
-            f"{path} is not an outer optimizer's state ({type(error).__name__}: {error}), so it "
-            "was not loaded: fetch it again"
+            f"{path} is not an outer optimizer's state ({why:.200}), so it was not loaded: fetch "
+            "it again"
         ) from error
     if not buffers or all(b is None for b in buffers):
         return OuterOptimizerState(None, learning_rate, mu, outer_step)

@@ -111,6 +111,8 @@ class Standings:
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return found
+        except RecursionError:
+            raise ValueError("not a validator's standings: nested too deeply") from None
         try:
             found.entries = {int(uid): _Entry(**e) for uid, e in state["entries"].items()}
             found.board.restore(state["board"])
@@ -118,8 +120,8 @@ class Standings:
             found.successful_rounds = int(state["successful_rounds"])
             last = state["last_round_block"]
             found.last_round_block = None if last is None else int(last)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a validator's standings: {error!r}") from None
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
         return found
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:

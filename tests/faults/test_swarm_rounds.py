@@ -82,7 +82,11 @@ def follow(peer: Peer, validator: Peer) -> str:
         return "took the global state: parts failed"
     file = save({str(i): w for i, w in enumerate(validator.weights)})
     ours = [Rows(str(i), 0, w) for i, w in enumerate(peer.weights)]
-    if drift(ours, lambda first, count: file[first : first + count], seed=peer.epoch) > TOLERANCE:
+
+    def read(first: int, count: int) -> bytes:
+        return file[first : first + count]
+
+    if drift(ours, read, size=len(file), seed=peer.epoch) > TOLERANCE:
         peer.take(validator)
         return "took the global state: weights differed"
     return "agreed"

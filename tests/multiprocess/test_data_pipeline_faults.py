@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from distributed_training.common.files import read_json_lines
 from distributed_training.config.data import DataSettings
 from distributed_training.data import (
     DataPipeline,
     TextTokenizer,
     WorkerSpec,
     build_tokenizer,
-    read_receipts,
     workers,
 )
 from distributed_training.data.shards import token_digest
@@ -135,7 +135,7 @@ def test_the_same_tokens_whatever_happens_on_the_way(
                     assert len(tokens) - len(served) < 2
                     for following in itertools.islice(ahead, 1):
                         made.request(following)
-        receipts = list(read_receipts(tmp_path / str(number) / "receipts.rank0.jsonl"))
+        receipts = list(read_json_lines(tmp_path / str(number) / "receipts.rank0.jsonl"))
         assert [r["block"] for r in receipts] == blocks
         assert [r["digest"] for r in receipts] == [
             token_digest(tokens[: len(tokens) // 2 * 2]) for tokens in whole
@@ -180,7 +180,7 @@ def test_one_failing_page_does_not_stop_the_others(
     assert counts["pages_missing"] == 1 and counts["pages_fetched"] == 4
     assert counts["http_404"] == 1
     assert f"A page of block 5 is left out: /rows {config}, {row}: HTTP 404" in caplog.text
-    (receipt,) = read_receipts(tmp_path / "receipts.rank0.jsonl")
+    (receipt,) = read_json_lines(tmp_path / "receipts.rank0.jsonl")
     assert [tuple(page[1:4]) for page in receipt["pages"]] == [p for p in pages if p != pages[1]]
     assert receipt["sequences"] == len(served) and len(receipt["missing"]) == 1
 
@@ -215,6 +215,7 @@ def test_a_dead_source_costs_no_waiting_and_cached_blocks_stay(
 CHILD = """
 import json, sys, time
 from pathlib import Path
+from distributed_training.common.files import read_json_lines
 from distributed_training.config.data import DataSettings
 from distributed_training.data import DataPipeline, WorkerSpec
 
@@ -276,7 +277,7 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
             rest = np.concatenate([b.numpy() for b in iter(made.next, None)])
             again = serve(made, 40)
         assert np.array_equal(rest, again[14:])
-        receipts = list(read_receipts(tmp_path / "receipts.rank0.jsonl"))
+        receipts = list(read_json_lines(tmp_path / "receipts.rank0.jsonl"))
         # The first was written with the cursor, before the kill; nothing twice, nothing left out.
         assert [(r["block"], r["first_sequence"]) for r in receipts] == [(40, 0), (40, 14), (40, 0)]
         assert receipts[0]["digest"] == token_digest(again[:14])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.data.receipts import read_receipts
+from distributed_training.common.files import read_json_lines
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.slow]
 
@@ -84,7 +84,7 @@ def listed(result: dict[str, Any]) -> set[int]:
 def trained(folder: Path, rank: int) -> dict[int, dict[int, int]]:
     """From the receipts: block -> first sequence -> sequences."""
     found: dict[int, dict[int, int]] = {}
-    for receipt in read_receipts(folder / "data" / f"receipts.rank{rank}.jsonl"):
+    for receipt in read_json_lines(folder / "data" / f"receipts.rank{rank}.jsonl"):
         found.setdefault(receipt["block"], {})[receipt["first_sequence"]] = receipt["sequences"]
     return found
 

@@ -22,6 +22,7 @@ from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.schema import Setting, schema
+from distributed_training.node.start import make_run_folder
 from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
 
 pytestmark = pytest.mark.timeout(120)
@@ -223,6 +224,35 @@ def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> 
     # Of the processor, since the machine may be busy with other tests.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
     assert not list(tmp_path.iterdir()), "nothing was started"
+
+
+def folder_flags() -> list[str]:
+    """Those that name a folder to write to; the others name a file to read."""
+    paths = {setting.name for setting in FLAGS if Path in setting.parts}
+    return sorted(paths - {"config", "validator.model_config"})
+
+
+@pytest.mark.parametrize("flag", folder_flags())
+@pytest.mark.parametrize("folder", ["/proc/x", "/proc", "/dev/null/x", "/dev/null"])
+def test_a_folder_that_cannot_be_written_is_named(flag: str, folder: str, tmp_path: Path) -> None:
+    argv = [
+        "--neuron.run_folder",
+        str(tmp_path),
+        f"--{flag}",
+        folder,
+        "--logging.record_log",
+        "true",
+    ]
+    config = load_config("miner", argv, environ=KEYS, dotenv=None)
+    with pytest.raises(ConfigError, match=f"--{flag} {folder} cannot be written") as refusal:
+        make_run_folder(config)
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_pipe_is_no_configuration_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a pipe"):
+        load_config("miner", ["--config", str(tmp_path / "pipe")], environ=KEYS, dotenv=None)
 
 
 def test_no_secret_is_printed_whatever_is_wrong() -> None:

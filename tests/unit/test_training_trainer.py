@@ -15,17 +15,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from device_stand_in import OnDevice
 from training_world import SEQUENCE, evaluate, sequences, tiny, train, trainer, whole_weights
 
+from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.micro_batch_size import find_micro_batch
 from distributed_training.training.outer import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
+from tests.hostile_files import damage, other_values
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -445,6 +448,32 @@ def test_damaged_checkpoints_are_skipped_with_a_line(
     lines = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert any("incomplete" in x and newest.name in x for x in lines)
     assert any("damaged" in x and middle.name in x for x in lines)
+
+
+def test_whatever_damage_a_manifest_has_the_one_before_is_taken(tmp_path: Path) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=3)
+    for step in range(2):
+        train(made, step, step + 1)
+        keeper.save({}, Progress(0, step + 1, step + 1, []))
+        keeper.wait()
+    path = max(tmp_path.glob("checkpoint-*")) / "rank-0.json"
+    honest = path.read_bytes()
+    whole = json.loads(honest)
+
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(other_values(honest) | damage(honest))
+    def check(content: bytes) -> None:
+        path.write_bytes(content)
+        restored = keeper.restore()
+        assert restored is not None
+        assert restored[0].inner_step == (2 if json_line(content) == whole else 1)
+
+    check()
+    del whole["manifest_sha256"]  # of a miner from before manifests had one
+    path.write_text(json.dumps(whole | {"format": 1}))
+    restored = keeper.restore()
+    assert restored is not None and restored[0].inner_step == 2
 
 
 def test_only_the_last_checkpoints_and_their_epochs_stay(tmp_path: Path) -> None:

@@ -1,0 +1,522 @@
+"""Files of this project as a stranger, a crash or a bad disk leaves them, and who reads them.
+
+:data:`READERS` names every reader of a file that others write or that a kill may damage. Each is
+called with a path; it may raise what it promises (``refuses``) and nothing else.
+
+    python -m tests.hostile_files FOLDER BYTES SECONDS     # see `bounded`
+
+calls them for the files of a folder under limits and prints what came of each.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+MEBI = 1024 * 1024
+SHAPES = {"layer.weight": (64, 64), "norm.weight": (64,)}
+SCHEMA = list(SHAPES.items())
+
+
+@dataclass(frozen=True)
+class Reader:
+    """``name``: of the file. ``honest``: a whole one's bytes. ``refuses``: names of what it may
+    raise; nothing where damage is set aside, skipped or taken for absence."""
+
+    name: str
+    read: Callable[[Path], Any]
+    honest: Callable[[], bytes]
+    refuses: tuple[str, ...] = ()
+
+
+# --- readers --------------------------------------------------------------------------------------
+
+
+def _safetensors(path: Path) -> Any:
+    from distributed_training.store.remote_state import check_file
+
+    return check_file(path)
+
+
+def _drift(path: Path) -> Any:
+    import torch
+
+    from distributed_training.miner.drift import Rows, drift
+
+    data = path.read_bytes()
+    rows = [Rows(name, 0, torch.ones(shape)) for name, shape in SCHEMA]
+    return drift(rows, lambda first, n: data[first : first + n], size=len(data), seed=1, slices=4)
+
+
+def _payload(path: Path) -> Any:
+    from distributed_training.protocol.payload import load_payload
+
+    # As if the model were larger: then its size refuses none of what is tried here.
+    return load_payload(path, [*SCHEMA, ("more", (4096, 4096))])
+
+
+def _gradients(path: Path) -> Any:
+    from distributed_training.store.contents import check_gradients
+
+    return check_gradients(path, SHAPES).not_finite()
+
+
+def _outer(path: Path) -> Any:
+    from distributed_training.training.outer import load_outer_optimizer
+
+    return load_outer_optimizer(path, SCHEMA)
+
+
+def _config(path: Path) -> Any:
+    from distributed_training.store.snapshot_folder import read_config
+
+    return read_config(path)
+
+
+def _metadata(path: Path) -> Any:
+    from distributed_training.protocol.metadata import Metadata
+
+    return Metadata.parse(path.read_bytes())
+
+
+def _done(path: Path) -> Any:
+    from distributed_training.store.snapshot_folder import wait_complete
+    from distributed_training.store.uplink import Uplink
+
+    return wait_complete(path.parent, 1, timeout=timedelta(0), uplink=Uplink())
+
+
+def _journal(path: Path) -> Any:
+    """What a start of the uploader does with it."""
+    from distributed_training.config.store import StoreSettings
+    from distributed_training.store.uploader_messages import Start
+    from distributed_training.store.uploader_process import UploadLoop
+    from tests.memory_store import MemoryObjectStore
+
+    start = Start(StoreSettings(), "bucket", path.parent, path.parent / "snapshots")
+    return UploadLoop(start, MemoryObjectStore(), lambda message: None)
+
+
+def _kept(path: Path) -> Any:
+    from distributed_training.chain.kept import KeptFile
+
+    return KeptFile(path).load()
+
+
+def _lines(path: Path) -> Any:
+    from distributed_training.common.files import read_json_lines
+    from distributed_training.telemetry.follow import EventFollower
+
+    follower = EventFollower(path)
+    history = list(follower.history(at_most=MEBI))
+    follower.close()
+    assert all(isinstance(event, dict) for event in history)
+    return [dict(line) for line in read_json_lines(path)]
+
+
+def _norms(path: Path) -> Any:
+    from distributed_training.swarm.judge import PastNorms
+
+    return PastNorms(path, run_id="run")
+
+
+def _instance(path: Path) -> Any:
+    from distributed_training.miner import process
+
+    pid = process.launcher_pid(path.parent)
+    assert pid is None or pid > 0
+    return process.mark_of(path.parent), process.read_exit_status(path.parent, instance="x")
+
+
+def _claim(path: Path) -> Any:
+    from distributed_training.store.claim import OWNER_KEY, check_claim, instance_of
+    from tests.memory_store import MemoryObjectStore
+
+    store = MemoryObjectStore()
+    store.put(OWNER_KEY, path.read_bytes()[:4096])
+    try:
+        check_claim(store, "me")
+    finally:
+        found = instance_of(path.parent)
+    return found
+
+
+def _download_notes(path: Path) -> Any:
+    from distributed_training.store.download import download
+    from distributed_training.store.retry import deadline_in
+    from tests.memory_store import MemoryObjectStore
+
+    store = MemoryObjectStore()
+    store.put("a", b"content")
+    target = path.parent / "a"
+    target.with_name(".a.part").touch()
+    download(store, "a", target, limit=99, deadline=deadline_in(timedelta(seconds=20)))
+    assert target.stat().st_size == 7
+
+
+def _held_back(path: Path) -> Any:
+    from distributed_training.data.held_back import HeldBack
+
+    return HeldBack(path).load(2)
+
+
+def _standings(path: Path) -> Any:
+    from distributed_training.validator.standings import Standings
+
+    return Standings.load(path)
+
+
+def _ledger(path: Path) -> Any:
+    from distributed_training.localnet.ledger import Ledger
+
+    return Ledger(folder=path.parent)
+
+
+# --- whole files ----------------------------------------------------------------------------------
+
+
+def honest_safetensors() -> bytes:
+    import torch
+    from safetensors.torch import save
+
+    return save({name: torch.ones(shape) for name, shape in SCHEMA}, metadata={"format": "pt"})
+
+
+def torch_bytes(content: Any) -> bytes:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def honest_gradients() -> bytes:
+    import torch
+
+    from distributed_training.protocol.gradients import encode
+    from distributed_training.protocol.payload import GradientMetadata, build_payload
+
+    codes = {name: encode(torch.randn(shape)) for name, shape in SCHEMA}
+    return torch_bytes(build_payload(codes, GradientMetadata(9, 5, 3, 2.5)))
+
+
+def honest_outer() -> bytes:
+    import torch
+
+    state = {i: {"momentum_buffer": torch.ones(s)} for i, (_, s) in enumerate(SCHEMA)}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.8, "momentum": 0.9}]}
+    return torch_bytes({"optimizer_state_dict": optimizer, "learning_rate": 0.8, "epoch": 3})
+
+
+def honest_held_back() -> bytes:
+    import numpy as np
+
+    buffer = io.BytesIO()
+    np.save(buffer, np.ones((4, 8), dtype=np.uint16))
+    return buffer.getvalue()
+
+
+def _json(content: Any) -> Callable[[], bytes]:
+    return lambda: json.dumps(content).encode()
+
+
+def _honest_journal() -> bytes:
+    record = {"bucket": "b", "key": "k", "upload_id": "u", "size": 9, "identity": "i"}
+    pending = {"folder": "/nowhere", "run": 5, "outer_step": 3, "inner_step": 5, "world_size": 1}
+    uploads = {"k": {**record, "part_size": 5, "etag": ""}}
+    extra = {"peer_id": "12D3", "preview_delta": 0.5}
+    return json.dumps({"uploads": uploads, "pending": pending | extra}).encode()
+
+
+_NAMES = ("config.json", "model.safetensors", "gradients.pt", "inner_optimizer.rank0001-of-1.pt")
+_DONE = {
+    **{"rank": 0, "world_size": 1},
+    "files": [{"name": name, "size": 1, "sha256": "0" * 64} for name in _NAMES],
+}
+_KEPT = {"highest": 5, "clean": True, "validators": ["1.2.3.4"]}
+_METADATA = {"run": 5, "outer_step": 3, "inner_step": 5, "peer_id": "12D3"}
+_CONFIG = {"block_list": [7, 8], "inner_step": 5, "hidden_size": 64}
+_LINE = b'{"kind": "x", "at": 1.5}\n'
+_NOTES = {"etag": "9a0364b9e99bb480dd25e1f0284c8555", "size": 7, "done": []}
+_STATUS = {"status": 3, "reason": "deregistered", "instance": "x", "pid": 77}
+_STANDINGS = {
+    **{"entries": {}, "board": {}, "failed_rounds": 0, "successful_rounds": 1},
+    "last_round_block": 5,
+}
+_LEDGER = {
+    **{"origin": {"time": 1.0, "block": 5, "seconds_per_block": 1.0}, "neurons": []},
+    **{"commitments": {}, "weights": {}, "version": 1, "chain": "x"},
+}
+
+#: Of strangers, of a crash, of a bad disk.
+READERS: dict[str, Reader] = {
+    "model": Reader("a.safetensors", _safetensors, honest_safetensors, ("IntegrityError",)),
+    "drift": Reader("a.safetensors", _drift, honest_safetensors, ("NotComparable",)),
+    "gradients": Reader("gradients.pt", _gradients, honest_gradients, ("IntegrityError",)),
+    "payload": Reader("gradients.pt", _payload, honest_gradients, ("PayloadError",)),
+    "outer": Reader("outer_optimizer.pt", _outer, honest_outer, ("ValueError",)),
+    "config": Reader("config.json", _config, _json(_CONFIG), ("IntegrityError",)),
+    "metadata": Reader("metadata.json", _metadata, _json(_METADATA), ("MetadataError",)),
+    "done": Reader("rank-0.done.json", _done, _json(_DONE), ("IntegrityError",)),
+    "journal": Reader("uploads.json", _journal, _honest_journal),
+    "kept": Reader("kept.json", _kept, _json(_KEPT)),
+    "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),
+    "norms": Reader("norms.json", _norms, _json({"run_id": "run", "norms": [1.5, 2]})),
+    "instance": Reader("instance.json", _instance, _json(_STATUS)),
+    "exit": Reader("exit_status.json", _instance, _json(_STATUS)),
+    "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
+    "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
+    "held-back": Reader("held-back.npy", _held_back, honest_held_back),
+    "standings": Reader("standings.json", _standings, _json(_STANDINGS), ("ValueError",)),
+    "ledger": Reader("chain.json", _ledger, _json(_LEDGER), ("LedgerDamaged",)),
+}
+
+# --- damage ---------------------------------------------------------------------------------------
+
+values: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.sampled_from(["/", "../..", "x" * 5000, "x\x00", 2**53, -1, 10**400, "9" * 400]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=6,
+)
+
+
+@st.composite
+def damage(draw: st.DrawFn, honest: bytes) -> bytes:
+    """An honest file cut, with bytes changed, or with a stretch of it somewhere else."""
+    data = bytearray(honest)
+    for _ in range(draw(st.integers(1, 3))):
+        at = draw(st.integers(0, len(data)))
+        match draw(st.sampled_from(["cut", "change", "insert", "copy"])):
+            case "cut":
+                del data[at : at + draw(st.integers(1, len(data) + 1))]
+            case "change":
+                new = draw(st.binary(min_size=1, max_size=8))
+                data[at : at + len(new)] = new
+            case "insert":
+                data[at:at] = draw(st.binary(min_size=1, max_size=8))
+            case "copy":
+                first = draw(st.integers(0, len(data)))
+                data[at:at] = data[first : first + draw(st.integers(1, 200))]
+    return bytes(data)
+
+
+@st.composite
+def other_values(draw: st.DrawFn, honest: bytes) -> bytes:
+    """An honest JSON file in which some fields, however deep, hold other values."""
+    content = json.loads(honest)
+    for _ in range(draw(st.integers(1, 3))):
+        place: Any = content
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = draw(st.sampled_from(keys))
+            if isinstance(place[key], (dict, list)) and draw(st.booleans()):
+                place = place[key]
+                continue
+            place[key] = draw(values)
+            break
+    return json.dumps(content).encode()
+
+
+# --- bombs: small files that ask for much work ----------------------------------------------------
+
+
+def bombs(reader: str) -> Iterator[tuple[str, bytes]]:
+    kind = READERS[reader].name
+    if kind.endswith(".safetensors"):
+        yield from _safetensors_bombs()
+    elif kind.endswith(".pt"):
+        yield from _pt_bombs(READERS[reader].honest())
+    elif kind.endswith(".npy"):
+        header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d, %d), }"
+        for name, text in (("huge", header % (2**40, 2**10)), ("cut", b"{'descr': (")):
+            padded = text.ljust(117) + b"\n"
+            yield name, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded
+    else:
+        yield from _json_bombs()
+
+
+def _json_bombs() -> Iterator[tuple[str, bytes]]:
+    yield "deep lists", b"[" * 2_000_000
+    yield "deep objects", b'{"a":' * 500_000
+    yield "many lists", b'{"a": [' + b"[]," * 5_000_000 + b"[]]}"
+    yield "long numbers", b'{"a": [' + b",".join([b"9" * 4300] * 900) + b"]}"
+    yield "too long a number", b'{"size": ' + b"9" * 1_000_000 + b"}"
+    yield "infinite", b'{"size": 1e999, "pid": Infinity, "highest": NaN}'
+    yield "no end", b"x" * (40 * MEBI)
+
+
+def _safetensors_bombs() -> Iterator[tuple[str, bytes]]:
+    for name, header in (
+        ("deep", b'{"a":' * 200_000),
+        ("many lists", b'{"a": [' + b"[]," * 1_300_000 + b"[]]}"),
+        ("wide numbers", _table(shape="[" + ",".join(["9" * 4300] * 700) + "]")),
+        ("many dimensions", _table(shape="[" + ",".join(["1"] * 1_500_000) + "]")),
+        ("large", _table(shape=f"[{2**52}, {2**52}]", place=f"0, {2**53 - 1}")),
+        ("one name", b"{" + b",".join([_table()[1:-1]] * 40_000) + b"}"),
+        ("one place", b"{" + b",".join(_table(f"n{i}")[1:-1] for i in range(40_000)) + b"}"),
+        ("no text", b'{"a": "' + b"\xff" * MEBI + b'"}'),
+    ):
+        yield name, struct.pack("<Q", len(header)) + header + bytes(4)
+    for length in (2**64 - 1, 2**63, 2**40, 64 * MEBI, 0):
+        yield f"length {length}", struct.pack("<Q", length) + b"{}" + bytes(70 * MEBI)
+
+
+def _table(name: str = "a", shape: str = "[1]", place: str = "0, 4") -> bytes:
+    text = f'{{"{name}": {{"dtype": "F32", "shape": {shape}, "data_offsets": [{place}]}}}}'
+    return text.encode()
+
+
+def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -> bytes:
+    """A ``.pt`` file with that pickle; ``copies`` of a storage of four bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", kind) as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + body + b".")
+        for number in range(copies):
+            archive.writestr(f"a/data/{number}", bytes(4))
+    return buffer.getvalue()
+
+
+def _global(name: str) -> bytes:
+    return b"c" + name.replace(" ", "\n").encode() + b"\n"
+
+
+def _int(value: int) -> bytes:
+    return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
+
+
+def tensor(count: int = 1, shape: tuple[int, ...] = (1,), stride: tuple[int, ...] = (1,)) -> bytes:
+    """Instructions that make a float32 tensor over a storage of ``count`` elements."""
+    where = b"(X\7\0\0\0storage" + _global("torch FloatStorage") + b"X\1\0\0\x000X\3\0\0\0cpu"
+    rebuild = _global("torch._utils _rebuild_tensor_v2") + b"(" + where + _int(count) + b"tQ"
+    sizes = b"".join(b"(" + b"".join(map(_int, numbers)) + b"t" for numbers in (shape, stride))
+    return rebuild + _int(0) + sizes + b"\x89" + _global("collections OrderedDict") + b")RtR"
+
+
+def _pt_bombs(honest: bytes) -> Iterator[tuple[str, bytes]]:
+    laughs = b"]q\0" + b"".join(
+        b"](" + b"h" + bytes([i]) + b"h" + bytes([i]) + b"eq" + bytes([i + 1]) for i in range(60)
+    )
+    for name, body in (
+        ("far memo", b"}r\xff\xff\xff\x7f"),
+        ("nested", b"(" * 400_000 + b"t" * 400_000),
+        ("laughs", b"}X\x08\0\0\0metadata}X\5\0\0\0block" + laughs + b"ss"),
+        ("one long shape", b"(" + b"K\1" * 150_000 + b"tq\1" + (b"h\1") * 300_000),
+        ("colliding keys", b"}(" + b"".join(_int(i << 40) + b"N" for i in range(220_000)) + b"u"),
+        ("keys that are tuples", b"}(" + b"K\1K\2\x86N" * 100_000 + b"u"),
+        ("pairs again and again", b"](K\1K\2\x86" * 1000 + b"e" * 1000),
+        ("many instructions", b"N0" * 2_000_000),
+        ("one more mark", b"(" * 4_000_000),
+        ("bytearray", _global("builtins bytearray") + _int(10**12) + b"\x85R"),
+        ("tensor of 400 GB", _global("torch FloatTensor") + _int(10**11) + b"\x85R"),
+        ("storage of 4 PB", b"}X\1\0\0\0a" + tensor(10**15, (10**15,)) + b"s"),
+        ("beyond its storage", b"}X\1\0\0\0a" + tensor(1, (2**40, 2), (0, 1)) + b"s"),
+        ("wide strides", b"}X\1\0\0\0a" + tensor(1, (2,), (2**60,)) + b"s"),
+        ("code", _global("os system") + b"X\4\0\0\0true\x85R"),
+        ("long bytes", b"\x8e" + b"\xff" * 7 + b"\x7f"),
+    ):
+        yield name, pickle_of(body)
+    yield "deflated", pickle_of(b"N" + b"0N" * 30_000_000, kind=zipfile.ZIP_DEFLATED)
+    yield "many members", pickle_of(b"N", copies=90_000)
+    plain = pickle_of(b"}X\1\0\0\0a" + tensor() + b"s")
+    end = len(plain) - 22
+    (place,) = struct.unpack("<I", plain[end + 16 : end + 20])
+    yield "one member a thousand times", _with_table(plain[:place], plain[place:end] * 1000, place)
+    for size in (2**32 - 2, 2**31, 8 * MEBI):
+        yield f"table of {size}", plain[: end + 12] + struct.pack("<I", size) + plain[end + 16 :]
+    for size in (2**62, 16 * MEBI):
+        record = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, size, place)
+        locator = struct.pack("<4sIQI", b"PK\6\7", 0, end, 1)
+        yield f"large table of {size}", plain[:end] + record + locator + plain[end:]
+    yield "two in one", honest + plain
+    yield "nothing but an end", plain[end:]
+
+
+def _with_table(data: bytes, table: bytes, place: int) -> bytes:
+    count = min(65535, table.count(b"PK\1\2"))
+    return (
+        data + table + struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, len(table), place, 0)
+    )
+
+
+# --- one start after another ----------------------------------------------------------------------
+
+
+def outcome(reader: Reader, path: Path) -> str:
+    """What the start makes of the file: "read", or the text of a refusal. Raises what no reader
+    may raise."""
+    try:
+        reader.read(path)
+    except Exception as error:
+        if not any(kind.__name__ in reader.refuses for kind in type(error).__mro__):
+            raise
+        text = str(error)
+        assert "\n" not in text and 0 < len(text) <= 600, text[:2000]
+        return text
+    return "read"
+
+
+def bounded(folder: Path, *, memory: int, cpu_seconds: int) -> list[dict[str, Any]]:
+    """Calls the readers for ``folder``/READER/NAME/FILE in a child that may take that much more
+    address space and CPU time than its imports did. What came of each; the last has "error" if the
+    child died."""
+    command = [sys.executable, "-m", "tests.hostile_files", str(folder), str(memory)]
+    done = subprocess.run(
+        [*command, str(cpu_seconds)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=Path(__file__).parent.parent,
+        check=False,
+    )
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode:
+        told.append({"error": f"rc {done.returncode}: {done.stderr[-2000:]}"})
+    return told
+
+
+def main() -> None:
+    folder, memory, cpu_seconds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    names = sorted(path.name for path in folder.iterdir())
+    for name in names:  # all imports come before the limits
+        warm = folder / name / "honest" / READERS[name].name
+        warm.parent.mkdir(exist_ok=True)
+        warm.write_bytes(READERS[name].honest())
+        outcome(READERS[name], warm)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + memory
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    used = int(time.process_time()) + cpu_seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (used, used + 1))
+    for name in names:
+        for path in sorted((folder / name).glob(f"*/{READERS[name].name}")):
+            before = time.process_time()
+            told = {"reader": name, "bomb": path.parent.name, "size": path.stat().st_size}
+            print(json.dumps({**told, "began": True}), flush=True)
+            told["outcome"] = outcome(READERS[name], path)
+            told["outcome"] = outcome(READERS[name], path)  # the next start
+            print(json.dumps({**told, "cpu": time.process_time() - before}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

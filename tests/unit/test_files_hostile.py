@@ -1,0 +1,79 @@
+"""Whatever a stranger, a kill or a bad disk makes of a file: refused in one line, or set aside, in
+bounded time and memory, at this start and at the next."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.hostile_files import (
+    MEBI,
+    READERS,
+    Reader,
+    bombs,
+    bounded,
+    damage,
+    other_values,
+    outcome,
+    values,
+)
+
+pytestmark = pytest.mark.timeout(300)
+WITH_TORCH = frozenset({"drift", "payload", "outer"})
+
+
+def starts(reader: Reader, folder: Path, content: bytes) -> None:
+    """Two starts with that file, as after a crash and as after the crash that it would cause."""
+    folder.mkdir(exist_ok=True)
+    path = folder / reader.name
+    path.write_bytes(content)
+    first = outcome(reader, path)
+    if path.exists() and path.read_bytes() == content:
+        assert outcome(reader, path) == first
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_whole_file_is_read(name: str, tmp_path: Path) -> None:
+    path = tmp_path / READERS[name].name
+    path.write_bytes(READERS[name].honest())
+    assert outcome(READERS[name], path) == "read"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_damage_is_refused_or_harmless(name: str, tmp_path: Path) -> None:
+    reader = READERS[name]
+    honest = reader.honest()
+    hostile = (
+        damage(honest) | st.binary(max_size=200) | values.map(lambda v: json.dumps(v).encode())
+    )
+    if reader.name.endswith((".json", "instance")):
+        hostile |= other_values(honest)
+
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
+    @given(hostile)
+    def check(content: bytes) -> None:
+        starts(reader, tmp_path / "case", content)
+
+    check()
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_time_and_memory_are_bounded(with_torch: bool, tmp_path: Path) -> None:
+    expected = 0
+    for name, reader in READERS.items():
+        if (name in WITH_TORCH) == with_torch:
+            for bomb, content in bombs(name):
+                folder = tmp_path / name / bomb
+                folder.mkdir(parents=True)
+                (folder / reader.name).write_bytes(content)
+                expected += 1
+    told = bounded(tmp_path, memory=700 * MEBI, cpu_seconds=240)
+    ends = [line for line in told if "outcome" in line]
+    assert not told[-1].get("error"), told[-2:]
+    assert len(ends) >= expected
+    for line in ends:
+        assert line["cpu"] < 20, line
