@@ -16,14 +16,15 @@ def make_run_folder(config: Config) -> Path:
     made too. Raises ConfigError for one that cannot be written."""
     folder = config.run_folder
     _make(folder, "--neuron.run_folder", "nothing could be saved")
-    if config.data.cache_dir is not None:
-        _make(config.data.cache_dir, "--data.cache_dir", "every page would be fetched anew")
-    if config.telemetry.record_log and config.telemetry.logging_dir is not None:
-        _make(config.telemetry.logging_dir, "--logging.logging_dir", "no log would be kept")
+    _make(config.data.cache_dir, "--data.cache_dir", "every page would be fetched anew")
+    _make(config.telemetry.logging_dir, "--logging.logging_dir", "no log would be kept")
+    _make(config.telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn")
     return folder.absolute()
 
 
-def _make(folder: Path, flag: str, consequence: str) -> None:
+def _make(folder: Path | None, flag: str, consequence: str) -> None:
+    if folder is None:
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only

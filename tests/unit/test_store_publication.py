@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -20,7 +21,7 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import uploader_process
+from distributed_training.store import cleanup, uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
 from distributed_training.store.errors import StoppedError, StoreError, TransientError
 from distributed_training.store.journal import Journal, Submission, UploadRecord
@@ -272,6 +273,74 @@ def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
         daemon.receive(Close())
         thread.join(5)
     assert not thread.is_alive()
+
+
+def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """3,000 stuck uploads at a store that answers one request in 25 with 500 or 503, and three of
+    the uploads with nothing else."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(cleanup, "_PATIENCE", timedelta(seconds=1))
+    published = threading.Event()
+    requests = itertools.count()
+    held_up: list[str] = []
+    refused = 0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal refused
+        if operation == "abort_multipart":
+            if not published.is_set():
+                held_up.append(key)
+                assert published.wait(25), "the publication waits for the cleanup"
+            if key.endswith(("/7", "/77", "/777")):
+                raise TransientError("500 InternalError")
+        if operation.endswith(("multipart", "multiparts")) and next(requests) % 25 == 0:
+            refused += 1
+            raise TransientError("503 ServiceUnavailable")
+
+    old = time.time() - 2 * 3600
+    store = MemoryObjectStore(clock=lambda: old)
+    for number in range(3000):
+        store.create_multipart(f"epoch-1/{number}")
+    store._before = before
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    messages: list[object] = []
+    loop = uploader_process.UploadLoop(
+        Start(SETTINGS, "bucket", tmp_path, None), store, messages.append
+    )
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        until(lambda: len(held_up) > 1, what="the cleanup under way")
+        loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
+        reports = until(
+            lambda: [m for m in messages if isinstance(m, PublicationReport)], what="a report"
+        )
+        assert reports[0].ok, reports[0].reason
+        assert_published(store, REVISION, files)
+        assert len(store.list_multiparts()) > 2900, "the cleanup had not gone on"
+        published.set()
+        until(lambda: len(store.list_multiparts()) == 3, what="the end of the cleanup")
+        until(lambda: "3 stuck multipart uploads stay" in caplog.text, what="what it says of it")
+    finally:
+        published.set()
+        loop.receive(Close())
+        thread.join(10)
+    assert not thread.is_alive() and refused > 100
+    assert "Aborted 2997 stuck multipart uploads" in caplog.text
+
+
+@pytest.mark.parametrize("hour", [-1, 1])
+def test_a_clock_set_by_an_hour_deletes_no_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hour: int
+) -> None:
+    """Of those that training writes now: the uploader does not know them yet."""
+    (tmp_path / "4.5.7").mkdir()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hour)
+    unused_for = 2 * StoreSettings().file_deadline  # what the daemon gives
+    assert prune_snapshots(tmp_path, unused_for=unused_for) == 0
 
 
 def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:

@@ -1,0 +1,152 @@
+"""A miner runs for weeks: what it leaves behind is counted after a few rounds and after many."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.data import receipts
+from distributed_training.data.cache import PageCache
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store import claim
+from distributed_training.store.journal import Submission
+from distributed_training.store.uploader_messages import Close, PeerId, Start
+from distributed_training.store.uploader_process import UploadLoop
+from distributed_training.swarm.judge import PastNorms
+from distributed_training.telemetry.events import EventLog
+from tests.memory_store import MemoryObjectStore
+from tests.support_store import PEER_ID, until, write_snapshot
+
+pytestmark = pytest.mark.timeout(120)
+SETTINGS = StoreSettings(
+    file_deadline=timedelta(seconds=5),
+    snapshot_timeout=timedelta(seconds=5),
+    write_interval=timedelta(0),
+    keep_epochs=2,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Left:
+    descriptors: int
+    threads: int
+    files: tuple[str, ...]
+    bytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> Left:
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return cls(
+            descriptors=len(os.listdir("/proc/self/fd")),
+            threads=threading.active_count(),
+            files=tuple(str(path.relative_to(folder)) for path in files),
+            bytes=sum(path.stat().st_size for path in files),
+        )
+
+
+@contextmanager
+def uploader(
+    folder: Path, store: MemoryObjectStore, messages: list[object]
+) -> Iterator[UploadLoop]:
+    start = Start(SETTINGS, "bucket", folder, folder / "snapshots", miner_began=0.0)
+    loop = UploadLoop(start, store, messages.append)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.receive(Close())
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
+    """Rounds, failed publications and restarts: the same files, threads and bytes are left."""
+    store = MemoryObjectStore()
+    left: list[Left] = []
+
+    def live(outer_steps: range) -> None:
+        messages: list[object] = []
+        with uploader(tmp_path, store, messages) as loop:
+            for outer_step in outer_steps:
+                loop.receive(PeerId(PEER_ID))
+                for inner_step in (5, 10):
+                    revision = Revision(5, outer_step, inner_step)
+                    # The second of each third round is one that cannot be published.
+                    blocks = () if outer_step % 3 == 0 and inner_step == 10 else (7,)
+                    name = f"{outer_step}.{inner_step}.{100 * outer_step + inner_step}"
+                    folder = tmp_path / "snapshots" / name
+                    write_snapshot(folder, revision, world_size=1, rows=2, blocks=blocks)
+                    ended = sum(isinstance(m, PublicationReport) for m in messages)
+                    loop.receive(Submission(folder, revision, 1, PEER_ID))
+                    until(
+                        lambda ended=ended: (
+                            sum(isinstance(m, PublicationReport) for m in messages) > ended
+                        ),
+                        what="the end of the publication",
+                    )
+            newest = outer_steps[-1]
+            until(lambda: not store.list_objects(f"epoch-{newest - 2}/"), what="old steps to go")
+        left.append(Left.of(tmp_path))
+        assert not store.list_multiparts()
+        names = {info.key for info in store.list_objects()}
+        assert len(names) <= 2 * (len(keys.data_files(1)) + 1) + 2, names
+
+    live(range(1, 4))
+    for first in range(4, 28, 6):
+        live(range(first, first + 6))
+    few, *_, many = left
+    assert (many.descriptors, many.threads) == (few.descriptors, few.threads)
+    assert len(many.files) <= len(few.files) and many.bytes <= few.bytes + 200, (few, many)
+    assert {name for name in many.files if not name.startswith("snapshots/")} == {
+        "instance",
+        "uploads.json",
+    }
+
+
+def test_lines_of_weeks_take_a_bounded_place(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(receipts, "_LIMIT_BYTES", 20_000)
+    kept = receipts.Receipts(tmp_path / "receipts.rank0.jsonl")
+    norms = PastNorms(tmp_path / "norms.json", run_id="run")
+    cache = PageCache(tmp_path / "pages", limit_bytes=50_000)
+    with EventLog(tmp_path / "events.jsonl", retention_bytes=40_000) as events:
+        for number in range(3000):
+            kept.add(block=number, pages=list(range(10)))
+            events.write("inner_step", loss=2.5, inner_step=number)
+            if number % 10 == 0:
+                norms.add(float(number))
+                cache.put(str(number), os.urandom(500).hex())
+        cache.sweep()
+    left = Left.of(tmp_path)
+    assert left.bytes < 40_000 + 45_000 + 50_000 + 1000
+    assert {name for name in left.files if not name.startswith("pages/")} == {
+        *("events.jsonl", "events.jsonl.1", "norms.json"),
+        *("receipts.rank0.jsonl", "receipts.rank0.jsonl.1"),
+    }
+    assert len(json.loads((tmp_path / "norms.json").read_text())["norms"]) == 5
+
+
+def test_two_machines_with_one_copied_run_folder_are_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the same path, as with one image for many machines."""
+    here = claim.instance_of(tmp_path)
+    assert claim.instance_of(tmp_path) == here
+    monkeypatch.setattr(claim, "machine", lambda: "another:host")
+    there = claim.instance_of(tmp_path)
+    assert there != here
+    store = MemoryObjectStore()
+    claim.claim_bucket(store, here)
+    with pytest.raises(claim.ForeignBucketError, match="take_bucket"):
+        claim.claim_bucket(store, there)
+    claim.claim_bucket(store, here)
