@@ -27,10 +27,10 @@ from distributed_training.telemetry.events import EventLog
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, until, write_snapshot
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 SETTINGS = StoreSettings(
-    file_deadline=timedelta(seconds=5),
-    snapshot_timeout=timedelta(seconds=5),
+    file_deadline=timedelta(seconds=60),
+    snapshot_timeout=timedelta(seconds=60),
     write_interval=timedelta(0),
     keep_epochs=2,
 )
