@@ -319,6 +319,21 @@ def test_a_week_is_on_the_page(browser: Any, tmp_path: Path) -> None:
         assert httpx.get(page.url + "history").headers["content-type"] == "application/json"
 
 
+def test_a_token_is_asked_for_once_and_leaves_the_address(
+    browser: Any, run_folder: tuple[Path, EventLog], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = run_folder
+    monkeypatch.setenv("DT_PAGE_TOKEN", SECRET)
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        assert "token is missing or wrong" in browser.find_element("tag name", "body").text
+        browser.get(f"{page.url}?token={SECRET}")
+        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the page")
+        assert browser.current_url == page.url
+        browser.get(page.url)
+        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the page, by the cookie")
+
+
 def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog]) -> None:
     folder, _ = run_folder
     with closing(Page(folder)) as page:

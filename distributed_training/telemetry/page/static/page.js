@@ -324,6 +324,7 @@ function follow() {
   });
 }
 
+if (location.search) history.replaceState(null, "", location.pathname);  // the token stays with the cookie
 setInterval(soon, 1000);  // ages and countdowns go on between events
 window.addEventListener("resize", soon);
 document.addEventListener("visibilitychange", soon);
