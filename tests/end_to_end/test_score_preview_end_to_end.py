@@ -21,7 +21,7 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("before", "after", "relative")
 
@@ -81,14 +81,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             judged = {(e["uid"], e["revision"]) for e in _judged(subnet)}
             return {uid for uid, _ in judged & _previewed(subnet)} == set(uids)
 
-        subnet.wait_until(both_seen, timedelta(seconds=300), "a judged and previewed upload each")
+        subnet.wait_until(both_seen, timedelta(seconds=500), "a judged and previewed upload each")
         for index in range(len(uids)):
             assert subnet.stop_miner(index) == 0
         before = len(_judged(subnet))
         # One pass over buckets that do not change any more, and the one that may be under way.
         subnet.wait_until(
             lambda: len(_judged(subnet)) >= before + 2 * len(uids),
-            timedelta(seconds=120),
+            timedelta(seconds=200),
             "two passes of the validator",
         )
         judged = _judged(subnet)
