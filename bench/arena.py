@@ -75,6 +75,7 @@ CONTENDERS = {
         Contender("upload", "--neuron.error_feedback upload", "upload"),
         Contender("late", "--neuron.upload_steps 20", schedule="20"),
         Contender("rows", "each row's values rescaled before the search", rescale="rows"),
+        Contender("rows of off", "as rows, direction off alone", rescale="rows of off"),
         Contender("rank 0 only", "ours, pages of one rank trained", training="rank 0 only"),
         Contender("snoo", "ours, SNOO look-ahead in training", training="snoo"),
         Contender("muon", "ours, Muon in training", training="muon"),

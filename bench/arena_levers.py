@@ -101,9 +101,18 @@ def rows_rescaled(
     }
 
 
-#: By name: training levers take a trainer, ``rows`` takes codes.
+def rows_of_off(
+    codes: Codes, start: Sequence[Tensor], current: Sequence[Tensor], learning_rate: float
+) -> Codes:
+    """As :func:`rows_rescaled`, of the direction ``off`` alone: ``upload`` stays the public way."""
+    rescaled = rows_rescaled({"off": codes["off"]}, start, current, learning_rate)
+    return {**codes, **rescaled}
+
+
+#: By name: training levers take a trainer, those of rows take codes.
 LEVERS: Mapping[str, Callable[..., Any]] = {
     "snoo": look_ahead,
     "muon": muon,
     "rows": rows_rescaled,
+    "rows of off": rows_of_off,
 }
