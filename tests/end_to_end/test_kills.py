@@ -6,11 +6,14 @@ The long one is ``bench/kills.py`` for six minutes; the short one kills three in
 from __future__ import annotations
 
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from bench import kills
+from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet
 
 pytestmark = [pytest.mark.slow]
 
@@ -31,6 +34,38 @@ def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
     assert len(outcome.kills) >= 3
     assert max(k.told_after for k in outcome.kills if k.told_after is not None) < 5
     assert outcome.distance
+
+
+@pytest.mark.timeout(400)
+def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Path) -> None:
+    """A round of this subnet, with what it waits for, is longer than the timeout."""
+    options = SubnetOptions(
+        folder=tmp_path / "subnet",
+        ranks=(2,),
+        blocks_per_allreduce=30,
+        miner_flags=("--neuron.hang_timeout", "10"),
+    )
+    with LocalSubnet(options=options) as subnet:
+        (miner,) = subnet.miners
+        kills.clean_round(subnet)
+        assert "The ranks hang" not in miner.child.log.read_text()
+        processes = kills.processes_of(miner)
+        stopped = max(processes["rank"], key=lambda process: process.pid)
+        stopped.suspend()
+        starts = miner.state.starts
+        subnet.wait_until(
+            lambda: miner.state.starts > starts, timedelta(seconds=120), "another start"
+        )
+        kills.clean_round(subnet)
+        stacks = (miner.plan.folder / "stacks.txt").read_text()
+        for kind in ("rank", "swarm host", "uploader", "data worker"):
+            for process in processes[kind]:
+                told = stacks.partition(f"=== {process.pid} (")[2].partition("===")[0]
+                assert 'File "' in told, (kind, stacks)
+        assert f"=== {stopped.pid} (stopped)" in stacks
+        log = miner.child.log.read_text()
+        assert log.count("The ranks hang") == 1 and "Resumed at outer step" in log
+    assert subnet.problems == []
 
 
 @pytest.mark.long
