@@ -35,9 +35,12 @@ const localFlags = [
 const fs = require("fs");
 const path = require("path");
 
-// Yours, so that `git pull` never meets your settings: app.config.override.js exports more rows,
-// module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags win.
-const override = path.join(__dirname, "app.config.override.js");
+// Where .env, the override and the run folder are: scripts/update.sh starts other versions from
+// folders of their own. The override is yours, so that `git pull` never meets your settings: it
+// exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags
+// win.
+const home = process.env.DT_HOME || __dirname;
+const override = path.join(home, "app.config.override.js");
 const local = process.env.DT_PRESET === "local";
 const args = [
   ...(local ? localFlags : flags),
@@ -65,7 +68,8 @@ module.exports = {
       interpreter: path.join(__dirname, ".venv", "bin", "python"),
       interpreter_args: "-u",
       args,
-      cwd: __dirname,
+      cwd: home,
+      env: { PYTHONSAFEPATH: "1" }, // modules come from this version, not from where it runs
       // Only the launcher gets pm2's SIGINT; it stops the ranks in order. Signalling the whole tree
       // would end data workers and uploads in the middle.
       treekill: false,

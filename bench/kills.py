@@ -2,7 +2,7 @@
 
     python -m bench.kills                            30 minutes, a kill every 2 minutes
     python -m bench.kills --minutes 6 --every 15     more in less time
-    python -m bench.kills --kinds "p2pd,data worker" --seed 7
+    python -m bench.kills --kinds "p2pd,data worker" --phases averaging --seed 7
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
 gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
@@ -72,6 +72,9 @@ TOLD = {
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
 KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
+#: Moments that are waited for before a kill; "any" waits for none.
+PHASES = ("any", "averaging", "uploading")
+PHASE_WAIT = timedelta(seconds=90)
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
 _TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
 
@@ -123,8 +126,17 @@ def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
     if not there:
         return None
     process, state = chosen.choice(there), miner.state
-    kill = Kill(time.time(), miner, kind, process.pid, state.phase, state.starts)
+    phase = "uploading" if in_phase(miner, "uploading") else state.phase
+    kill = Kill(time.time(), miner, kind, process.pid, phase, state.starts)
     return kill if send(process, signal.SIGKILL) else None
+
+
+def in_phase(miner: Neuron, phase: str) -> bool:
+    if phase == "uploading":  # between the preview of a snapshot and the end of its publication
+        kinds = [e["kind"] for e in read_events(miner.plan.events)]
+        last = [kind for kind in kinds if kind in ("preview", "publication")][-1:]
+        return last == ["preview"]
+    return phase in ("any", miner.state.phase)
 
 
 def follow_up(kill: Kill) -> None:
@@ -153,7 +165,13 @@ def _warnings(log: Path) -> Iterator[tuple[float, str]]:
 
 
 def kill_for(
-    subnet: LocalSubnet, seconds: float, *, every: float, kinds: Sequence[str], seed: int
+    subnet: LocalSubnet,
+    seconds: float,
+    *,
+    every: float,
+    kinds: Sequence[str],
+    phases: Sequence[str] = ("any",),
+    seed: int,
 ) -> list[Kill]:
     """Kill at random for so long. Raises SubnetFailure if a neuron ends for good."""
     chosen, kills, end = random.Random(seed), [], time.monotonic() + seconds
@@ -162,7 +180,12 @@ def kill_for(
         with contextlib.suppress(SubnetFailure):
             subnet.wait_until(lambda: False, pause)
         subnet.poll()
-        kill = kill_one(chosen.choice(subnet.miners), chosen.choice(list(kinds)), chosen)
+        miner, kind = chosen.choice(subnet.miners), chosen.choice(list(kinds))
+        phase = chosen.choice(list(phases))
+        with contextlib.suppress(SubnetFailure):
+            subnet.wait_until(lambda m=miner, p=phase: in_phase(m, p), PHASE_WAIT)  # type: ignore[misc]
+        subnet.poll()
+        kill = kill_one(miner, kind, chosen)
         if kill is not None:
             print(f"killed: {kill.kind} of {kill.miner.plan.name} ({kill.phase})", flush=True)
             kills.append(kill)
@@ -292,6 +315,7 @@ def run(
     seconds: float,
     every: float,
     kinds: Sequence[str] = KINDS,
+    phases: Sequence[str] = ("any",),
     ranks: tuple[int, ...] = (2, 1),
     seed: int = 0,
     blocks: int | None = None,
@@ -311,7 +335,9 @@ def run(
     with environment(TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
-        outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
+        outcome.kills = kill_for(
+            subnet, seconds, every=every, kinds=kinds, phases=phases, seed=seed
+        )
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
         expected = global_weights(subnet, step)
@@ -390,6 +416,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every", type=float, default=120, help="seconds between two kills")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--phases", default="any", help=f"of {', '.join(PHASES)}")
     parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     parser.add_argument("--folder", type=Path, help="keep the logs there")
@@ -397,6 +424,9 @@ def main() -> int:
     kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):
         parser.error(f"--kinds {','.join(sorted(unknown))}: there are {', '.join(KINDS)}")
+    phases = arguments.phases.split(",")
+    if unknown := set(phases) - set(PHASES):
+        parser.error(f"--phases {','.join(sorted(unknown))}: there are {', '.join(PHASES)}")
     print(f"seed {arguments.seed}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
@@ -406,6 +436,7 @@ def main() -> int:
             seconds=60 * arguments.minutes,
             every=arguments.every,
             kinds=kinds,
+            phases=phases,
             ranks=parse_ranks(arguments.ranks, None),
             seed=arguments.seed,
         )

@@ -71,7 +71,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
-    outcome = kills.run(tmp_path, seconds=360, every=15, seed=11)
+    outcome = kills.run(tmp_path, seconds=360, every=15, phases=kills.PHASES, seed=11)
     kills.show(outcome)
     assert outcome.problems == []
     killed = Counter(kill.kind for kill in outcome.kills)

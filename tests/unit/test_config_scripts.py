@@ -27,6 +27,7 @@ SCRIPTS = {
     "localnet": ("distributed_training.localnet.command", ()),
     "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
     "score": ("scripts.score", ()),
+    "update": ("scripts.update", ("v1",)),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
 OTHERS = {"bootstrap_pip"}
@@ -115,6 +116,8 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("pretokenize", "stdlib", "/dev/null"), "out /dev/null"),
         (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
         (("score", "--uid", "x"), "--uid"),
+        (("update", "v1", "--first-step", "soon"), "--first-step"),
+        (("update", "-v1"), "-v1"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )

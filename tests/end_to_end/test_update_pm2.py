@@ -1,0 +1,219 @@
+"""scripts/update.sh with real pm2, real git tags and a miner of a local subnet that trains.
+
+Nothing is downloaded: the environment of a new version is this one's, by a link.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.telemetry import read_events
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
+NAME = "distributed_training_miner"
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2"),
+]
+
+
+def git(folder: Path, *words: str) -> None:
+    subprocess.run([*GIT, "-C", str(folder), *words], check=True, capture_output=True)
+
+
+def make_repository(folder: Path) -> None:
+    """This working tree as v1; v2 is as good, the others are broken in one place each."""
+    names = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    git(folder, "init", "--quiet")
+    git(folder, "remote", "add", "origin", "https://nowhere.invalid/miner.git")  # no network
+    git(folder, "add", "--all", "--force")
+    git(folder, "commit", "--quiet", "--message", "v1")
+    git(folder, "tag", "v1")
+    broken = {
+        "v2": ("distributed_training/__init__.py", "\n# another version\n"),
+        "v3-doctor": ("scripts/diagnose.py", "\nraise RuntimeError('the doctor is ill')\n"),
+        "v4-start": ("distributed_training/miner/start.py", "\nraise RuntimeError('no luck')\n"),
+    }
+    for tag, (path, more) in broken.items():
+        git(folder, "checkout", "--quiet", "v1")
+        text = (folder / path).read_text()
+        head, main, rest = text.partition('\nif __name__ == "__main__":')
+        (folder / path).write_text(head + more + main + rest)
+        git(folder, "commit", "--quiet", "--all", "--message", tag)
+        git(folder, "tag", tag)
+    git(folder, "checkout", "--quiet", "v1")
+
+
+class Machine:
+    """An operator's machine: a checkout, pm2, a miner that runs."""
+
+    def __init__(self, folder: Path, subnet: LocalSubnet) -> None:
+        assert subnet.services is not None
+        (self.miner,) = subnet.miners
+        self.subnet = subnet
+        self.home = folder / "home"
+        self.home.mkdir()
+        make_repository(self.home)
+        (self.home / ".venv").symlink_to(sys.prefix)
+        (self.home / "marker.env").touch()
+        self.environ = {
+            **os.environ,
+            **subnet.services.environment(self.miner.plan),
+            "PM2_HOME": str(folder / "pm2"),
+            "PYTHONPATH": "",
+            "DT_PRESET": "local",
+            "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
+        }
+
+    def pm2(self, *words: str) -> str:
+        done = subprocess.run(
+            [str(PM2), *words], env=self.environ, capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def app(self) -> dict[str, Any]:
+        lines = self.pm2("jlist").splitlines()
+        (one,) = json.loads(next(line for line in lines if line.startswith("[")))
+        return dict(one)
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        return list(read_events(self.miner.plan.events, "step"))
+
+    def await_steps(self, more: int = 2) -> None:
+        wanted = len(self.steps) + more
+        self.subnet.wait_until(
+            lambda: len(self.steps) >= wanted, timedelta(seconds=150), f"{more} steps"
+        )
+
+    def update(
+        self, *words: str, setup: str = f"ln -sfn {sys.prefix} .venv", tests: str = "true"
+    ) -> subprocess.CompletedProcess[str]:
+        """From another shell: none of the miner's settings and keys are in its environment."""
+        plain = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
+        return subprocess.run(
+            [str(self.home / "scripts" / "update.sh"), "--pm2", str(PM2), *words],
+            env=plain
+            | {
+                "PM2_HOME": self.environ["PM2_HOME"],
+                "DT_UPDATE_SETUP": setup,
+                "DT_UPDATE_TESTS": tests,
+            },
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
+    folder = tmp_path_factory.mktemp("update")
+    options = SubnetOptions(folder=folder / "subnet", ranks=(1,), blocks_per_allreduce=100_000)
+    with LocalSubnet(options=options) as subnet:
+        machine = Machine(folder, subnet)
+        wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
+        assert subnet.stop_miner(0) == 0
+        try:
+            machine.pm2("start", str(machine.home / "app.config.js"))
+            machine.await_steps()
+            yield machine
+        finally:
+            machine.pm2("kill")
+
+
+@pytest.mark.parametrize(
+    ("words", "how", "why"),
+    [
+        (("v9",), {}, "no version v9: it could not be fetched"),
+        (("v3-doctor",), {}, "its doctor fails (RuntimeError: the doctor is ill)"),
+        (("v2",), {"tests": "sh -c 'echo 1 failed; exit 1'"}, "its tests failed (1 failed)"),
+        (
+            ("v2",),
+            {"setup": "sh -c 'echo error: No space left on device >&2; exit 1'"},
+            "its setup failed (error: No space left on device)",
+        ),
+    ],
+)
+def test_what_is_wrong_beforehand_leaves_the_miner_alone(
+    machine: Machine, words: tuple[str, ...], how: dict[str, str], why: str
+) -> None:
+    before = machine.app
+    done = machine.update(*words, **how)
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and why in line and "runs on" in line
+    after = machine.app
+    assert after["pid"] == before["pid"] and after["pm2_env"]["restart_time"] == 0
+    machine.await_steps(1)
+
+
+def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
+    before, count = machine.app, len(machine.steps)
+    done = machine.update("v4-start", "--first-step", "90s")
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert "it did not train" in line and "runs again" in line
+    after = machine.app
+    assert after["pm2_env"]["status"] == "online"
+    assert after["pm2_env"]["pm_exec_path"] == before["pm2_env"]["pm_exec_path"]
+    starts = list(read_events(machine.miner.plan.events, "start"))
+    assert starts[-1]["resumed"] and len(machine.steps) > count
+
+
+def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> None:
+    machine.await_steps()
+    done = machine.update("v2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    version = machine.home / "versions" / "v2"
+    app = machine.app["pm2_env"]
+    assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
+    assert app["pm_cwd"] == str(machine.home)
+    lines = [" ".join(p.cmdline()) for p in machine.subnet.mark.processes()]
+    folder = str(machine.miner.plan.folder)
+    assert [line for line in lines if folder in line and str(version) in line]
+    (stop, *_) = reversed(list(read_events(machine.miner.plan.events, "stop")))
+    (start, *_) = reversed(list(read_events(machine.miner.plan.events, "start")))
+    assert stop["exit_status"] == 0 and start["resumed"]
+    done = machine.update("v1", "--first-step", "3m")  # and back
+    assert done.returncode == 0, done.stdout + done.stderr
+    machine.await_steps()
+    machine.pm2("stop", NAME)
+    assert machine.app["pm2_env"]["status"] == "stopped"
+
+
+def test_without_a_miner_under_pm2_there_is_nothing_to_update(machine: Machine) -> None:
+    machine.pm2("delete", NAME)
+    done = machine.update("v2")
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert f"no app named {NAME}" in line
