@@ -117,7 +117,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
         (("score", "--uid", "x"), "--uid"),
         (("update", "v1", "--first-step", "soon"), "--first-step"),
-        (("update", "-v1"), "-v1"),
+        (("update", "-v1"), "tag"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )
