@@ -133,10 +133,10 @@ class Registry(Collector):
             if gauge.value is not None:
                 yield GaugeMetricFamily(_PREFIX + gauge.name, gauge.help, value=gauge.value)
         for name, (label, values) in labelled.items():
-            gauges_of_it = GaugeMetricFamily(_PREFIX + name, METRICS[name], labels=[label])
+            measured = GaugeMetricFamily(_PREFIX + name, METRICS[name], labels=[label])
             for key, value in values.items():
-                gauges_of_it.add_metric([key], value)
-            yield gauges_of_it
+                measured.add_metric([key], value)
+            yield measured
         for counter in counters:
             yield CounterMetricFamily(_PREFIX + counter.name, counter.help, value=counter.value)
         for name, kinds in totals.items():

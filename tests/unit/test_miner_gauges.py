@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.diagnostics.nvml import GpuSample
+from distributed_training.miner import gauges
 from distributed_training.miner.gauges import Growth, MachineGauges, limits
 from distributed_training.miner.process import INSTANCE, write_pid_file
 from distributed_training.miner.round_clock import RoundClock
@@ -44,6 +46,37 @@ def test_the_machine_is_measured_rank_by_rank(
     monkeypatch.setenv(INSTANCE, "another")
     write_pid_file(tmp_path, 0)
     assert machine.by_rank() == {}, "a rank of another start is none of ours"
+
+
+class Card:
+    """What a GPU tells: the second one cannot measure its power, the third fell off the bus."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.closed = False
+
+    def sample(self) -> GpuSample | None:
+        power = 650.0 if self.index == 0 else None
+        used = GpuSample(self.index, "H200", 141.0, 70.0, 98.0, 60.0, power)
+        return None if self.index == 2 else used
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_each_gpu_is_told_by_its_ranks_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [Card(index) for index in range(3)]
+    monkeypatch.setattr(gauges.NvmlSampler, "open", lambda index: dict(enumerate(cards)).get(index))
+    machine = MachineGauges(tmp_path, needed=5, gpus=4)  # the fourth has no NVML
+    found = machine.by_rank()
+    assert found.keys() <= METRICS.keys()
+    assert found["rank_gpu_memory_bytes"] == {0: 70e9, 1: 70e9}
+    assert found["rank_gpu_utilization_percent"] == {0: 98.0, 1: 98.0}
+    assert found["rank_gpu_power_watts"] == {0: 650.0}, "what was not measured is absent"
+    machine.close()
+    assert all(card.closed for card in cards)
 
 
 def test_both_limits_count_down() -> None:
