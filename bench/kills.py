@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -321,8 +322,8 @@ def run(
     blocks: int | None = None,
 ) -> Outcome:
     """``blocks``: between two rounds, a second each."""
-    outcome, temporary = Outcome(), folder / "tmp"
-    temporary.mkdir()
+    outcome = Outcome()
+    temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
         folder=folder / "subnet",
         ranks=ranks,
@@ -366,6 +367,7 @@ def run(
     caches = "torchinductor_"  # kept on purpose
     left = [path for path in temporary.iterdir() if not path.name.startswith(caches)]
     outcome.problems += [f"left behind: {path}" for path in left]
+    shutil.rmtree(temporary, ignore_errors=True)
     return outcome
 
 

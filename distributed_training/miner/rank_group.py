@@ -194,9 +194,13 @@ class RankGroup:
         """multiprocessing makes its folder where it is told to, once: a launcher that was killed
         could not remove it, and so the next one finds it."""
         if not self._scratch:
-            tempfile.tempdir = self._scratch = process_folder("miner-launcher-")
+            tempfile.tempdir = self._scratch = process_folder("dt-")  # sockets: paths must be short
             multiprocessing.util.get_temp_dir()
             tempfile.tempdir = None
+            # After multiprocessing has removed its own (exit priority -100).
+            multiprocessing.util.Finalize(
+                None, shutil.rmtree, (self._scratch, True), exitpriority=-101
+            )
 
     @property
     def running(self) -> list[int]:
@@ -226,8 +230,6 @@ class RankGroup:
         """End what bears the mark, ``server`` included or not; what did not end by itself."""
         spare = () if server or self._server is None else (self._server,)
         ended = self._mark.end(settle=settle, grace=grace, spare=spare, reap=self.reap)
-        if server:
-            shutil.rmtree(self._scratch, ignore_errors=True)
         own = f"{self._server} "
         return [line for line in ended if not line.startswith(own)]
 

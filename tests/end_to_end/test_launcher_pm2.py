@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.process import mark_of
@@ -196,5 +197,44 @@ def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: Pm2) -> None:
     ready.unlink()
     os.kill(launcher, 9)
     wait_for(lambda: pm2.mark != first and not first.processes(), "the clean restart")
+    pm2("stop", NAME)
+    assert not pm2.mark.processes()
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_reboot_brings_the_miner_back(pm2: Pm2) -> None:
+    """As a power cut: pm2's daemon and everything of the miner are gone at once."""
+    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
+    ready = pm2.home / "run" / "ready-0"
+    wait_for(ready.exists, "the rank")
+    pm2("save")
+    first = pm2.mark
+    launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
+    os.kill(int((pm2.home / "pm2" / "pm2.pid").read_text()), 9)
+    kill_tree(launcher)
+    first.end(settle=timedelta(0), grace=timedelta(0))
+    ready.unlink()
+    pm2("resurrect")
+    wait_for(ready.exists, "the rank after the reboot")
+    assert pm2.state == ("online", 0) and pm2.mark != first
+    pm2("stop", NAME)
+    assert (pm2.home / "run" / "saved").exists() and not pm2.mark.processes()
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_a_reload_is_a_clean_stop_and_a_start(pm2: Pm2) -> None:
+    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
+    ready = pm2.home / "run" / "ready-0"
+    wait_for(ready.exists, "the rank")
+    first = pm2.mark
+    ready.unlink()
+    pm2("reload", NAME)
+    wait_for(lambda: ready.exists() and pm2.mark != first, "the rank after the reload")
+    assert (pm2.home / "run" / "saved").exists() and not first.processes()
+    assert pm2.log.count("received: stopping") == 1 and "Traceback" not in pm2.log
     pm2("stop", NAME)
     assert not pm2.mark.processes()
