@@ -35,7 +35,7 @@ def external_ip(
     that nobody can reach earns nothing.
     """
     if settings.external_ip:
-        return settings.external_ip
+        return settings.external_ip.strip("[]")
     own = settings.axon_ip.strip("[]")
     if own and not ipaddress.ip_address(own).is_unspecified:
         return own

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol.names import NETUID
 
 from .flags import DAY, HOUR, MINUTE, SECOND, SETTINGS, flag
-from .values import Duration, FileName, IpAddress, NodeUrl, Range, Subtensor, WebUrl, Words
+from .values import Duration, FileName, Found, IpAddress, NodeUrl, Range, Subtensor, WebUrl, Words
 
 Seconds = Annotated[float, Field(ge=0.1, le=3600)]
 Peers = Annotated[float, Field(ge=2, le=4096)]
@@ -61,9 +61,9 @@ class ChainSettings:
     """port of the signed HTTP server; 0 takes a free one"""
     axon_ip: IpAddress = flag("axon.ip", "[::]")
     """address the signed HTTP server listens on"""
-    external_ip: IpAddress | None = flag("axon.external_ip", None)
-    """address validators reach this server at, as it is written to the chain (default: asked from a
-    public service)"""
+    external_ip: Found[IpAddress] = flag("axon.external_ip", None)
+    """address validators reach this server at, as it is written to the chain (default, or auto:
+    asked from a public service)"""
     external_port: int | None = flag("axon.external_port", None, ge=1, le=65535)
     """port validators reach this server at (default: --axon.port)"""
     max_workers: int = flag("axon.max_workers", 10, ge=1, le=4096)

@@ -108,8 +108,8 @@ def check_ports(config: Config) -> Iterator[str]:
 
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
-        value = str(config.get(name) or "auto").strip("[]")
-        if config.is_public and value != "auto" and _is_nowhere(value):
+        value = (config.get(name) or "").strip("[]")
+        if config.is_public and value and _is_nowhere(value):
             yield (
                 f"--{name} {value} cannot be reached from other machines, so no validator and no "
                 "peer could call this miner: give its public address, or remove the flag"

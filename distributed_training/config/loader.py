@@ -86,7 +86,7 @@ def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ..
             for error in reversed(refusal.errors(include_url=False)):  # a field's first counts
                 setting = places[room, str(error["loc"][0])]
                 text, source = given[setting.name]
-                remedy = f"give {setting.bounds}" if setting.bounds else f"correct {source}"
+                remedy = f"give {setting.remedy}" if setting.remedy else f"correct {source}"
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )

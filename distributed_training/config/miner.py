@@ -37,7 +37,7 @@ class MinerSettings:
     Waiting for data, a round or an upload does not count; compiling, loading weights and waiting
     until a checkpoint is written do"""
     epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
-    """blocks between two synchronizations with the metagraph"""
+    """read by the validator only: blocks between two times it writes its weights to the chain"""
     blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
     """blocks between two all-reduce rounds, as the validator counts them (1 block = 12 s)"""
     global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)

@@ -84,6 +84,12 @@ class Setting:
         return f"{low[0]} to {high[0]}" if low and high else ""
 
     @property
+    def remedy(self) -> str:
+        """What to give: ``1 to 100``, for two numbers ``LOW:HIGH within 1 to 100``; may be empty."""
+        within = "LOW:HIGH within " if tuple in self.parts and not self.many else ""
+        return self.bounds and within + self.bounds
+
+    @property
     def wanted(self) -> str:
         """What a value of this flag is: ``a whole number``."""
         words = ", ".join(self.choices)

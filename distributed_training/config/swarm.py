@@ -9,7 +9,7 @@ from pydantic.dataclasses import dataclass
 from distributed_training.protocol import names
 
 from .flags import HOUR, MINUTE, SECOND, SETTINGS, flag
-from .values import Duration, IpAddress, PeerAddress, Words
+from .values import Duration, Found, Ipv4Address, PeerAddress, Words
 
 #: Bytes of an uncompressed part. All peers of a group cut tensors into parts of as many values: one
 #: that cuts otherwise fails the round for everybody.
@@ -22,11 +22,11 @@ class SwarmSettings:
 
     dht_port: int = flag("dht.port", 8009, ge=0, le=65535)
     """TCP port of the swarm; must be reachable from outside; 0 takes a free one"""
-    dht_ip: IpAddress | None = flag("dht.ip", None)
-    """address other peers reach this machine at; it is announced to the swarm (default: what
-    hivemind finds out itself)"""
-    dht_listen_ip: IpAddress = flag("dht.listen_ip", "0.0.0.0")
-    """address the swarm listens on"""
+    dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
+    """IPv4 address other peers reach this machine at; it is announced to the swarm (default, or
+    auto: what hivemind finds out itself)"""
+    dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
+    """IPv4 address the swarm listens on"""
     initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", names.BOOTSTRAP_PEERS)
     """peers through which the swarm is joined, as /ip4/<ip>/tcp/<port>/p2p/<peer id>"""
     run_id: str = flag("neuron.run_id", names.RUN_ID)

@@ -20,7 +20,7 @@ class ValidatorSettings:
     )
     """blocks between two rounds after the first successful one; 0: no change"""
     epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
-    """blocks between two synchronizations with the metagraph"""
+    """blocks between two times the weights are written to the chain"""
     tick: Duration = flag("validator.tick", SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the block clock"""
 

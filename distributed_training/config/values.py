@@ -72,12 +72,15 @@ def _expand(path: Path) -> Path:
         raise ValueError("a path: no user has this name") from None
 
 
-def _is_ip(text: str) -> bool:
+def _is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
     try:
-        ipaddress.ip_address(text.strip("[]"))
+        return ipaddress.ip_address(text.strip("[]")).version in versions
     except ValueError:
-        return text == "auto"
-    return True
+        return False
+
+
+def _is_ipv4(text: str) -> bool:
+    return "[" not in text and _is_ip(text, versions=(4,))
 
 
 def _is_url(*schemes: str, user: bool = False) -> Any:
@@ -123,6 +126,11 @@ Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]
 IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", _is_ip)]
+Ipv4Address = Annotated[str, _holds("an IP address of version 4 such as 203.0.113.7", _is_ipv4)]
+# For an address that is found out where none is given, which the public miner calls "auto".
+Found = Annotated[
+    T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
+]
 NodeUrl = Annotated[str, _holds("a ws:// or wss:// URL", _is_node)]
 Subtensor = Annotated[str, _holds("finney, test, local, or a ws:// or wss:// URL", _is_subtensor)]
 PeerAddress = Annotated[

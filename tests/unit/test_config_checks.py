@@ -69,6 +69,15 @@ def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
         (("--axon.clock_skew", "9999d"), "--axon.clock_skew: 9999d is more than 60s"),
         (("--clamp.min_group_size", "0:0"), "--clamp.min_group_size: 0:0 is less than 2"),
         (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),
+        (("--dht.ip", "2001:db8::1"), "'2001:db8::1' is not an IP address of version 4"),
+        (("--dht.ip", "[2001:db8::1]"), "is not an IP address of version 4"),
+        (("--dht.listen_ip", "::"), "'::' is not an IP address of version 4"),
+        (("--dht.listen_ip", "auto"), "'auto' is not an IP address"),
+        (("--axon.ip", "auto"), "'auto' is not an IP address"),
+        (
+            ("--clamp.timeout", "0:5000"),
+            "0:5000 is less than 0.1, so nothing was started: give LOW:HIGH within 0.1 to 3600",
+        ),
         (("--axon.external_ip", "1.2.3"), "--axon.external_ip: '1.2.3' is not an IP address"),
         (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
         (("--neuron.initial_peers", "/ip4/1.2.3.4/tcp/1/p2p/x"), "is not a peer's address"),
@@ -87,6 +96,14 @@ def test_a_value_outside_its_kind_or_range_is_one_line(argv: tuple[str, ...], te
     line = str(error.value)
     assert line.startswith(argv[0]) and text in line and "so nothing was started" in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize("text", ["auto", "AUTO", " auto ", "", "none"])
+def test_an_address_that_is_to_be_found_out_is_not_taken_literally(text: str) -> None:
+    """The public miner's own default is auto, so operators have it in their scripts."""
+    found = config("--axon.external_ip", text, "--dht.ip", text)
+    assert found.chain.external_ip is None and found.swarm.dht_ip is None
+    assert problems(found) == []
 
 
 def test_use_dct_is_allowed_on_ones_own_subnet() -> None:
