@@ -92,7 +92,7 @@ def make_reporter(folder: Path, stack: ExitStack) -> Reporter:
     events = stack.enter_context(EventLog(folder / "events.jsonl"))
     settings = TelemetrySettings(tensorboard_dir=folder / "board")
     trackers = open_trackers(settings, folder, name="miner", first_step=1)
-    made = limits(schedule, newest=lambda: 990, chain_block=lambda: 1000, most_blocks=200)
+    made = limits(schedule, newest=lambda: 990, chain_block=lambda: 1000, most_blocks=lambda: 200)
     return Reporter(
         record=events.write,
         metrics=Metrics(

@@ -57,7 +57,7 @@ class BlockList:
         micro_batch_size: int,
         hold_back: int = 0,
         patience: float = 60.0,
-        recent: int = 200,
+        recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.chain_block = chain_block
@@ -66,7 +66,7 @@ class BlockList:
         self._micro_batch_size = micro_batch_size
         self._hold_back = hold_back * micro_batch_size
         self._patience = patience
-        self._recent = recent - max(2, recent // 10)  # it has to arrive, and to be read
+        self._refused_from = recent
         self._clock = clock
         self._pace = _Pace(clock)
         self._last_requested = 0  # the newest block
@@ -178,6 +178,11 @@ class BlockList:
         if self._remaining:
             ahead.append(self._current[0])
         return max([*self._trained, *ahead], default=0) >= self._last_requested - self._recent
+
+    @property
+    def _recent(self) -> int:
+        recent = self._refused_from()
+        return recent - max(2, recent // 10)  # it has to arrive, and to be read
 
     @property
     def newest_trained(self) -> int | None:

@@ -88,7 +88,7 @@ def limits(
     *,
     newest: Callable[[], int | None],
     chain_block: Callable[[], int],
-    most_blocks: int,
+    most_blocks: Callable[[], int],
 ) -> dict[str, Callable[[], float | None]]:
     """How long validators will take what is published: its age, that of its block list.
 
@@ -111,8 +111,8 @@ def limits(
         "publication_age_limit_seconds": lambda: schedule.age_limit,
         "publication_seconds_left": lambda: left(schedule.age_limit, age()),
         "block_list_age_blocks": behind,
-        "block_list_limit_blocks": lambda: most_blocks,
-        "block_list_blocks_left": lambda: left(most_blocks, behind()),
+        "block_list_limit_blocks": most_blocks,
+        "block_list_blocks_left": lambda: left(most_blocks(), behind()),
     }
 
 

@@ -101,6 +101,7 @@ class Outside:
             blocks_per_allreduce=period,
             shortest_period=shortest,  # which a validator falls back to when it starts again
             last_allreduce_block=last if isinstance(last, int) else None,
+            chain_age=self.chain.age,
             seconds_per_block=seconds_per_block(self.config),
         )
 

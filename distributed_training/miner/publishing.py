@@ -20,10 +20,13 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from distributed_training.protocol import lines, names
+from distributed_training.protocol import keys, lines, names
 from distributed_training.protocol.types import StepReport
+from distributed_training.store.errors import IntegrityError
 from distributed_training.store.gate import upload_gate
+from distributed_training.store.snapshot_folder import read_config
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 
@@ -74,6 +77,8 @@ class Publishing:
                 self._round_clock.round_ended(averaged=False)
             case ev.OuterStepEnded(committed=committed):
                 self._round_clock.round_ended(averaged=committed)
+            case ev.Loaded() if state.fetched is not None:
+                self._round_clock.round_heard_of(_last_round(state.fetched))
             case ev.SnapshotTaken():
                 self._taken = event
             case ev.SnapshotFailed():
@@ -155,3 +160,11 @@ class Publishing:
         elif before in _NEEDS_THE_LINE and after is not Mode.STOPPING:
             self._publisher.resume()
             self._schedule.interrupt()
+
+
+def _last_round(folder: Path) -> int | None:
+    """The block of the last round, if the global state in ``folder`` says it."""
+    try:
+        return read_config(folder / keys.CONFIG).last_allreduce_block
+    except (OSError, IntegrityError):  # checked when it was fetched; a disk may fail since
+        return None

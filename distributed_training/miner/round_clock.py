@@ -13,13 +13,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 
 from distributed_training.protocol import schedule
 
 log = logging.getLogger(__name__)
 
 _MEASURABLE = 5  # blocks to pass before their pace counts
-_WINDOW = 100  # blocks after which the pace is measured anew
+_WINDOW = 100  # blocks from one mark to the next; the pace is that since the one before the last
+_BLURRED = (
+    1.5  # blocks that two looks may count too many or too few: one has begun, one is not read
+)
+_SILENT = timedelta(minutes=5)  # the chain, before its last known block tells nothing of now
 _ALIKE = 0.1  # two periods that differ by less, relative to the longer one, are the same
 _PLAUSIBLE = 4  # times the configured period, or a fraction of it; else calls were missed, or tries
 
@@ -29,7 +34,8 @@ class RoundClock:
 
     ``blocks_per_allreduce``: between two rounds until calls have told otherwise.
     ``shortest_period``: blocks between two rounds at the least (default: the period itself).
-    ``seconds_per_block`` is the network's, used until a pace was seen.
+    ``seconds_per_block`` is the network's, used until another pace was seen. ``chain_age``: time
+    since the chain last answered.
     """
 
     def __init__(
@@ -40,15 +46,17 @@ class RoundClock:
         last_allreduce_block: int | None,
         shortest_period: int | None = None,
         seconds_per_block: float = schedule.SECONDS_PER_BLOCK,
+        chain_age: Callable[[], timedelta] = timedelta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain_block = chain_block
+        self._chain_age = chain_age
         self._period = blocks_per_allreduce
         self._last = self._last_averaged = last_allreduce_block
         self._shortest = min(shortest_period or self._period, self._period)
         self._seconds_per_block = seconds_per_block
         self._clock = clock
-        self._seen = (chain_block(), clock())
+        self._marks = deque([(chain_block(), clock())], maxlen=2)
         self._configured = self._period
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
 
@@ -78,16 +86,27 @@ class RoundClock:
         if averaged:
             self._last_averaged = self._last
 
+    def round_heard_of(self, block: int | None) -> None:
+        """The global state says at which block the last round was: perhaps without this miner."""
+        if block is not None and (self._last or 0) < block <= self._chain_block():
+            self._last = self._last_averaged = block
+
     def due(self) -> bool | None:
         """Whether the validator may call a round now; None if unknown. From any thread.
 
         Only a successful round begins a time without calls: one that failed here may have been no
         round of the validator's. A tenth of the period is left for what the two see differently.
+        While the chain is silent to us it may well answer the validator.
         """
-        if self._last_averaged is None:
+        if self._last_averaged is None or self._chain_age() > _SILENT:
             return None
         early = self._last_averaged + self._shortest - self._shortest // 10
         return self._chain_block() >= early
+
+    @property
+    def blocks(self) -> int:
+        """Between two rounds."""
+        return self._period
 
     def seconds(self, blocks: int | None = None) -> float:
         """That so many blocks take at the pace seen; default: those between two rounds."""
@@ -103,9 +122,18 @@ class RoundClock:
         if self._last is None:
             return None
         block, now = self._chain_block(), self._clock()
-        first_block, first_time = self._seen
-        if block - first_block >= _MEASURABLE:
-            self._seconds_per_block = (now - first_time) / (block - first_block)
-        if not 0 <= block - first_block < _WINDOW:
-            self._seen = (block, now)
+        self._measure(block, now)
         return now + (self._last + self._period - block) * self._seconds_per_block
+
+    def _measure(self, block: int, now: float) -> None:
+        """A pace that the two looks allow is kept: another would be noise, multiplied by the
+        hundreds of blocks until the next round."""
+        first_block, first_time = self._marks[0]
+        passed, seconds = block - first_block, now - first_time
+        pace = self._seconds_per_block
+        if passed >= _MEASURABLE and abs(seconds - passed * pace) > _BLURRED * pace:
+            self._seconds_per_block = seconds / passed
+        if passed < 0:
+            self._marks.clear()  # a chain that began anew
+        if not self._marks or block - self._marks[-1][0] >= _WINDOW:
+            self._marks.append((block, now))

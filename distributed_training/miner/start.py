@@ -330,6 +330,7 @@ class RankZero:
 
         # who decides
         self.behind = trainer.outer_step != outside.global_outer_step
+        self.round_clock = outside.round_clock()
         self.blocks = self._block_list()
         self.leader = Leader(
             state=MinerState(
@@ -343,7 +344,6 @@ class RankZero:
             averaging=Averaging(swarm=self.swarm, post=post),
             global_epoch=self.global_epoch,
         )
-        self.round_clock = outside.round_clock()
         self.server = outside.open_server(
             epoch=lambda: trainer.outer_step,
             on_all_reduce=lambda request: post(ev.AllReduceCalled(request, time.monotonic())),
@@ -408,10 +408,14 @@ class RankZero:
             ranks=self._place.ranks,
             micro_batch_size=trainer.micro_batch_size,
             hold_back=0 if data.holds_back(held) else held,
-            recent=self._place.config.miner.blocks_per_allreduce // 2,
+            recent=self._half_a_round,
         )
         blocks.restore(kept.get("rank_zero", {}).get("blocks", {}), kept.get("data", {}))
         return blocks
+
+    def _half_a_round(self) -> int:
+        """Blocks; validators refuse a list that is further behind the chain."""
+        return self.round_clock.blocks // 2
 
     def _reporter(self) -> Reporter:
         place, outside, opened = self._place, self._outside, self._place.stack.enter_context
@@ -446,7 +450,7 @@ class RankZero:
                     self.schedule,
                     newest=lambda: self.blocks.newest_trained,
                     chain_block=outside.chain.block,
-                    most_blocks=config.miner.blocks_per_allreduce // 2,
+                    most_blocks=self._half_a_round,
                 ),
                 **machine.single(),
             },

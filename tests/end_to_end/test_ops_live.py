@@ -78,7 +78,7 @@ class Miner:
         for minute in range(60):  # an hour ago, until now
             self.machine._growth.add(time.monotonic() - 3600 + 60 * minute, 1e9 + minute)
         blocks = limits(
-            self.schedule, newest=lambda: 1000, chain_block=lambda: 1050, most_blocks=200
+            self.schedule, newest=lambda: 1000, chain_block=lambda: 1050, most_blocks=lambda: 200
         )
         self.reporter = Reporter(
             record=lambda kind, **fields: None,

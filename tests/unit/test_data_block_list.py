@@ -58,6 +58,7 @@ class BlockListMachine(RuleBasedStateMachine):
             data=OneRank(),  # type: ignore[arg-type]
             ranks=OneRank(),  # type: ignore[arg-type]
             micro_batch_size=MICRO_BATCH,
+            recent=lambda: 200,
             patience=0.0,
         )
 

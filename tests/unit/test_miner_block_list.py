@@ -49,7 +49,7 @@ class World:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=micro_batch,
-            recent=recent,
+            recent=lambda: recent,
             clock=lambda: self.now,
         )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import random
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,62 @@ def test_the_pace_is_that_of_the_last_blocks_not_of_all_since_the_start() -> Non
         chain.pass_blocks(10, 30.0)
         clock.next_at()
     assert clock.next_at() == pytest.approx(chain.now + 200 * 30)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("pace", [12.0, 12.4, 24.0])
+def test_looks_at_uneven_moments_do_not_move_the_round(seed: int, pace: float) -> None:
+    """A block is read up to 6 s after it was made, and the pace asked for when a step ends."""
+    draw = random.Random(seed)
+    chain = Chain()
+    begin, first = chain.now - pace * draw.random(), chain.block
+
+    def block() -> int:
+        return first + int((chain.now - draw.uniform(0, 6) - begin) // pace)
+
+    clock = RoundClock(
+        chain_block=block,
+        blocks_per_allreduce=750,
+        last_allreduce_block=1000,
+        clock=lambda: chain.now,
+    )
+    error = []
+    while chain.now < begin + 740 * pace:
+        chain.now += draw.uniform(20, 90)
+        if chain.now > begin + 30 * pace:
+            expected = clock.next_at()
+            assert expected is not None
+            error.append(abs(expected - (begin + 750 * pace)))
+    assert max(error) < 60 if pace == 12.0 else max(error) < 600
+    assert error[-1] < 60
+
+
+def test_a_chain_that_does_not_answer_tells_nothing_of_what_is_due() -> None:
+    chain = Chain()
+    silence = timedelta()
+    clock = RoundClock(
+        chain_block=lambda: chain.block,
+        blocks_per_allreduce=400,
+        last_allreduce_block=1000,
+        chain_age=lambda: silence,
+        clock=lambda: chain.now,
+    )
+    assert clock.due() is False
+    silence = timedelta(minutes=6)
+    assert clock.due() is None
+
+
+def test_a_round_without_this_miner_begins_the_period_anew() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    chain.pass_blocks(500, 12.0)
+    assert clock.next_at() is None and clock.due() is True
+    clock.round_heard_of(1410)
+    assert remaining(clock, chain) == pytest.approx(310)
+    assert clock.due() is False
+    for nothing_new in (None, 900, chain.block + 1000):
+        clock.round_heard_of(nothing_new)
+        assert remaining(clock, chain) == pytest.approx(310)
 
 
 def test_a_chain_that_begins_anew_is_measured_anew() -> None:

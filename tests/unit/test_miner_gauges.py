@@ -88,7 +88,9 @@ def test_both_limits_count_down() -> None:
         published_at=time.monotonic() - 1000,
     )
     newest: list[int | None] = [None]
-    made = limits(schedule, newest=lambda: newest[0], chain_block=lambda: 1300, most_blocks=200)
+    made = limits(
+        schedule, newest=lambda: newest[0], chain_block=lambda: 1300, most_blocks=lambda: 200
+    )
     assert made.keys() <= METRICS.keys()
     assert made["block_list_age_blocks"]() is None and made["block_list_blocks_left"]() is None
     newest[0] = 1250

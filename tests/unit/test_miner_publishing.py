@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -245,6 +246,23 @@ def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
     rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, 4))
     assert rig.round_clock.next_at() == rig.now + 100 * 12
     assert rig.round_clock.due() is False, "only a successful one begins a time without calls"
+
+
+def test_a_missed_round_is_known_once_its_state_is_loaded(tmp_path: Path) -> None:
+    """Else the plan is blind until the next round this miner takes part in."""
+    rig = Rig(tmp_path)
+    rig.see(ev.OuterStepEnded(True, 4))
+    rig.block += 130
+    rig.now += 130 * 12
+    assert rig.round_clock.next_at() is None
+    extras = {"block_list": [], "inner_step": 0, "outer_step": 5, "last_allreduce_block": 152}
+    (tmp_path / "config.json").write_text(json.dumps(extras))
+    loading = MinerState(Mode.LOADING, 4, fetched=tmp_path)
+    rig.see(ev.Loaded(5), loading)
+    assert rig.round_clock.next_at() == rig.now + 72 * 12
+    (tmp_path / "config.json").unlink()
+    rig.see(ev.Loaded(5), loading)
+    assert rig.round_clock.next_at() == rig.now + 72 * 12
 
 
 def test_the_period_is_learnt_from_the_calls(tmp_path: Path) -> None:

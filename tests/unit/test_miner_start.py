@@ -12,6 +12,7 @@ import pytest
 
 from distributed_training.miner import global_bucket, start
 from distributed_training.miner.global_bucket import GlobalUnavailableError
+from distributed_training.miner.round_clock import RoundClock
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -51,3 +52,10 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
     assert start.Miner.run(other) == (0, "")
+
+
+def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
+    """The public validator's period is 750 blocks from the first round on, whatever is set."""
+    clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
+    rank_zero: Any = SimpleNamespace(round_clock=clock)
+    assert start.RankZero._half_a_round(rank_zero) == 375
