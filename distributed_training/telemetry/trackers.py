@@ -162,7 +162,7 @@ class Tracker:
                 "-c constraints.txt %s`, then restart",
                 *(self._name, error.name, self._name.lower()),
             )
-        except Exception as error:  # noqa: BLE001 - of a library that only watches
+        except (OSError, ValueError, TypeError) as error:  # others end this thread alone
             log.warning(
                 "%s shows nothing from here on (%s). Training goes on; events.jsonl has the same "
                 "figures",

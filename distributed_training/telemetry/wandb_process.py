@@ -68,7 +68,7 @@ def _begin(asked: dict[str, Any]) -> tuple[Any, str]:
                 f"{_first_line(error)}. The figures are kept in {folder / 'wandb'}, `wandb sync` "
                 "sends them: check WANDB_API_KEY in .env and the network"
             )
-    except Exception as error:  # noqa: BLE001 - of a library that only watches
+    except (wandb.Error, OSError, ValueError) as error:
         return None, _first_line(error)
 
 
