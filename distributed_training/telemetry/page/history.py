@@ -58,7 +58,7 @@ class Neuron:
             event = {**event, "between_seconds": self._between(event)}
             self.steps.append(tuple(_number(event.get(column)) for column in COLUMNS))
         elif kind in ("start", "stop"):
-            self.state = "starting" if kind == "start" else "stopped"
+            self.state = "running" if kind == "start" else "stopped"
             self._step_ended = None
         elif kind == "outer_step":
             self.marks.append({"time": event.get("time"), "outer_step": event.get("outer_step")})

@@ -46,7 +46,7 @@ function take(event) {
   } else if (event.kind === "outer_step") neuron.marks.push(event);
   else if (event.kind === "scores") neuron.scores = event;
   else if (event.kind === "state") neuron.state = event.after;
-  else if (event.kind === "start" || event.kind === "stop") neuron.state = event.kind === "start" ? "starting" : "stopped";
+  else if (event.kind === "start" || event.kind === "stop") neuron.state = event.kind === "start" ? "running" : "stopped";
   if (neuron.tables[event.kind]) {
     neuron.tables[event.kind].push(event);
     neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
@@ -238,7 +238,9 @@ function tables(neuron) {
     scores.sort((a, b) => b[1].total - a[1].total).slice(0, 20).map(([uid, s]) => [uid,
       number(s.random, 2), number(s.assigned, 3), number(s.train, 3), number(s.all_reduce, 0), number(s.total, 3)]));
   table("peers", "Peers of the last rounds", ["peer", "averaged", "failed", "last"], peersOf(neuron).slice(0, SHOWN_ROWS));
-  table("ranks", "Ranks", ["rank", "memory", "GPU memory", "GPU used", "heat", "power"], ranksOf(neuron));
+  const ranks = ranksOf(neuron), measured = RANK_FIGURES.filter((f, i) => ranks.some((row) => row[i + 1] !== "–"));
+  table("ranks", "Ranks", ["rank", ...measured.map((f) => f.head)],
+    ranks.map((row) => [row[0], ...measured.map((f) => row[RANK_FIGURES.indexOf(f) + 1])]));
   table("subnet", "All neurons", ["neuron", "state", "step", "loss", "tokens/s", "rounds", "score"],
     neurons.size < 2 ? [] : [...neurons.values()].map(summaryOf));
   const problems = newest("problem");
@@ -260,15 +262,20 @@ function peersOf(neuron) {  // newest rounds first
   return [...found.values()];
 }
 
-function ranksOf(neuron) {
-  const figure = (rank, name, unit, scale = 1, digits = 0) => {
-    const value = neuron.gauges[`dt_rank_${name}.${rank}`];
-    return value === undefined ? "–" : `${number(value / scale, digits)} ${unit}`;
-  };
+const RANK_FIGURES = [
+  { name: "memory_bytes", head: "memory", unit: "GB", scale: 1e9, digits: 2 },
+  { name: "gpu_memory_bytes", head: "GPU memory", unit: "GB", scale: 1e9, digits: 1 },
+  { name: "gpu_utilization_percent", head: "GPU used", unit: "%", scale: 1, digits: 0 },
+  { name: "gpu_temperature_celsius", head: "heat", unit: "°C", scale: 1, digits: 0 },
+  { name: "gpu_power_watts", head: "power", unit: "W", scale: 1, digits: 0 },
+];
+
+function ranksOf(neuron) {  // a row of text for each rank, in the order of RANK_FIGURES
   const ranks = Object.keys(neuron.gauges).map((k) => /^dt_rank_\w+\.(\d+)$/.exec(k)).filter(Boolean).map((m) => Number(m[1]));
-  return [...new Set(ranks)].sort((a, b) => a - b).map((rank) => [rank, figure(rank, "memory_bytes", "GB", 1e9, 2),
-    figure(rank, "gpu_memory_bytes", "GB", 1e9, 1), figure(rank, "gpu_utilization_percent", "%"),
-    figure(rank, "gpu_temperature_celsius", "°C"), figure(rank, "gpu_power_watts", "W")]);
+  return [...new Set(ranks)].sort((a, b) => a - b).map((rank) => [rank, ...RANK_FIGURES.map((f) => {
+    const value = neuron.gauges[`dt_rank_${f.name}.${rank}`];
+    return value === undefined ? "–" : `${number(value / f.scale, f.digits)} ${f.unit}`;
+  })]);
 }
 
 function summaryOf(neuron) {
