@@ -68,7 +68,7 @@ class Metrics:
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
         self._file.write(time.monotonic(), self._collect)
-        for tracker in self._trackers:
+        for tracker in () if report.skipped else self._trackers:  # it has no number of its own
             tracker.log(report.total_inner_steps, self._file.registry.values())
 
     def round_ended(self, outer_step: int, *, ok: bool, seconds: float) -> None:
