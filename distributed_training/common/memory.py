@@ -241,6 +241,12 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
     )
 
 
+def checkpoint_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
+    """On disk, of a model with parameters of these shapes: one checkpoint, and the epoch's start
+    and outer momentum that the first one of an outer step writes besides."""
+    return (16 + 8) * sum(map(_count, tensors))
+
+
 def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
     """On disk, of a model with parameters of these shapes: ``model.safetensors``, the shards of
     AdamW, and ``gradients.pt`` with the ranks' parts of it that it is put together from."""

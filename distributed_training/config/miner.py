@@ -56,7 +56,8 @@ class MinerSettings:
     score_preview: Literal["off", "own", "ranked"] = flag("neuron.score_preview", "off")
     """after each publication compute what a validator would score it with, at the lowest priority
     on one CPU thread: 'own' this miner alone, 'ranked' also among the best paid others (reads their
-    uploads too); log line, event score_preview, metrics dt_score_*"""
+    uploads too); log line, event score_preview, metrics dt_score_*. For models of up to about 1
+    billion parameters; none above 1.2: a look would not end within its hour"""
     checkpoint_steps: int = flag("neuron.checkpoint_steps", 25, ge=1, le=1_000_000)
     """inner steps between two local checkpoints; one is also written at each stop"""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)

@@ -8,6 +8,7 @@ every rank has it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
@@ -371,17 +372,20 @@ class DataPipeline:
         passed = [b for b in earlier if b in self._blocks and b not in self._used]
         for block in passed[: max(0, len(passed) - _MOST_BLOCKS)]:
             del self._blocks[block]
-        files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)
-        for path in files[: max(0, len(files) - _KEPT_FILES)]:
-            number = path.name.removesuffix(SUFFIX)
-            if not number.isdigit() or int(number) not in self._blocks:
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that is away, or may only be read
+            files = sorted(self._block_folder.glob(f"*{SUFFIX}"), key=_age)
+            for path in files[: max(0, len(files) - _KEPT_FILES)]:
+                number = path.name.removesuffix(SUFFIX)
+                if not number.isdigit() or int(number) not in self._blocks:
+                    path.unlink(missing_ok=True)
 
     def _prepare_folder(self) -> None:
         self._block_folder.mkdir(parents=True, exist_ok=True)
         for other in self._block_folder.parent.glob(f"rank{self._spec.rank}-*"):
             if other != self._block_folder:  # of other settings
                 shutil.rmtree(other, ignore_errors=True)
+        for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
+            left.unlink(missing_ok=True)
 
     def close(self) -> None:
         """The last receipt; workers end. Batches handed out stay valid."""

@@ -21,6 +21,8 @@ from distributed_training.diagnostics.report import accumulation_steps
 MAXIMUM_UPLOAD_AGE = timedelta(seconds=4800)
 # After a successful round the first upload of the new outer step must be there by then.
 FIRST_UPLOAD_DUE = timedelta(seconds=4500)
+# What an upload is taken to need before one was measured, as in the operator guide.
+UPLOAD_TIME = timedelta(minutes=5)
 
 
 class ProbeError(Exception):
@@ -206,7 +208,8 @@ class StepEstimate:
 
     @property
     def first_upload_step(self) -> int:
-        """The first multiple of ``upload_steps`` that the gate lets through."""
+        """The first multiple of ``upload_steps`` that the gate lets through. Where that is too late
+        for the round, the miner takes the first step the gate lets through."""
         return -(-max(1, self.minimum_inner_step) // self.upload_steps) * self.upload_steps
 
     @property
@@ -214,11 +217,17 @@ class StepEstimate:
         """From the start of an outer step to the first valid upload's begin."""
         return self.first_upload_step * self.step_seconds
 
+    @property
+    def earliest_upload(self) -> timedelta:
+        """From the start of an outer step to the end of the first upload the gate allows."""
+        steps = max(1, self.minimum_inner_step)
+        return timedelta(seconds=steps * self.step_seconds) + UPLOAD_TIME
+
 
 def check_speed(estimate: StepEstimate, *, slow_step: timedelta) -> list[Check]:
     """The step time against the warning threshold, the uploads against the validators' limits."""
     step = timedelta(seconds=estimate.step_seconds)
-    first = timedelta(seconds=estimate.first_upload_seconds)
+    regular = timedelta(seconds=estimate.first_upload_seconds)
     between = timedelta(seconds=estimate.step_seconds * estimate.upload_steps)
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
     text = f"about {step.total_seconds():.1f} s per inner step ({estimate.micro_batches} x "
@@ -228,14 +237,17 @@ def check_speed(estimate: StepEstimate, *, slow_step: timedelta) -> list[Check]:
         if step > slow_step
         else Check("step time", "ok", text)
     ]
-    text = f"step {estimate.first_upload_step}, about {_minutes(first)} after a round"
-    if first > FIRST_UPLOAD_DUE:
+    text = f"step {estimate.first_upload_step}, about {_minutes(regular)} after a round"
+    if regular + UPLOAD_TIME > FIRST_UPLOAD_DUE:
+        minimum = max(1, estimate.minimum_inner_step)
+        text = f"step {minimum}, there about {_minutes(estimate.earliest_upload)} after a round"
+    if estimate.earliest_upload > FIRST_UPLOAD_DUE:
         checks.append(
             Check(
                 "first upload",
                 "fail",
                 f"{text}, but validators want it within {_minutes(FIRST_UPLOAD_DUE)}",
-                f"{faster}, or lower --neuron.upload_steps",
+                f"{faster}, or lower --neuron.minimum_valid_inner_step",
             )
         )
     else:

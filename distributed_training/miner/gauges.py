@@ -24,7 +24,8 @@ _SLOPE_LEAST = 30  # below, warming up looks like a leak
 
 
 class MachineGauges:
-    """Disk, memory and GPUs of one miner. ``needed``: bytes of a snapshot in ``folder``."""
+    """Disk, memory and GPUs of one miner. ``needed``: bytes that a snapshot and a
+    checkpoint take in ``folder``."""
 
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
         self._folder = folder

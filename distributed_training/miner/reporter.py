@@ -64,6 +64,7 @@ class Metrics:
             file.registry.counter(f"{name}_total")  # 0 until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
         file.registry.gauge("protocol_run").set(names.RUN)
+        file.registry.gauge("registered").set(1)  # a start without a uid comes to no metrics
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
@@ -105,8 +106,9 @@ class Metrics:
 
     def score_previewed(self, fields: Mapping[str, Any]) -> None:
         for name in ("random_relative", "assigned_relative", "rank", "train_share"):
-            self._file.registry.gauge(f"score_{name}").set(fields[name])
-        self._file.registry.gauge("score_repo_valid").set(float(fields["repo_valid"]))
+            self._file.registry.gauge(f"score_{name}").set(fields.get(name))
+        valid = fields.get("repo_valid")
+        self._file.registry.gauge("score_repo_valid").set(None if valid is None else float(valid))
 
     def stopped(self, exit_status: int) -> None:
         """The last figures stay in the file: an alert tells a deregistration from a stop."""
@@ -179,7 +181,7 @@ class Reporter:
             case ev.PublicationEnded(report=publication):
                 self._publication_ended(publication)
             case ev.ScorePreviewed(fields=fields):
-                log.info("%s", fields["line"])
+                log.info("%s", fields.get("line", "Score preview: without a line"))
                 self._record("score_preview", **fields)
                 self._metrics.score_previewed(fields)
             case ev.GlobalFetchFailed(detail=detail):
@@ -196,6 +198,8 @@ class Reporter:
                 self._record("roll_back", outer_step=outer, inner_step=inner)
             case ev.ModeChanged(before=before, after=after):
                 self._record("state", before=before.value, after=after.value)
+                if after is Mode.FETCHING and not state.rebase and state.fetch_target is not None:
+                    log.info("%s", lines.epochs_differ(state.outer_step, state.fetch_target))
             case ev.Stopped(exit_status=status):
                 log.info("Stopped (%s)", state.stop_reason)
                 self._record("stop", reason=state.stop_reason, exit_status=status)

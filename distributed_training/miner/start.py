@@ -12,6 +12,7 @@ Tests build the same :class:`Miner` with a network of their own.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import shutil
@@ -27,7 +28,7 @@ from typing import Any, Literal
 import torch
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.memory import snapshot_bytes
+from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, load_config
@@ -35,7 +36,7 @@ from distributed_training.diagnostics import NvmlSampler, step_warnings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
-from distributed_training.scoring.background import BackgroundPreview
+from distributed_training.scoring.background import BackgroundPreview, too_large
 from distributed_training.store.gate import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
@@ -64,9 +65,9 @@ from .watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
 
-#: Covers every collective of the control channel. Rank 0 comes to a boundary at least every
-#: ``idle_wait``; the longest thing between two boundaries is writing the pseudo-gradient, loading
-#: weights or compiling the model.
+#: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s
+#: while there is nothing to do; the longest thing between two boundaries is writing the
+#: pseudo-gradient, loading weights or compiling the model.
 CONTROL_TIMEOUT = timedelta(minutes=30)
 #: Covers each collective of the model's own group: gathering weights, reducing gradients. Ranks
 #: come to one within seconds of each other; compiling the model may put minutes between them. NCCL
@@ -359,7 +360,11 @@ class RankZero:
         for see in (self._reporter().see, self._publishing().see, self._tell_server):
             self.leader.subscribe(see)
         if config.miner.score_preview != "off":
-            self.leader.subscribe(self._score_preview(config.miner.score_preview))
+            parameters = sum(math.prod(shape) for _, shape in trainer.schema)
+            if (problem := too_large(parameters)) is not None:
+                log.warning("%s", problem)
+            else:
+                self.leader.subscribe(self._score_preview(config.miner.score_preview))
 
     def open_doors(self) -> None:
         """From here on others find this miner, and it finds out about them."""
@@ -428,7 +433,8 @@ class RankZero:
         )
         machine = MachineGauges(
             place.folder,
-            needed=self._bytes_needed(),
+            needed=self._bytes_needed()
+            + checkpoint_bytes(s for _, s in self._miner.trainer.schema),
             gpus=place.ranks.world_size if on_gpu else 0,
         )
         metrics = Metrics(

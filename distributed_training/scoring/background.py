@@ -21,9 +21,22 @@ from distributed_training.common.environment import without_secrets
 log = logging.getLogger(__name__)
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "score.py"
-TIMEOUT = timedelta(hours=1)  # of one look; a large model on the CPU may need most of it
+TIMEOUT = timedelta(hours=1)  # of one look
+#: By the count of operations a look at 1B takes one thread half an hour (docs/scoring.md).
+MOST_PARAMETERS = 1_200_000_000
 # Not secrets, but named like ones: where the store is, and the dataset's token.
 _KEPT = ("R2_ENDPOINT_URL", "R2_ACCOUNT_ID", "HF_TOKEN")
+
+
+def too_large(parameters: int) -> str | None:
+    """The line that says why no look would end in its time, or None."""
+    if parameters <= MOST_PARAMETERS:
+        return None
+    return (
+        f"No score previews: a model of {parameters / 1e9:.1f}B parameters takes one thread "
+        f"longer than the {TIMEOUT.total_seconds() / 60:.0f} minutes it is given. Leave "
+        "out --neuron.score_preview, and run scripts/score.py on a machine with a GPU"
+    )
 
 
 class BackgroundPreview:
@@ -58,18 +71,29 @@ class BackgroundPreview:
             if self._process is not None:
                 self._again = True
                 return
-            self._process = subprocess.Popen(
-                self._command,
-                env=without_secrets(keep=_KEPT),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            thread = threading.Thread(
-                target=self._follow, args=(self._process,), name="score-preview", daemon=True
-            )
-        thread.start()
+            try:
+                self._process = self._start()
+            except (OSError, RuntimeError) as error:  # no memory, process or thread is left
+                log.warning("No score preview of this publication: it cannot start (%s)", error)
+
+    def _start(self) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            self._command,
+            env=without_secrets(keep=_KEPT),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            threading.Thread(
+                target=self._follow, args=(process,), name="score-preview", daemon=True
+            ).start()
+        except RuntimeError:
+            process.kill()
+            process.communicate()
+            raise
+        return process
 
     def close(self) -> None:
         """End a look under way. Idempotent."""

@@ -74,9 +74,16 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
     ``folder`` need not exist yet.
     """
     place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    free = shutil.disk_usage(place).free
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        free = shutil.disk_usage(place).free
+    except OSError as error:  # a network disk that is away
+        return (
+            f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
+            "no snapshot can be written. Training goes on unpublished: bring the disk back or move "
+            "--neuron.run_folder"
+        )
     if free >= needed + reserve:
         return None
     return (

@@ -22,6 +22,7 @@ from distributed_training.common import memory
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
+    checkpoint_bytes,
     device_memory,
     disk_space,
     host_memory,
@@ -133,6 +134,8 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
         expected.checkpoints, rel=0.05
     )
     assert epochs == pytest.approx(expected.epochs, rel=0.05)
+    one = checkpoint_bytes(s for _, s in made.schema)
+    assert one == (expected.checkpoints + expected.epochs) / checkpoints
     # a snapshot's estimate has room for the parts that rank 0 puts together
     snapshot = written(tmp_path, "snapshot")
     shapes = [s for _, s in made.schema]

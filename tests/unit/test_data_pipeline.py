@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tempfile
@@ -22,6 +23,8 @@ from distributed_training.data import (
     build_tokenizer,
     held_out_batches,
 )
+from distributed_training.data import pipeline as pipeline_module
+from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.protocol.pages import select_pages
 
@@ -35,16 +38,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
 
 
-def pipeline(tokenizer: tuple[Path, int], **changes: int) -> DataPipeline:
+def spec(tokenizer: tuple[Path, int], **changes: int) -> WorkerSpec:
     values = {"uid": 3, "rank": 0, "world_size": 4, "sequence_length": 64} | changes
-    spec = WorkerSpec(
+    return WorkerSpec(
         settings=SETTINGS,
         tokenizer_path=tokenizer[0],
         eos_id=tokenizer[1],
         folder=Path(tempfile.mkdtemp(dir=tokenizer[0].parent)),
         **values,
     )
-    return DataPipeline(spec, micro_batch_size=2)
+
+
+def pipeline(tokenizer: tuple[Path, int], **changes: int) -> DataPipeline:
+    return DataPipeline(spec(tokenizer, **changes), micro_batch_size=2)
 
 
 @pytest.fixture()
@@ -189,6 +195,31 @@ def test_a_dead_worker_is_replaced(running: DataPipeline) -> None:
     running.request(2)
     assert wait_ready(running, 2) > 0
     assert running.counters()["worker_restarts"] == 1
+
+
+def test_what_a_killed_worker_left_is_removed_by_the_next_start(
+    tokenizer: tuple[Path, int],
+) -> None:
+    same = spec(tokenizer)
+    same.blocks.mkdir(parents=True)
+    half, whole = same.blocks / ".7.tokens.123.456.tmp", same.blocks / f"8{SUFFIX}"
+    for path in (half, whole):
+        path.write_bytes(b"tokens")
+    with closing(DataPipeline(same, micro_batch_size=2)):
+        assert not half.exists() and whole.exists()
+
+
+def test_a_disk_that_may_only_be_read_does_not_end_training(
+    running: DataPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(pipeline_module, "_KEPT_FILES", 1)
+    monkeypatch.setattr(Path, "unlink", refused)
+    for block in range(1, 6):
+        running.request(block)
+        running.begin(block, wait_ready(running, block))
 
 
 def test_held_out_batches(tokenizer: tuple[Path, int]) -> None:

@@ -195,3 +195,13 @@ def test_estimates() -> None:
         check_speed(StepEstimate(2.0, 64, upload_steps=60, minimum_inner_step=50), slow_step=slow)
     )
     assert verdicts == {"step time": "warn", "first upload": "fail", "upload age": "fail"}
+
+
+@pytest.mark.parametrize(("step", "verdict"), [(60, "ok"), (80, "ok"), (83, "ok"), (85, "fail")])
+def test_the_first_upload_has_the_time_that_the_guide_gives_it(step: float, verdict: str) -> None:
+    """With 60 steps between two uploads the miner takes step 50 where step 60 would be too late."""
+    estimate = StepEstimate(step, 1, upload_steps=60, minimum_inner_step=50)
+    checks = check_speed(estimate, slow_step=timedelta(seconds=90))
+    (first,) = [check for check in checks if check.name == "first upload"]
+    assert first.status == verdict, first.line
+    assert ("step 60" if step == 60 else "step 50") in first.line

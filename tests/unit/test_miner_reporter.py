@@ -326,3 +326,26 @@ def test_a_score_preview_is_a_line_an_event_and_metrics(rig: Rig) -> None:
     text = rig.file.read_text()
     assert "dt_score_random_relative 0.01" in text and "dt_score_repo_valid 1" in text
     assert "dt_score_rank" not in text, "what is not known is absent"
+
+
+def test_a_fetch_is_told_when_it_begins_and_a_rebase_is_not_another_epoch(rig: Rig) -> None:
+    begins = ev.ModeChanged(Mode.TRAINING, Mode.FETCHING)
+    behind = MinerState(Mode.FETCHING, outer_step=11, fetch_target=12)
+    assert rig.see(begins, behind) == [
+        ("INFO", "Local Epoch 11 Behind Global Epoch 12. Loading Latest Model State.")
+    ]
+    rebase = MinerState(Mode.FETCHING, outer_step=12, fetch_target=12, rebase=True)
+    assert rig.see(begins, rebase) == []
+
+
+def test_a_score_preview_of_another_version_ends_nothing(rig: Rig) -> None:
+    rig.see(ev.ScorePreviewed({"uid": 7, "rank": 3}))
+    values = rig.reporter._metrics._file.registry.values()
+    assert values["score_rank"] == 3 and "score_repo_valid" not in values
+
+
+def test_a_running_miner_is_registered_until_it_is_told_otherwise(rig: Rig) -> None:
+    rig.see(ev.InnerStepDone(REPORT))
+    assert "dt_registered 1" in rig.file.read_text()
+    rig.see(ev.Stopped(3))
+    assert "dt_registered 0" in rig.file.read_text()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
+import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.scoring.background import BackgroundPreview
+from distributed_training.scoring.background import BackgroundPreview, too_large
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,3 +106,32 @@ def test_a_stop_ends_a_look_at_once(rig: Rig) -> None:
     assert time.monotonic() - began < 5 and rig.told.empty()
     rig.preview.look()
     assert not os.path.exists(f"/proc/{process.pid}/exe") and len(rig.looks()) == 1
+
+
+def test_a_machine_without_room_for_a_look_costs_that_look_only(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked for on the thread that trains."""
+
+    def no_memory(*arguments: Any, **options: Any) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    def no_thread(*arguments: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    rig.answer(json.dumps({"miners": [{"uid": 7}]}))
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", no_memory)
+        rig.preview.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        rig.preview.look()
+    assert caplog.text.count("No score preview of this publication: it cannot start") == 2
+    rig.preview.look()
+    assert rig.told.get(timeout=30)["uid"] == 7
+
+
+def test_a_model_that_no_look_would_end_for_has_none() -> None:
+    assert too_large(1_000_000_000) is None
+    line = too_large(4_000_000_000)
+    assert line is not None and "4.0B" in line and "scripts/score.py" in line

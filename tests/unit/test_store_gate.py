@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -68,3 +71,16 @@ def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:
     assert line is not None
     assert "UPLOAD BLOCKED" in line
     assert "--neuron.run_folder" in line
+
+
+def test_a_disk_that_does_not_answer_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked on the thread that trains."""
+
+    def stale(path: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    line = disk_allows(tmp_path, 1)
+    assert line is not None and "UPLOAD BLOCKED" in line and "does not answer" in line
