@@ -168,7 +168,6 @@ class WeightsCompared(Event):
 
 @dataclass(frozen=True)
 class GlobalFetched(Event):
-    outer_step: int
     folder: Path
 
 

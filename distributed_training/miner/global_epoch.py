@@ -162,7 +162,7 @@ class GlobalEpoch:
             except GlobalUnavailableError as error:
                 detail = str(error)
             else:
-                self._post(ev.GlobalFetched(outer_step, self._fetched))
+                self._post(ev.GlobalFetched(self._fetched))
                 return
             wait = doubling(failures, first=self._retry, longest=_LONGEST_WAIT)
             if failures < _ATTEMPTS and self._closed.wait(wait.total_seconds()):

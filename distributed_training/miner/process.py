@@ -30,12 +30,11 @@ INSTANCE = "DT_INSTANCE"  # environment variable: the mark of one launcher's tre
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process's place among the ranks. ``instance`` is empty if no launcher stands above."""
+    """This process's place among the ranks."""
 
     rank: int
     local_rank: int
     world_size: int
-    instance: str
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
@@ -45,7 +44,6 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
         rank=int(env["RANK"]),
         local_rank=int(env["LOCAL_RANK"]),
         world_size=int(env["WORLD_SIZE"]),
-        instance=env.get(INSTANCE, ""),
     )
 
 

@@ -140,7 +140,7 @@ class PublicationReport:
 
 @dataclass
 class Progress:
-    """Where training stands. The loop owns the only mutable instance."""
+    """Where training stood when a snapshot or a checkpoint was taken."""
 
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step

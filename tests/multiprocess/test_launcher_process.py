@@ -107,7 +107,7 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
 
 
 def test_rank_environment() -> None:
-    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", INSTANCE: "m"}
-    assert process.rank_environment(env) == process.RankEnvironment(3, 1, 4, "m")
+    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
+    assert process.rank_environment(env) == process.RankEnvironment(3, 1, 4)
     with pytest.raises(KeyError):
         process.rank_environment({})

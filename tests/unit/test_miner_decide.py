@@ -317,7 +317,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
     (
         "fetched because our weights differed: what was trained is kept",
         state(Mode.FETCHING, rebase=True),
-        ev.GlobalFetched(12, Path("epoch-12")),
+        ev.GlobalFetched(Path("epoch-12")),
         Mode.LOADING,
         (Order.REBASE,),
     ),
@@ -347,7 +347,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
     (
         "fetched",
         state(Mode.FETCHING),
-        ev.GlobalFetched(13, Path("epoch-13")),
+        ev.GlobalFetched(Path("epoch-13")),
         Mode.LOADING,
         (Order.LOAD,),
     ),
@@ -414,7 +414,7 @@ def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
         at = now.global_due
     assert waits == [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
     now, _ = decide(now, ev.GlobalEpochSeen(13, at), RULES)
-    now, _ = decide(now, ev.GlobalFetched(13, Path("epoch-13")), RULES)
+    now, _ = decide(now, ev.GlobalFetched(Path("epoch-13")), RULES)
     now, _ = decide(now, ev.Loaded(13), RULES)
     assert now.fetch_failures == 0
 
@@ -457,7 +457,7 @@ def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     assert waiting.partial and not waiting.rebase
     again, orders = decide(waiting, ev.GlobalEpochSeen(12, 5060.0), RULES)
     assert again.rebase and Task.FETCH_GLOBAL in orders
-    loading, _ = decide(again, ev.GlobalFetched(12, Path("epoch-12")), RULES)
+    loading, _ = decide(again, ev.GlobalFetched(Path("epoch-12")), RULES)
     done, _ = decide(loading, ev.Loaded(12), RULES)
     assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
 

@@ -201,7 +201,7 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
         failed = events.get(timeout=10)
         assert isinstance(failed, ev.GlobalFetchFailed) and "nobody thought" in failed.detail
         watch.fetch(6)
-        assert events.get(timeout=10) == ev.GlobalFetched(6, tmp_path)
+        assert events.get(timeout=10) == ev.GlobalFetched(tmp_path)
     finally:
         watch.close()
 

@@ -229,7 +229,7 @@ def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> 
 def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
     rig = Rig()
     rig.order(ev.GlobalEpochSeen(6, 1000.0))
-    command = rig.command(ev.GlobalFetched(6, Path("epoch-6")))
+    command = rig.command(ev.GlobalFetched(Path("epoch-6")))
     assert command == Command(Order.LOAD, 6)
     assert command.given.folder == Path("epoch-6")
     rig.order(ev.LoadFailed("another shape", 1001.0))
@@ -239,7 +239,7 @@ def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
 def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     rig = Rig()
     rig.order(ev.WeightsCompared(4, same=False))
-    rig.leader.post(ev.GlobalFetched(4, Path("epoch-4")))
+    rig.leader.post(ev.GlobalFetched(Path("epoch-4")))
     assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
 
 

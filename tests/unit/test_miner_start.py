@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from distributed_training.miner import events as ev
 from distributed_training.miner import global_bucket, start
+from distributed_training.miner.decide import MinerState, Mode, Rules, decide
 from distributed_training.miner.global_bucket import GlobalUnavailableError
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.protocol.types import RoundRequest
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -59,3 +62,27 @@ def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
     clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
     rank_zero: Any = SimpleNamespace(round_clock=clock)
     assert start.RankZero._half_a_round(rank_zero) == 375
+
+
+class Server:
+    calls_over = 0
+
+    def round_ended(self) -> None:
+        self.calls_over += 1
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
+    """Else it answers the validator that a round is running, until a restart."""
+    server = Server()
+    rank_zero: Any = SimpleNamespace(server=server)
+    call = ev.AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
+    state = MinerState(mode=mode, outer_step=4)
+    start.RankZero._tell_server(rank_zero, call, state)
+    after, _ = decide(state, call, Rules(reload_seconds=60, checkpoint_steps=10))
+    starts_a_round = after.mode is Mode.AVERAGING
+    assert server.calls_over == (0 if starts_a_round else 1)
+    start.RankZero._tell_server(
+        rank_zero, ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL), after
+    )
+    assert server.calls_over == (1 if starts_a_round else 2)
