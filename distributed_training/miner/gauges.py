@@ -74,10 +74,13 @@ class MachineGauges:
         return None
 
     def _resident(self) -> float:
-        """Of this process and of all it started; what they share counts for each of them."""
-        here = psutil.Process()
+        """Of all ranks, what they started and what they were forked from, which is the parent of
+        each (without a launcher: of this rank's tree). What they share counts for each of them."""
+        top = psutil.Process()
+        if self._instance:
+            top = top.parent() or top
         total = 0
-        for process in (here, *here.children(recursive=True)):
+        for process in (top, *top.children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it ended meanwhile
                 total += process.memory_info().rss
         self._growth.add(time.monotonic(), total)
