@@ -31,7 +31,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
-from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.diagnostics import NvmlSampler, step_warnings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
@@ -108,8 +108,11 @@ def run_rank(argv: list[str]) -> int:
     stop.install()
     die_with_parent()
     write_stacks_on_signal()
-    config = load_config("miner", argv)
-    folder = make_run_folder(config)
+    try:  # right when the launcher began; .env or the disk may be another since
+        config = load_config("miner", argv)
+        folder = make_run_folder(config)
+    except ConfigError as error:
+        return exit_with(error)
     write_pid_file(folder, me.rank)
     start_log(config, folder, name="miner", rank=me.rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.

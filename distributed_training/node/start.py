@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError
+from distributed_training.node.failures import NetworkFailure
 from distributed_training.telemetry import setup_logging
 
 
@@ -43,14 +44,34 @@ def start_log(config: Config, folder: Path, *, name: str, rank: int = 0) -> None
 
 
 def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
-    """The tokenizer's file below ``folder`` and its end-of-sequence token. Raises ConfigError."""
+    """The tokenizer's file below ``folder`` and its end-of-sequence token. Raises ConfigError;
+    NetworkFailure when the hub does not answer, for nobody need change anything then."""
     from distributed_training.data import build_tokenizer
 
     name = config.miner.global_tokenizer_name
     try:
         return build_tokenizer(name, folder / "tokenizer")
     except (ValueError, OSError) as error:
+        if _hub_is_away(error):
+            raise NetworkFailure(
+                f"the tokenizer {name} is not on this machine and the Hugging Face hub does not "
+                "answer, so no text could be read: check the network, or give a folder with "
+                "--neuron.global_tokenizer_name"
+            ) from None
         raise ConfigError(
             f"the tokenizer {name} cannot be loaded ({error}), so no text could be read: check the "
             "network or --neuron.global_tokenizer_name"
         ) from None
+
+
+def _hub_is_away(error: BaseException | None) -> bool:
+    """Whether what transformers made of it began with a hub that did not answer."""
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    while error is not None:
+        if isinstance(error, LocalEntryNotFoundError):  # neither the hub nor its cache has it
+            return True
+        if isinstance(error, HfHubHTTPError):
+            return error.response.status_code == 429 or error.response.status_code >= 500
+        error = error.__cause__
+    return False
