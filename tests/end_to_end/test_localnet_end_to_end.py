@@ -29,6 +29,7 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.telemetry.catalogue import METRICS
 from distributed_training.telemetry.page.process import PageProcess
+from tests import chromium
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -134,6 +135,22 @@ def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
         assert len(known["steps"]) == len(miner.state.losses) and known["state"] == "stopped"
         assert len(known["marks"]) >= OUTER_STEPS and known["tables"]["publication"]
     assert shown["validator"]["scores"]
+
+
+@chromium.needed
+def test_a_browser_shows_the_run(run: Run, tmp_path: Path) -> None:
+    said: list[str] = []
+    folders = [neuron.plan.folder for neuron in [*run.subnet.miners, run.subnet.validator]]
+    with PageProcess(folders, told=said.append), chromium.opened(tmp_path) as browser:
+        wait_for(lambda: said, "the page")
+        browser.get(said[0].removeprefix("page: "))
+        wait_for(lambda: f"{OUTER_STEPS} . " in chromium.card(browser, "Step"), "the miner")
+        assert "took part" in chromium.card(browser, "Last round")
+        assert "ago" in chromium.card(browser, "Published")
+        assert "peers" in chromium.card(browser, "Swarm") and chromium.card(browser, "Score")
+        assert browser.execute_script(chromium.CHECKS) == []
+        assert len(browser.find_elements("css selector", "#loss .mark")) >= OUTER_STEPS
+        assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
 
 
 def epoch_start(checkpoints: Path, world_size: int, outer_step: int) -> dict[str, torch.Tensor]:

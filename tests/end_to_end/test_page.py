@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,17 +19,11 @@ import pytest
 
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.page.history import COLUMNS, Neuron
+from tests import chromium
+from tests.chromium import CHECKS, card
 from tests.waiting import wait_for
 
-webdriver = pytest.importorskip("selenium.webdriver")
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.timeout(180),
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian packages)"
-    ),
-]
+pytestmark = [pytest.mark.timeout(180), pytest.mark.slow, chromium.needed]
 ROOT = Path(__file__).parents[2]
 SECRET = "a-token-of-more-than-16-characters"
 
@@ -58,20 +51,8 @@ class Page:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-        "--disable-background-networking", "--disable-component-update", "--disable-sync",
-        f"--user-data-dir={tmp_path_factory.mktemp('chromium')}", "--window-size=1300,1100",
-    ):  # fmt: skip
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(service=Service(DRIVER), options=options)
-    yield driver
-    driver.quit()
+    with chromium.opened(tmp_path_factory.mktemp("chromium")) as driver:
+        yield driver
 
 
 def step(events: EventLog, number: int, *, loss: float) -> None:
@@ -128,14 +109,6 @@ def test_the_time_between_two_steps_is_not_lost(tmp_path: Path) -> None:
     assert [row[at] for row in miner.facts()["steps"]] == [None, 0.0, 30.0, None, 0.0]
 
 
-def card(browser: Any, title: str) -> str:
-    script = """
-        for (const card of document.querySelectorAll('.card'))
-            if (card.querySelector('h2').textContent === arguments[0]) return card.innerText;
-        return '';"""
-    return str(browser.execute_script(script, title))
-
-
 def test_it_shows_what_happens_and_survives_a_restart(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
@@ -165,36 +138,6 @@ def test_it_shows_what_happens_and_survives_a_restart(
         wait_for(lambda: browser.find_element("id", "connection").text == "live", "live again")
     problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
-
-
-CHECKS = """
-const luminance = (colour) => {
-  const c = colour.match(/[0-9.]+/g).slice(0, 3).map((v) => v / 255)
-    .map((v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
-  return 0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2];
-};
-const ground = (e) => { for (; e; e = e.parentElement) {
-  const colour = getComputedStyle(e).backgroundColor;
-  if (!colour.startsWith('rgba(0, 0, 0, 0')) return colour; } return 'rgb(255, 255, 255)'; };
-const found = [];
-const texts = 'h1, h2, p, small, td, th, button, li, span, text, figcaption b';
-for (const e of document.querySelectorAll(texts)) {
-  if (!e.textContent.trim()) continue;
-  const style = getComputedStyle(e), ink = e.tagName === 'text' ? style.fill : style.color;
-  const [a, b] = [luminance(ink), luminance(ground(e))].sort((x, y) => y - x);
-  const said = `${e.tagName} "${e.textContent.slice(0, 30)}"`;
-  if ((a + 0.05) / (b + 0.05) < 4.5) found.push(`contrast of ${said}`);
-}
-for (const e of document.querySelectorAll('svg, meter'))
-  if (!e.getAttribute('aria-label')) found.push(`${e.tagName} has no name`);
-for (const e of document.querySelectorAll('button'))
-  if (!e.textContent.trim()) found.push('a button has no name');
-if (!document.documentElement.lang) found.push('no language');
-if (document.documentElement.scrollWidth > innerWidth + 1) found.push('wider than the screen');
-for (const r of performance.getEntriesByType('resource'))
-  if (new URL(r.name).origin !== location.origin) found.push(`foreign ${r.name}`);
-return found;
-"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
