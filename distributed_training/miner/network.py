@@ -45,7 +45,12 @@ from distributed_training.store.errors import StoreError
 from distributed_training.store.remote_state import RemoteState
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
-from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
+from distributed_training.swarm import (
+    HivemindSwarm,
+    HostLaunch,
+    SwarmUnavailable,
+    launch_host,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +61,7 @@ class Outside:
 
     config: Config
     folder: Path
+    swarm_launch: HostLaunch
     member: Member
     published_at: float | None  # time.monotonic() of the newest gradients.pt in our bucket
     ip: str  # validators reach us at
@@ -108,7 +114,12 @@ class Outside:
     def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
         """Raises NetworkFailure."""
         try:
-            return HivemindSwarm(settings=self.config.swarm, schema=schema, run_folder=self.folder)
+            return HivemindSwarm(
+                settings=self.config.swarm,
+                schema=schema,
+                run_folder=self.folder,
+                launch=self.swarm_launch,
+            )
         except SwarmUnavailable as error:
             raise NetworkFailure(str(error)) from None
 
@@ -184,6 +195,8 @@ def connect(
     config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
 ) -> Outside:
     """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
+    swarm_launch = launch_host(folder)
+    stack.callback(swarm_launch.end)
     member = join_subnet(config, stack)
     bucket = names.miner_bucket(config.store.global_model_name, member.uid)
     try:
@@ -200,6 +213,7 @@ def connect(
     return Outside(
         config=config,
         folder=folder,
+        swarm_launch=swarm_launch,
         member=member,
         published_at=published_at,
         ip=ip,

@@ -9,7 +9,8 @@ tensors through memory that both map.
 
 from __future__ import annotations
 
+from .host_process import HostLaunch
 from .keeper import SwarmUnavailable
-from .peer import HivemindSwarm
+from .peer import HivemindSwarm, launch_host
 
-__all__ = ["HivemindSwarm", "SwarmUnavailable"]
+__all__ = ["HivemindSwarm", "HostLaunch", "SwarmUnavailable", "launch_host"]

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -222,12 +223,17 @@ def main() -> int:
 
 
 def _first_line(connection: socket.socket) -> HostConfig:
+    """With the descriptor of the tensors as it is here. Raises SystemExit if rank 0 is gone."""
+    received, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     line = b""
-    while not line.endswith(b"\n"):
-        line += connection.recv(1)
+    while received and not line.endswith(b"\n"):
+        received = connection.recv(1)
+        line += received
+    if not received:
+        raise SystemExit(0)
     config = from_line(line)
     assert isinstance(config, HostConfig)
-    return config
+    return replace(config, tensors=descriptors[0])
 
 
 if __name__ == "__main__":

@@ -37,16 +37,46 @@ log = logging.getLogger(__name__)
 #: Without a sign of life for so long (they come every 2 s) the host is taken for hung.
 HANG = 20.0
 _CLOSE = 6.0  # seconds to leave the swarm
+_TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of the tensors
+
+
+class HostLaunch:
+    """A host's process that does not know yet what it is to do, and imports meanwhile: seconds that
+    a start uses otherwise. ``log``: file for what hivemind prints."""
+
+    def __init__(self, log: Path) -> None:
+        self._ended = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.connection, theirs = socket.socketpair()
+        with theirs, log.open("ab") as log_file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "distributed_training.swarm.host", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd=Path(__file__).resolve().parents[2],
+                env=without_secrets() | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
+            )
+
+    def end(self) -> None:
+        """Kill it and what it started. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            # It leads its session: p2pd is in this group, and nobody else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
 
 
 class HostProcess:
-    """A host that was started with ``config``. :meth:`end` it, whatever became of it.
+    """A host that does what ``config`` says. :meth:`end` it, whatever became of it.
 
-    ``ended`` is set once it is gone or has to be ended; ``why`` says why then. ``log_file``:
-    descriptor of a file for what hivemind prints.
+    ``ended`` is set once it is gone or has to be ended; ``why`` says why then.
     """
 
-    def __init__(self, config: HostConfig, *, log_file: int) -> None:
+    def __init__(self, config: HostConfig, launch: HostLaunch) -> None:
         self.ended = threading.Event()
         self.why = ""
         self._sockets = config.sockets
@@ -55,19 +85,11 @@ class HostProcess:
         self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
         self._sending = threading.Lock()
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "distributed_training.swarm.host", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
-                stderr=log_file,
-                pass_fds=(theirs.fileno(), config.tensors),
-                start_new_session=True,
-                cwd=Path(__file__).resolve().parents[2],
-                env=without_secrets() | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
-            )
+        self._launch, self._process = launch, launch.process
+        self._connection = launch.connection
         threading.Thread(target=self._read, name="swarm-answers", daemon=True).start()
+        with contextlib.suppress(OSError):  # it is gone: `ended` tells
+            socket.send_fds(self._connection, [_TENSORS], [config.tensors])
         self.send(config)
 
     @property
@@ -142,10 +164,7 @@ class HostProcess:
         """Kill the host and p2pd. Idempotent."""
         self.why = self.why or why
         self.ended.set()
-        # The host leads its session: p2pd is in this group, and nobody else.
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._launch.end()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads
         shutil.rmtree(self._sockets, ignore_errors=True)

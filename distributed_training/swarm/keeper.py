@@ -17,7 +17,7 @@ from distributed_training.config.swarm import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 from .bootstrap import any_reachable
-from .host_process import HostProcess, make_socket_folder
+from .host_process import HostLaunch, HostProcess, make_socket_folder
 from .memory import SharedTensors
 from .messages import HostConfig
 
@@ -47,13 +47,20 @@ class HostKeeper:
     with the initial peers no longer matters.
     """
 
-    def __init__(self, settings: SwarmSettings, tensors: SharedTensors, folder: Path) -> None:
+    def __init__(
+        self,
+        settings: SwarmSettings,
+        tensors: SharedTensors,
+        folder: Path,
+        launch: HostLaunch | None = None,
+    ) -> None:
         self.peer_id = ""
         self.visible_maddrs: list[str] = []
         self.joined = False  # False: started alone because no initial peer could be reached
         self._settings = settings
         self._tensors = tensors
         self._folder = folder
+        self._launch = launch  # for the first start
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
         self._closing = threading.Event()
@@ -209,8 +216,8 @@ class HostKeeper:
             compression=settings.compression,
         )
         bound_log(self._log)
-        with self._log.open("ab") as log_file:
-            host = HostProcess(config, log_file=log_file.fileno())
+        launch, self._launch = self._launch or HostLaunch(self._log), None
+        host = HostProcess(config, launch)
         ready = host.wait_ready(timeout + 15)
         if ready is None:
             host.end()

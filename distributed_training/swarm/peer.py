@@ -19,7 +19,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 
-from .host_process import HostProcess
+from .host_process import HostLaunch, HostProcess
 from .judge import Judge, norm_of
 from .keeper import HostKeeper
 from .memory import SharedTensors
@@ -31,12 +31,18 @@ _HANG_MARGIN = timedelta(seconds=10)
 _SHORTEST_MEASURE = 0.5
 
 
+def launch_host(run_folder: Path) -> HostLaunch:
+    """Have the swarm host import while the rest of a start goes on. End it if it is not used."""
+    return HostLaunch(run_folder / "swarm" / "hivemind.log")
+
+
 class HivemindSwarm:
     """A full peer of the swarm. Every public method may be called from any thread.
 
     ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
-    restart keeps the peer id), the norms of past rounds and hivemind's log. Raises SwarmUnavailable
-    when the swarm host cannot be started, tried three times.
+    restart keeps the peer id), the norms of past rounds and hivemind's log. ``launch``: of
+    :func:`launch_host`. Raises SwarmUnavailable when the swarm host cannot be started, tried three
+    times.
 
     ``buffers`` are float32 CPU tensors in the schema's order, averaged in place. After a round that
     failed their content is not defined: weights never live here.
@@ -48,6 +54,7 @@ class HivemindSwarm:
         settings: SwarmSettings,
         schema: Sequence[tuple[str, tuple[int, ...]]],
         run_folder: Path,
+        launch: HostLaunch | None = None,
     ) -> None:
         folder = run_folder / "swarm"
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +69,7 @@ class HivemindSwarm:
         self._number = 0
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
         self._closed = False
-        self._keeper = HostKeeper(settings, self._memory, folder)
+        self._keeper = HostKeeper(settings, self._memory, folder, launch)
 
     @property
     def peer_id(self) -> str:
