@@ -32,6 +32,7 @@ from torch import Tensor
 
 from distributed_training.protocol import gradients
 
+from .host_copies import side_stream
 from .shards import ParameterShard, RowStream
 
 Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
@@ -220,11 +221,12 @@ class ErrorFeedback:
         if device.type == "cpu" or rows.numel() == 0:
             return gradients.encode_rows(rows, topk=self.codec.topk)
         step = max(1, _DEVICE_ROWS // rows.shape[1])
-        parts = [
-            gradients.encode_rows(part.to(device, non_blocking=True), topk=self.codec.topk)
-            for part in rows.split(step)
-        ]
-        return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
+        with torch.cuda.stream(side_stream(device)):  # beside training's kernels, not between them
+            parts = [
+                gradients.encode_rows(part.to(device), topk=self.codec.topk)
+                for part in rows.split(step)
+            ]
+            return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
     def _take_rows(self, index: int, rows: Tensor) -> Code:
         """The code of ``rows``, which lose what it holds."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +13,53 @@ from .shards import ParameterShard
 OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded (512 MiB)
 
 
+class _Lane:
+    """A stream whose work is in numbered pieces, for which other lanes may wait. Without a GPU
+    (``device`` None) everything is done in order anyway."""
+
+    def __init__(
+        self, device: torch.device | None, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        self.stream = stream
+        if device is not None and stream is None:
+            self.stream = torch.cuda.Stream(device)
+        self._done: dict[int, torch.cuda.Event] = {}
+
+    @classmethod
+    def current(cls, device: torch.device | None) -> _Lane:
+        return cls(device, None if device is None else torch.cuda.current_stream(device))
+
+    @contextlib.contextmanager
+    def after(self, other: _Lane, its: int, piece: int) -> Iterator[None]:
+        """What is queued inside is ``piece``; it begins after piece ``its`` of ``other``."""
+        if self.stream is None:
+            yield
+            return
+        if its in other._done:
+            self.stream.wait_event(other._done[its])
+        with torch.cuda.stream(self.stream):
+            yield
+        self._done[piece] = self.stream.record_event()
+
+    def wait_for(self, other: _Lane) -> None:
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_stream(other.stream)
+
+    def finish(self) -> None:
+        """The host waits for all of it."""
+        self._done.clear()
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
     It sees plain tensors instead of DTensors: no dispatch per parameter and step, and its state can
     be copied, offloaded and checkpointed as row blocks. With ``offload`` the moments live in
-    (pinned) host memory and visit the device bucket by bucket; the next bucket's copy runs beside
-    the present one's arithmetic.
+    (pinned) host memory and visit the device bucket by bucket, in two places that are used in turn:
+    while one bucket is computed the next one comes and the one before leaves, on streams of their
+    own.
     """
 
     def __init__(
@@ -41,7 +82,8 @@ class InnerOptimizer:
         self.exp_avg = [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
         self.exp_avg_sq = [torch.zeros_like(t, pin_memory=pinned) for t in self.exp_avg]
         self._buckets = self._make_buckets()
-        self._copies = torch.cuda.Stream(device) if pinned else None
+        self._coming = _Lane(device if pinned else None)
+        self._leaving = _Lane(device if pinned else None)
         self._adamw = [
             torch.optim.AdamW(
                 [self._params[i] for i in bucket],
@@ -53,9 +95,25 @@ class InnerOptimizer:
             for bucket in self._buckets
         ]
         self._steps = [torch.zeros((), device=device) for _ in self._params]
-        if not offload:
+        self._places: list[Tensor] = []
+        if offload:
+            self._make_places()
+        else:
             for i in (i for bucket in self._buckets for i in bucket):
                 self._attach(0, i, self.exp_avg[i], self.exp_avg_sq[i])
+
+    def _make_places(self) -> None:
+        """Room for both moments of the largest bucket, twice; buckets take turns."""
+        sizes = [2 * sum(self._params[i].numel() for i in bucket) for bucket in self._buckets]
+        count = min(2, len(sizes))
+        self._places = [torch.empty(max(sizes), device=self._device) for _ in range(count)]
+        for number, bucket in enumerate(self._buckets):
+            start = 0
+            for i in bucket:
+                size, shape = self._params[i].numel(), self._params[i].shape
+                place = self._places[number % 2][start : start + 2 * size]
+                self._attach(number, i, place[:size].view(shape), place[size:].view(shape))
+                start += 2 * size
 
     @property
     def line(self) -> str:
@@ -113,43 +171,34 @@ class InnerOptimizer:
             "exp_avg_sq": exp_avg_sq,
         }
 
-    def _fetch(self, bucket: int) -> list[tuple[Tensor, Tensor]]:
-        with torch.cuda.stream(self._copies):  # a no-op when there is no such stream
-            return [
-                (
-                    self.exp_avg[i].to(self._device, non_blocking=True, copy=True),
-                    self.exp_avg_sq[i].to(self._device, non_blocking=True, copy=True),
-                )
-                for i in self._buckets[bucket]
-            ]
+    def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(in host memory, in the bucket's place on the device) of each."""
+        for i in self._buckets[bucket]:
+            state = self._adamw[bucket].state[self._params[i]]
+            yield self.exp_avg[i], state["exp_avg"]
+            yield self.exp_avg_sq[i], state["exp_avg_sq"]
+
+    def _fetch(self, bucket: int) -> None:
+        with self._coming.after(self._leaving, bucket - 2, bucket):
+            for host, place in self._moments(bucket):
+                place.copy_(host, non_blocking=True)
 
     def _step_offloaded(self) -> None:
-        compute = torch.cuda.current_stream(self._device) if self._copies is not None else None
-        if self._copies is not None and compute is not None:
-            self._copies.wait_stream(compute)
-        moments = self._fetch(0) if self._buckets else []
-        for bucket, indices in enumerate(self._buckets):
-            if compute is not None:
-                assert self._copies is not None
-                compute.wait_stream(self._copies)
-            following = self._fetch(bucket + 1) if bucket + 1 < len(self._buckets) else []
-            for i, (exp_avg, exp_avg_sq) in zip(indices, moments, strict=True):
-                if compute is not None:
-                    exp_avg.record_stream(compute)
-                    exp_avg_sq.record_stream(compute)
-                self._attach(bucket, i, exp_avg, exp_avg_sq)
-            self._adamw[bucket].step()
-            if self._copies is not None and compute is not None:
-                self._copies.wait_stream(compute)
-            with torch.cuda.stream(self._copies):
-                for i, (exp_avg, exp_avg_sq) in zip(indices, moments, strict=True):
-                    self.exp_avg[i].copy_(exp_avg, non_blocking=True)
-                    self.exp_avg_sq[i].copy_(exp_avg_sq, non_blocking=True)
-            self._adamw[bucket].state.clear()
-            moments = following
-        if self._copies is not None:
-            # The host copies must be whole before a snapshot or the next step reads them.
-            self._copies.synchronize()
+        last = len(self._buckets) - 1
+        computing = _Lane.current(self._device if self._coming.stream is not None else None)
+        self._coming.wait_for(computing)  # what it did with the places' memory before
+        if self._buckets:
+            self._fetch(0)
+        for bucket in range(last + 1):
+            if bucket < last:
+                self._fetch(bucket + 1)
+            with computing.after(self._coming, bucket, bucket):
+                self._adamw[bucket].step()
+            with self._leaving.after(computing, bucket, bucket):
+                for host, place in self._moments(bucket):
+                    host.copy_(place, non_blocking=True)
+        # The host copies must be whole before a snapshot or the next step reads them.
+        self._leaving.finish()
 
     def published_group(self, names: Sequence[str], learning_rate: float, peak: float) -> dict:
         """``param_groups[0]`` as the public network's files have it (protocol page, section 3)."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 from .feedback import ErrorFeedback
+from .host_copies import to_host
 from .outer import load_outer_optimizer, nesterov_sgd
 from .shards import ParameterShard, RowStream
 
@@ -61,7 +62,7 @@ class OuterStep:
 
     def current(self) -> list[Tensor]:
         """A copy of the present weights' rows in host memory."""
-        return [s.local.to("cpu", copy=True) for s in self._shards]
+        return to_host([s.local for s in self._shards])
 
     def begin_epoch(self) -> None:
         """Epoch start := the present weights. All ranks."""

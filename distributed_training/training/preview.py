@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .feedback import Code, ErrorFeedback
+from .host_copies import to_host
 from .line_search import Found, best_factor
 from .sharding import ShardedModel
 from .shards import RowStream
@@ -71,7 +72,7 @@ class Preview:
         weights are afterwards what they were, to the bit.
         """
         shards = self._sharded.shards
-        current = [shard.local.to("cpu", copy=True) for shard in shards]
+        current = _aside([shard.local for shard in shards])
         applied = learning_rate * APPLIED_FRACTION
         try:
             for shard, rows in zip(shards, start, strict=True):
@@ -117,6 +118,16 @@ class Preview:
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
         summed, counted = self._stream.sum([float(total) * count, count * tokens])
         return summed / counted if counted else float("nan")
+
+
+def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copies where they are, since between two steps a GPU has the room of the activations; in host
+    memory if it has not."""
+    try:
+        return [rows.clone() for rows in weights]
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return to_host(weights)
 
 
 class TrialStep:

@@ -22,6 +22,7 @@ from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
 from .feedback import Direction
+from .host_copies import to_host
 from .inner_optimizer import InnerOptimizer
 from .outer_step import OuterStep
 from .preview import Choice, Preview
@@ -132,8 +133,8 @@ class Publication:
             config=config,
             gradients_metadata=metadata,
             mesh=self._sharded.mesh,
-            exp_avg=[t.to("cpu", copy=True) for t in optimizer.exp_avg],
-            exp_avg_sq=[t.to("cpu", copy=True) for t in optimizer.exp_avg_sq],
+            exp_avg=to_host(optimizer.exp_avg),
+            exp_avg_sq=to_host(optimizer.exp_avg_sq),
             steps=optimizer.step_count,
             param_group=optimizer.published_group(names, rate, self._schedule.peak),
             scheduler_state=self._schedule.published_state(steps),

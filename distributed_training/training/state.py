@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .host_copies import to_host
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -24,8 +25,8 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "tensors": {
             "weights": outer.current(),
-            "exp_avg": [t.to("cpu", copy=True) for t in optimizer.exp_avg],
-            "exp_avg_sq": [t.to("cpu", copy=True) for t in optimizer.exp_avg_sq],
+            "exp_avg": to_host(optimizer.exp_avg),
+            "exp_avg_sq": to_host(optimizer.exp_avg_sq),
             "epoch_start": outer.epoch_start,
             "momentum": outer.momentum,
             "residual": outer.feedback.residual,

@@ -24,11 +24,11 @@ ABSENT = {
     "hypothesis", "starlette", "uvicorn", "pyarrow", "openskill", "pynvml", "matplotlib", "swift",
     "eventlet", "tensorboard", "wandb",
 }
-class Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
         if name.partition(".")[0] not in ABSENT:
-            return PathFinder.find_spec(name, path, target)
+            return super().find_spec(name, path, target)
 sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 """
 

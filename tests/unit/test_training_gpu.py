@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from training_world import sequences, tiny, train, trainer
 
 from distributed_training.training import attention
+from distributed_training.training.host_copies import HostCopies
 from distributed_training.training.known_size import KnownSize
 from distributed_training.training.loss import (
     ChunkedLoss,
@@ -275,6 +276,39 @@ def sizes_seen(
 
     monkeypatch.setattr(made.sharded.root, "forward", forward)
     return seen
+
+
+@pytest.mark.parametrize("stage", [1, 7, 64, 1000])
+def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
+    copies = HostCopies(torch.device("cpu"), stage=stage)
+    some = [torch.randn(shape) for shape in ((5, 9), (0, 4), (64,), (), (3, 7))]
+    for _ in range(2):
+        taken = copies.take(some)
+        assert all(torch.equal(a, b) for a, b in zip(taken, some, strict=True))
+        assert all(
+            a.data_ptr() != b.data_ptr() for a, b in zip(taken, some, strict=True) if b.numel()
+        )
+        assert [b.numel() for b in copies._buffers] == [stage, stage]
+    loads = list(copies._loads(some, taken))
+    sizes = [sum(len(source) for source, _ in load) for load in loads]
+    assert sum(sizes) == 45 + 64 + 1 + 21 and all(size == stage for size in sizes[:-1])
+
+
+def test_an_offloaded_optimizer_has_two_places_on_the_device() -> None:
+    from distributed_training.training import inner_optimizer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inner_optimizer, "OFFLOAD_BUCKET", 5000)
+        optimizer = trainer(offload_optimizer="on").optimizer
+    assert len(optimizer._buckets) > 3 and len(optimizer._places) == 2
+    before = [place.data_ptr() for place in optimizer._places]
+    for number in range(len(optimizer._buckets)):
+        memory = optimizer._places[number % 2].untyped_storage().data_ptr()
+        for host, place in optimizer._moments(number):
+            assert place.untyped_storage().data_ptr() == memory
+            assert place.shape == host.shape
+    optimizer.step([torch.randn(p.shape) for p in optimizer._params], 1e-3)
+    assert [place.data_ptr() for place in optimizer._places] == before
 
 
 # --- time ---------------------------------------------------------------------------------------
