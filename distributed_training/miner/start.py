@@ -258,6 +258,9 @@ class Miner:
 
         # what rank 0 has besides
         self.rank_zero = RankZero(place, self, outside) if outside else None
+        swarm = self.rank_zero.swarm if self.rank_zero else None
+        buffers = swarm.buffers if swarm else None
+        self.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
         self.loop = MinerLoop(
             ranks=ranks,
             trainer=self.trainer,
@@ -265,7 +268,7 @@ class Miner:
             checkpointer=self.checkpointer,
             snapshots=place.folder / "snapshots",
             leader=self.rank_zero.leader if self.rank_zero else None,
-            buffers=self.rank_zero.swarm.buffers if self.rank_zero else None,
+            buffers=buffers,
             alive=Heartbeat(place.folder, ranks.rank),
         )
 

@@ -26,6 +26,12 @@ class SharedTensors:
     def values(self) -> int:
         return sum(map(math.prod, self.shapes))
 
+    @property
+    def path(self) -> str:
+        """Under which other processes of this user on this machine can map it, while this one
+        lives."""
+        return f"/proc/{os.getpid()}/fd/{self.descriptor}"
+
     def close(self) -> None:
         """The tensors stay valid as long as they are referred to."""
         os.close(self.descriptor)

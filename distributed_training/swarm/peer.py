@@ -72,6 +72,11 @@ class HivemindSwarm:
         self._keeper = HostKeeper(settings, self._memory, folder, launch)
 
     @property
+    def memory_path(self) -> str:
+        """Where other ranks can map ``buffers``: they lie there one after the other."""
+        return self._memory.path
+
+    @property
     def peer_id(self) -> str:
         return self._keeper.peer_id
 

@@ -29,6 +29,13 @@ from .shards import ParameterShard, RowStream
 log = logging.getLogger(__name__)
 
 
+def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """float32 tensors that lie in the file one after the other; not copied."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.from_file(path, shared=True, size=sum(sizes), dtype=torch.float32)
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
 @dataclass(frozen=True)
 class _Prepared:
     weights: list[Tensor]
@@ -59,6 +66,45 @@ class OuterStep:
         self._stream = stream
         self._prepared: _Prepared | None = None
         self._ahead: list[Tensor] | None = None
+        self._window: list[Tensor] | None = None
+
+    def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
+        """From now on every rank reads and writes its rows of rank 0's ``buffers`` itself.
+
+        ``path``: where the other ranks map them, one after the other; rank 0's, None elsewhere, or
+        if they cannot be mapped. Without a window the rows go through rank 0, one rank after the
+        other, while training stands. Collective.
+        """
+        if self._stream.world_size == 1:
+            return
+        shared = cast("str | None", self._stream.from_rank_0(path))
+        problem, window = None, None
+        try:
+            if shared is None:
+                problem = "the swarm's memory has no path"
+            elif self._stream.rank == 0:
+                window = list(buffers or ())
+            else:
+                window = _map(shared, [shard.shape for shard in self._shards])
+        except (OSError, RuntimeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        problem = self._stream.first_error(problem)
+        if problem is None:
+            self._window = window
+        elif self._stream.rank == 0:
+            log.info("Pseudo-gradients go through rank 0: %s", problem)
+
+    def _own_rows(self, buffers: Sequence[Tensor] | None) -> list[Tensor] | None:
+        """This rank's rows of rank 0's ``buffers``, in place; None if no window shows them."""
+        window = self._window
+        if window is None:
+            return None
+        seen = self._stream.rank != 0 or all(
+            a.data_ptr() == b.data_ptr() for a, b in zip(buffers or (), window, strict=True)
+        )
+        if self._stream.sum([float(seen)])[0] < self._stream.world_size:
+            return None
+        return [whole[s.start : s.stop] for whole, s in zip(window, self._shards, strict=True)]
 
     def current(self) -> list[Tensor]:
         """A copy of the present weights' rows in host memory."""
@@ -134,11 +180,15 @@ class OuterStep:
         if problem is not None:
             raise AllReduceError(AllReduceFault.LOCAL, problem)
         assert self.epoch_start is not None
-        square = 0.0
+        square, own = 0.0, self._own_rows(buffers)
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
             rows = start - shard.local.to("cpu")
             square += float(torch.linalg.vector_norm(rows)) ** 2
-            self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
+            if own is not None:
+                own[i].copy_(rows)
+            else:
+                self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
+        # Also: no rank returns before all have written.
         total = self._stream.sum([square])[0]
         if not math.isfinite(total):
             raise AllReduceError(AllReduceFault.LOCAL, "the pseudo-gradient holds NaN or Inf")
@@ -172,7 +222,7 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.SCHEMA, problem)
         if self.epoch_start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "begin_epoch was not called")
-        average = self._scatter(averaged, borrow=True)
+        average = self._own_rows(averaged) or self._scatter(averaged, borrow=True)
         norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)

@@ -44,6 +44,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.swarm.memory import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -73,7 +74,8 @@ class Alone:
     peer_id = "me"
 
     def __init__(self, schema: Any) -> None:
-        self.buffers = [torch.zeros(shape) for _, shape in schema]
+        self._memory = SharedTensors([shape for _, shape in schema])
+        self.buffers, self.memory_path = self._memory.tensors, self._memory.path
         self.release = threading.Event()
         self.release.set()
         self.faults: list[AllReduceFault] = []  # of the next rounds

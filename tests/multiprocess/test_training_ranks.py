@@ -57,8 +57,9 @@ def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2(tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(120)
-def test_an_outer_step_commits_or_leaves_every_bit(tmp_path: Path) -> None:
-    Ranks("outer", 2, tmp_path).finish()
+@pytest.mark.parametrize("how", ["outer", "outer_window"])
+def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> None:
+    Ranks(how, 2, tmp_path).finish()
 
 
 @pytest.mark.timeout(120)

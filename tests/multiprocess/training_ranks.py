@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
@@ -80,12 +81,30 @@ def surgery(folder: Path) -> None:
 
 
 def outer(folder: Path) -> None:
+    outer_steps(window=None)
+
+
+def outer_window(folder: Path) -> None:
+    """The same, with buffers that every rank maps."""
+    outer_steps(window=folder / "memory")
+
+
+def outer_steps(*, window: Path | None) -> None:
     """A round, and every way in which it can fail, each leaving the bits as they were."""
     made = trainer(rank=RANK, world_size=WORLD, error_feedback="round")
     start = whole_weights(made)
     train(made, 0, 2)
     before = whole_weights(made)
     buffers = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
+    if window is not None:
+        sizes = [math.prod(s) for _, s in made.schema]
+        if RANK == 0:
+            flat = torch.from_file(str(window), shared=True, size=sum(sizes))
+            buffers = [
+                part.view(s) for part, (_, s) in zip(flat.split(sizes), made.schema, strict=True)
+            ]
+        made.outer.open_window(buffers, str(window) if RANK == 0 else None)
+    assert (made.outer._own_rows(buffers) is not None) == (window is not None)
     norm = made.write_pseudo_gradient(buffers)
     if RANK == 0:
         for a, b, g in zip(start, before, buffers, strict=True):
