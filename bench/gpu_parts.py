@@ -144,6 +144,8 @@ class Bench:
         text = f"{rate:,.0f} tokens/s"
         text += "" if mfu is None else f", MFU {mfu:.1%}"
         text += f", {self.memory_gb():.1f} GB" if self.cuda else ""
+        most = trainer.step.known.most
+        text += "" if most is None else f" (memory ran out: {most} sequences at once)"
         figures = {"tokens_per_second": rate, "mfu": mfu, "memory_gb": self.memory_gb()}
         self.row(
             name, text, seconds=median, micro_batch=trainer.micro_batch_size, **figures, **more
