@@ -32,7 +32,7 @@ from torch import Tensor
 
 from distributed_training.protocol import gradients
 
-from .host_copies import side_stream
+from .host_copies import on_host, side_stream
 from .shards import ParameterShard, RowStream
 
 Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
@@ -152,7 +152,7 @@ class ErrorFeedback:
         """EF once the epoch that began at ``start`` is over. Collective; changes nothing."""
         kept, remaining = self.residual, []
         for i, shard in enumerate(self._shards):
-            rows = (start[i] - shard.local.to("cpu")).mul_(lr)
+            rows = (start[i] - on_host(shard.local)).mul_(lr)
             if kept is not None:
                 rows.add_(kept[i], alpha=self.decay)
             if self.by_rows(i):

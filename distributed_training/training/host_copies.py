@@ -96,6 +96,11 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     return _copies(tensors[0].device).take(tensors)
 
 
+def on_host(tensor: Tensor) -> Tensor:
+    """Its values in host memory; itself if it lies there. For the training thread."""
+    return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
+
+
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     """A stream for what another thread computes beside training, so that neither waits for the

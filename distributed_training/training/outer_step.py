@@ -22,7 +22,7 @@ from torch import Tensor
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 from .feedback import ErrorFeedback
-from .host_copies import to_host
+from .host_copies import on_host, to_host
 from .outer import load_outer_optimizer, nesterov_sgd
 from .shards import ParameterShard, RowStream
 
@@ -182,7 +182,7 @@ class OuterStep:
         assert self.epoch_start is not None
         square, own = 0.0, self._own_rows(buffers)
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
-            rows = start - shard.local.to("cpu")
+            rows = start - on_host(shard.local)
             square += float(torch.linalg.vector_norm(rows)) ** 2
             if own is not None:
                 own[i].copy_(rows)
