@@ -72,7 +72,7 @@ class RowsApiSource:
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}
         self._table_at = 0.0  # time.time()
-        self._ask_table_at = 0.0  # not before; after a failure
+        self._ask_table_at = 0.0  # time.monotonic(): not before; after a failure
         self._hold_until = 0.0  # time.monotonic()
 
     # --- the table -----------------------------------------------------------------------------
@@ -82,16 +82,17 @@ class RowsApiSource:
             if not self._table:
                 self._recall_table()
             now = time.time()
-            if self._table and now - self._table_at < self._table_age:
+            # Kept while a clock was ahead, a table is of the future: that is no young one.
+            if self._table and 0 <= now - self._table_at < self._table_age:
                 return self._table
-            if self._table and now < self._ask_table_at:
+            if self._table and time.monotonic() < self._ask_table_at:
                 return self._table
             try:
                 table = self._fetch_table()
             except PageUnavailable as error:
                 if not self._table:
                     raise
-                self._ask_table_at = now + min(self._table_age, 300)
+                self._ask_table_at = time.monotonic() + min(self._table_age, 300)
                 log.warning(
                     "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
                     self._dataset,

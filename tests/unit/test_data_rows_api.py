@@ -231,6 +231,18 @@ def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_
         assert kept.num_rows() == table and len(server.requests) == asked
 
 
+def test_a_table_kept_while_the_clock_was_ahead_is_asked_for_again(tmp_path: Path) -> None:
+    """Else pages are drawn from it until then, and they are others than the validators'."""
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    with RowsServer(TABLES) as server:
+        made, _ = source(server, cache=cache)
+        ahead = {"at": time.time() + 90 * 86400, "rows": {"CC-MAIN-0": 300}}
+        cache.put(made._table_key, ahead)
+        assert made.num_rows() == dict.fromkeys(TABLES, 400)
+        asked = len(server.requests)
+        assert made.num_rows() and len(server.requests) == asked
+
+
 # --- the cache ----------------------------------------------------------------------------------
 
 
