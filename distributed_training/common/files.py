@@ -47,12 +47,13 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
             if durable:
                 os.fsync(handle.fileno())
         os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
+    except OSError as error:
+        if error.filename is None:
             error.filename = str(path)  # write and sync do not say where
         raise
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)  # it is gone if all went well
     if durable:
         sync_folder(path.parent)
 

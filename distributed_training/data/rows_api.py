@@ -14,10 +14,11 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import httpx
+
+from distributed_training.config.data import DataSettings
 
 from .cache import PageCache
 from .source import Counts, PageUnavailable, usable_texts
@@ -33,41 +34,34 @@ _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
 class RowsApiSource:
     """``/size`` and ``/rows`` with retries over a few connections that are kept open.
 
-    ``timeout`` covers one request with its body. ``attempts`` are made for each page within
-    ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as long as ``Retry-After``
-    asks; after a 429 all connections hold back, since the limit is on the address. ``table_age``:
-    how old the table of configs may get.
+    Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
+    made for each page within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as
+    long as ``Retry-After`` asks; after a 429 all connections hold back, since the limit is on the
+    address. ``table_age``: how old the table of configs may get. ``token``: of Hugging Face.
     """
 
     def __init__(
         self,
         *,
-        url: str,
-        dataset: str,
-        text_column: str,
+        settings: DataSettings,
         token: str | None,
-        timeout: timedelta,
-        attempts: int,
-        page_deadline: timedelta,
-        connections: int,
-        table_age: timedelta,
         cache: PageCache | None,
         counts: Counts,
     ) -> None:
-        self._url = url.rstrip("/")
-        self._dataset = dataset
-        self._text_column = text_column
-        self._timeout = timeout.total_seconds()
-        self._attempts = attempts
-        self._page_deadline = page_deadline.total_seconds()
-        self._table_age = table_age.total_seconds()
+        self._url = settings.rows_url.rstrip("/")
+        self._dataset = settings.dataset
+        self._text_column = settings.text_column
+        self._timeout = settings.request_timeout.total_seconds()
+        self._attempts = settings.request_attempts
+        self._page_deadline = settings.page_deadline.total_seconds()
+        self._table_age = settings.table_age.total_seconds()
         self._cache = cache
         self._counts = counts
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=self._timeout,
             follow_redirects=True,
-            limits=httpx.Limits(max_connections=max(1, connections)),
+            limits=httpx.Limits(max_connections=settings.connections),
         )
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}

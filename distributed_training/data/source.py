@@ -116,15 +116,8 @@ def open_rows(
 
         size = round(settings.cache_gb * 1e9)
         return RowsApiSource(
-            url=settings.rows_url,
-            dataset=settings.dataset,
-            text_column=settings.text_column,
+            settings=settings,
             token=os.environ.get("HF_TOKEN"),  # Hugging Face's own convention
-            timeout=settings.request_timeout,
-            attempts=settings.request_attempts,
-            page_deadline=settings.page_deadline,
-            connections=settings.connections,
-            table_age=settings.table_age,
             cache=PageCache(cache, limit_bytes=size) if cache and size > 0 else None,
             counts=counts,
         )

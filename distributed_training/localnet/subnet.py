@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -98,7 +99,8 @@ class LocalSubnet:
         does not come.
         """
         self._folder.take(resume=self.options.resume)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.stop, timedelta(seconds=5))
             self._guardian = Guardian(self.mark)
             self.started_at = time.time()
             plans = plan_neurons(self.options, self.folder)
@@ -117,9 +119,7 @@ class LocalSubnet:
                 self._start_neuron(neuron)
             state = self.validator.state
             self.wait_until(lambda: state.starts > 0, self._start_timeout, "the validator's start")
-        except BaseException:
-            self.stop(timedelta(seconds=5))
-            raise
+            undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
         """End miners, validator, chain and store, in this order, and sweep up what is left.

@@ -213,12 +213,11 @@ class AllReduce:
     async def _collect(
         self, stream: Stream, first: frames.Arriving, sums: asyncio.Queue[_Pending | None]
     ) -> None:
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.reducer.leave_out, stream.peer)
             async for pending in self._parts_from(stream, first):
                 await sums.put(pending)
-        except BaseException:
-            self.reducer.leave_out(stream.peer)
-            raise
+            undo.pop_all()
         await sums.put(None)
 
     async def _parts_from(self, stream: Stream, first: frames.Arriving) -> AsyncIterator[_Pending]:

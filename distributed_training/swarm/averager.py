@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind looks for typing's in annotations
@@ -169,12 +169,10 @@ class DTGradAverager(ServicerBase):
         serving: set[asyncio.Task[Any]] = set()
         self._serving = serving
         self._search_over.set()
-        try:
+        with ExitStack() as undo:
+            undo.callback(_cancel, serving)  # they would go on writing into the tensors
             await all_reduce.run()
-        except BaseException:
-            for task in serving:  # they would go on writing into the tensors
-                task.cancel()
-            raise
+            undo.pop_all()
         return all_reduce
 
     def _open_stream(self, peer: PeerID) -> AbstractAsyncContextManager[Stream]:
@@ -254,6 +252,11 @@ class _Dht:
         self, *, key: Any, subkey: Any, value: Any, expiration_time: float, return_future: bool
     ) -> Any:
         return self._node.store(key, value, expiration_time, subkey=subkey)
+
+
+def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
 
 
 async def _group_of(info: GroupInfo, values: int) -> Group:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import torch
@@ -255,11 +256,10 @@ class RoundCaller:
         weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
             future = pool.submit(self._swarm.average, request, weight=weight)
-            try:
+            with ExitStack() as undo:
+                undo.callback(self._swarm.cancel)  # or leaving would wait for the whole round
                 replies = self._client.sweep_all_reduce(called, request)
-            except BaseException:
-                self._swarm.cancel()  # or leaving this block would wait for the whole round
-                raise
+                undo.pop_all()
             acknowledged = [uid for uid, reply in replies.items() if reply is not None]
             log.info(
                 "AllReduce called at %d miners, %d acknowledged", len(called), len(acknowledged)

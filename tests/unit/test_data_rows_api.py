@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import email.utils
 import json
 import logging
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from distributed_training.config.data import DataSettings
 from distributed_training.data.cache import PageCache
 from distributed_training.data.rows_api import RowsApiSource, retry_after
 from distributed_training.data.source import Counts, PageUnavailable
@@ -22,22 +24,22 @@ pytestmark = pytest.mark.timeout(60)
 TABLES = tables()
 
 
-def source(server: RowsServer, **changes: Any) -> tuple[RowsApiSource, Counts]:
+def source(
+    server: RowsServer, *, cache: PageCache | None = None, **changes: Any
+) -> tuple[RowsApiSource, Counts]:
     counts = Counts()
     values: dict[str, Any] = {
-        "url": server.url,
+        "rows_url": server.url,
         "dataset": DATASET,
         "text_column": "text",
-        "token": None,
-        "timeout": timedelta(seconds=5),
-        "attempts": 5,
+        "request_timeout": timedelta(seconds=5),
+        "request_attempts": 5,
         "page_deadline": timedelta(seconds=20),
         "connections": 4,
         "table_age": timedelta(hours=1),
-        "cache": None,
-        "counts": counts,
     }
-    return RowsApiSource(**(values | changes)), counts
+    settings = dataclasses.replace(DataSettings(), **(values | changes))
+    return RowsApiSource(settings=settings, token=None, cache=cache, counts=counts), counts
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +90,7 @@ def test_answers_that_asking_again_does_not_change(status: int) -> None:
 
 def test_attempts_end() -> None:
     with RowsServer(TABLES, decide=lambda query: Fault(status=500)) as server:
-        made, _ = source(server, attempts=3)
+        made, _ = source(server, request_attempts=3)
         with pytest.raises(PageUnavailable, match="HTTP 500"):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
         assert len(server.row_requests()) == 3
@@ -118,7 +120,7 @@ def test_a_server_that_asks_for_too_long_a_wait_costs_the_page_and_not_the_wait(
 
 def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
     with RowsServer(TABLES, script=[Fault(drip=20.0)]) as server:
-        made, counts = source(server, timeout=timedelta(seconds=0.5))
+        made, counts = source(server, request_timeout=timedelta(seconds=0.5))
         began = time.monotonic()
         assert made.rows("CC-MAIN-0", 3, split="train", limit=100)
         assert time.monotonic() - began < 5
@@ -127,7 +129,7 @@ def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
 
 def test_a_server_that_is_not_there() -> None:
     with RowsServer(TABLES) as server:
-        made, _ = source(server, attempts=2)
+        made, _ = source(server, request_attempts=2)
     with pytest.raises(PageUnavailable, match="ConnectError"):
         made.rows("CC-MAIN-0", 3, split="train", limit=10)
 
@@ -205,7 +207,8 @@ def test_replies_that_are_no_page(body: bytes) -> None:
 def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None:
     growing: dict[str, list[str]] = dict(TABLES)
     with RowsServer(growing) as server:
-        made, counts = source(server, table_age=timedelta(0))
+        made, counts = source(server)
+        made._table_age = 0.0
         made.num_rows()
         assert made.num_rows() and "changed" not in caplog.text
         growing["CC-MAIN-9"] = ["new"] * 200
@@ -222,7 +225,8 @@ def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_
         table = dict(made.num_rows())
         server.size_script = [Fault(status=500)] * 20
         # A new process, a table that is too old, and a server that is down.
-        again, _ = source(server, cache=cache, attempts=2, table_age=timedelta(0))
+        again, _ = source(server, cache=cache, request_attempts=2)
+        again._table_age = 0.0
         with caplog.at_level(logging.WARNING):
             assert again.num_rows() == table
         assert "cannot be refreshed (/size some/dataset: HTTP 500)" in caplog.text

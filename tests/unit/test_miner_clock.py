@@ -32,6 +32,22 @@ def test_no_duration_or_deadline_of_the_miner_is_of_the_wall_clock() -> None:
     assert {name for name, lines in found.items() if lines} <= LOG_TIMES, found
 
 
+def test_what_the_store_and_the_swarm_ask_the_wall_clock_is_known() -> None:
+    """A clock set by an hour must move nothing else: see the reason beside each."""
+    allowed = {
+        "cleanup.py",  # age of stuck uploads; a store refuses keys with a clock 15 minutes off
+        "publication.py",  # when it ended, for the log
+        "uploader_process.py",  # the same; which snapshots are older than the miner
+        "uploader.py",  # when the miner began
+        "s3.py",  # where the store does not tell its own time
+        "snapshot_folder.py",  # mtimes; what is younger than 80 minutes is left alone
+    }
+    rooms = ROOM.parent
+    files = [*(rooms / "store").glob("*.py"), *(rooms / "swarm").glob("*.py")]
+    found = {path.name for path in files if wall_clocks(path)}
+    assert found == allowed
+
+
 class Chain:
     def __init__(self) -> None:
         self.block, self.now = 1000, 50.0
