@@ -168,6 +168,15 @@ def _download_notes(path: Path) -> Any:
     assert target.stat().st_size == 7
 
 
+def _identity(path: Path) -> Any:
+    from hivemind.p2p import PeerID
+
+    from distributed_training.swarm.host import set_aside_damaged
+
+    set_aside_damaged(path)  # after which hivemind can read it, or make another
+    return PeerID.from_identity(path.read_bytes()) if path.exists() else None
+
+
 def _held_back(path: Path) -> Any:
     from distributed_training.data.held_back import HeldBack
 
@@ -230,6 +239,16 @@ def honest_held_back() -> bytes:
     return buffer.getvalue()
 
 
+def honest_identity() -> bytes:
+    import tempfile
+
+    from distributed_training.localnet.identity import identity_file, make_identity
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_identity(Path(folder))
+        return identity_file(Path(folder)).read_bytes()
+
+
 def _json(content: Any) -> Callable[[], bytes]:
     return lambda: json.dumps(content).encode()
 
@@ -280,6 +299,7 @@ READERS: dict[str, Reader] = {
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),
     "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
+    "identity": Reader("identity.key", _identity, honest_identity),
     "held-back": Reader("held-back.npy", _held_back, honest_held_back),
     "standings": Reader("standings.json", _standings, _json(_STANDINGS), ("ValueError",)),
     "ledger": Reader("chain.json", _ledger, _json(_LEDGER), ("LedgerDamaged",)),

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
 _LONGEST_LINE = 1024 * 1024  # bytes
 
 
@@ -81,7 +82,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def read_json_object(path: Path, *, at_most: int = 16 * 1024 * 1024) -> dict[str, Any] | None:
+def read_json_object(path: Path, *, at_most: int = LARGEST_JSON) -> dict[str, Any] | None:
     """The JSON object in ``path``. None if it is missing, larger than ``at_most`` bytes or damaged.
 
     Damaged means: anything that is not one JSON object, however deep or oddly encoded.

@@ -19,9 +19,12 @@ import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from cryptography.exceptions import UnsupportedAlgorithm
+from google.protobuf.message import DecodeError
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PDaemonError, PeerID
 from hivemind.utils.multiaddr import Multiaddr
@@ -54,6 +57,20 @@ _KEEP_IN_TOUCH = 10.0
 _ASK_AGAIN = 5.0  # seconds after which a peer that did not answer is asked again
 _DAEMON_TIMEOUT = 10.0  # seconds p2pd may take to say who it is
 _LEAVE_TIMEOUT = 3.0  # seconds for leaving the DHT
+
+
+def set_aside_damaged(identity: Path) -> None:
+    """hivemind writes the file in place: a kill meanwhile leaves one that no p2pd starts with.
+
+    Under a new identity the miner is another peer, and publishes that.
+    """
+    try:
+        PeerID.from_identity(identity.read_bytes())
+    except FileNotFoundError:
+        return  # it will be made
+    except (ValueError, TypeError, DecodeError, UnsupportedAlgorithm):
+        identity.replace(identity.with_suffix(".damaged"))
+        log.warning("%s is damaged and set aside: this peer gets a new id", identity)
 
 
 class HostFailed(RuntimeError):
@@ -98,6 +115,7 @@ class Host:
 
     async def _start_node(self) -> DHTNode:
         config = self._config
+        set_aside_damaged(Path(config.identity))
         # p2pd's sockets, otherwise in /tmp for anybody to connect to, and left there by a kill.
         P2P._UNIX_SOCKET_PREFIX = f"/unix{config.sockets}/"
         return await DHTNode.create(

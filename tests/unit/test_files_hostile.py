@@ -23,7 +23,7 @@ from tests.hostile_files import (
 )
 
 pytestmark = pytest.mark.timeout(300)
-WITH_TORCH = frozenset({"drift", "payload", "outer"})
+WITH_TORCH = frozenset({"drift", "payload", "outer", "identity"})
 
 
 def starts(reader: Reader, folder: Path, content: bytes) -> None:
