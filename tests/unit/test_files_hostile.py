@@ -61,6 +61,7 @@ def test_whatever_damage_is_refused_or_harmless(name: str, tmp_path: Path) -> No
     check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_time_and_memory_are_bounded(with_torch: bool, tmp_path: Path) -> None:
     expected = 0
