@@ -14,7 +14,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
+
+import psutil
 
 from distributed_training import __version__
 from distributed_training.common.exits import ExitStatus
@@ -36,6 +38,8 @@ from .decide import MinerState, Mode, ignores_calls
 log = logging.getLogger(__name__)
 
 Record = Callable[..., None]  # (kind, **fields): writes an event
+
+_T = TypeVar("_T")
 
 
 class Metrics:
@@ -118,15 +122,24 @@ class Metrics:
 
     def _collect(self) -> None:
         registry = self._file.registry
-        for name, value in self._gauges.items():
-            registry.gauge(name).set(value())
-        for name, values in self._by_rank().items():
+        for name, measure in self._gauges.items():
+            registry.gauge(name).set(_unless_it_fails(measure))
+        for name, values in (_unless_it_fails(self._by_rank) or {}).items():
             registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
         for room, counts in self._counts.items():
             counted = dict(counts())
             if "connections" in counted:  # the one that may fall
                 registry.gauge(f"{room}_connections").set(counted.pop("connections"))
             registry.totals(room, counted)
+
+
+def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
+    """Without a free descriptor /proc cannot be read, and processes end while they are looked at:
+    what could not be measured is absent, and training goes on."""
+    try:
+        return measure()
+    except (OSError, psutil.Error):
+        return None
 
 
 class Reporter:

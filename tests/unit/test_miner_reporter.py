@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distributed_training.miner import events as ev
@@ -349,3 +350,22 @@ def test_a_running_miner_is_registered_until_it_is_told_otherwise(rig: Rig) -> N
     assert "dt_registered 1" in rig.file.read_text()
     rig.see(ev.Stopped(3))
     assert "dt_registered 0" in rig.file.read_text()
+
+
+@pytest.mark.parametrize(
+    "problem", [OSError(24, "Too many open files"), psutil.NoSuchProcess(4711)], ids=repr
+)
+def test_what_cannot_be_measured_is_absent_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: Exception
+) -> None:
+    """It is measured on the thread that trains."""
+
+    def fails() -> Any:
+        raise problem
+
+    rig = Rig(tmp_path, caplog)
+    rig.reporter._metrics._gauges = {"memory_bytes": fails, "chain_block": lambda: 9}
+    rig.reporter._metrics._by_rank = fails
+    rig.see(ev.InnerStepDone(REPORT))
+    text = rig.file.read_text()
+    assert "dt_chain_block 9" in text and "dt_memory_bytes" not in text
