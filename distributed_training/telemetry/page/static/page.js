@@ -118,7 +118,7 @@ function cards(neuron) {
   const stop = newest("stop");
   if (neuron.state === "stopped" && stop) {
     made.push(card("State", "stopped", `${moment(stop.time)}: ${stop.reason || ""}`, stop.exit_status ? "bad" : ""));
-  } else if (neuron.state) made.push(card("State", neuron.state.replace(/_/g, " ")));
+  } else if (neuron.state) made.push(card("State", ...stateOf(neuron)));
   const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
   if (published !== undefined && limit) {
     const age = now - published;
@@ -157,6 +157,11 @@ function cards(neuron) {
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
   if (!made.length) made.push(card("Waiting", "no events yet", neuron.name));
   replace($("now"), ...made);
+}
+
+function stateOf(neuron) {  // in short, and what else there is to it
+  if (neuron.state === "awaiting_global") return ["training", "the validator's global state is due"];
+  return [(neuron.state || "–").replace(/_/g, " "), ""];
 }
 
 function scoreOf(neuron) {  // where the validator is shown too
@@ -281,7 +286,7 @@ function ranksOf(neuron) {  // a row of text for each rank, in the order of RANK
 function summaryOf(neuron) {
   const last = neuron.steps[neuron.steps.length - 1], value = (c) => (last ? last[neuron.columns.indexOf(c)] : null);
   const rounds = neuron.tables.round, score = scoreOf(neuron);
-  return [neuron.name, (neuron.state || "–").replace(/_/g, " "), last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
+  return [neuron.name, stateOf(neuron)[0], last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
     number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter((r) => r.ok).length} of ${rounds.length}`,
     score ? number(score.total, 3) : "–"];
 }
@@ -296,7 +301,7 @@ function draw() {
   chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
   chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
     { column: "data_wait_seconds", name: "of it without data", style: "b" },
-    { column: "between_seconds", name: "before it: rounds, snapshots", style: "c" }], 2);
+    { column: "between_seconds", name: "before it: rounds, loads", style: "c" }], 2);
   chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
   tables(neuron);
