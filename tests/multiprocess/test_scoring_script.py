@@ -268,4 +268,5 @@ def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
         *("--chain.start_timeout", "1"),
     )
     assert done.returncode == 1 and "did not answer within 1 s" in done.stderr
+    assert "the miner" not in done.stderr, "it was no miner who asked"
     assert done.stderr.count("\n") == 1
