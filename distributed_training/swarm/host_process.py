@@ -42,7 +42,7 @@ _TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of t
 
 class HostLaunch:
     """A host's process that does not know yet what it is to do, and imports meanwhile: seconds that
-    a start uses otherwise. ``log``: file for what hivemind prints."""
+    a start uses otherwise. ``log``: file for what hivemind prints. Raises OSError."""
 
     def __init__(self, log: Path) -> None:
         self._ended = False

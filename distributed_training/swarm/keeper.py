@@ -14,9 +14,10 @@ from pathlib import Path
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.config.swarm import SwarmSettings
+from distributed_training.protocol import names
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
-from .bootstrap import any_reachable
+from .bootstrap import address_of, any_reachable
 from .host_process import HostLaunch, HostProcess, make_socket_folder
 from .memory import SharedTensors
 from .messages import HostConfig
@@ -65,6 +66,7 @@ class HostKeeper:
         self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
         self._closing = threading.Event()
         self._host: HostProcess | None = None
+        self._starting: HostProcess | None = None  # not ready yet
         self._start()
         self._thread = threading.Thread(target=self._keep, name="swarm-keeper", daemon=True)
         self._thread.start()
@@ -103,18 +105,19 @@ class HostKeeper:
     def restart(self) -> None:
         """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
         with self._in_use:
-            self._end()
             self._start()
 
     def close(self) -> None:
         """Ends the host and everything it started, within a few seconds. Idempotent."""
         self._closing.set()
-        host = self._host
+        host, starting = self._host, self._starting
+        if starting is not None:
+            starting.end("the swarm is being closed")
         if host is not None and host.alive():
             host.close()
         with self._in_use:
             self._end()
-        self._thread.join()
+        self._thread.join(_PROBE_TIMEOUT.total_seconds())  # a look at the initial peers is harmless
 
     # --- the keeper's thread -------------------------------------------------------------------
 
@@ -126,17 +129,18 @@ class HostKeeper:
             bound_log(self._log)
             if self.alive() and self.joined:
                 continue
-            if self.alive() and not any_reachable(
-                self._settings.initial_peers, timeout=_PROBE_TIMEOUT
-            ):
-                wait = backoff.failed().total_seconds()
-                continue
             try:
-                if self.mend():
-                    backoff.succeeded()
-            except SwarmUnavailable as error:
-                log.warning("%s", error)
-                wait = backoff.failed().total_seconds()
+                peers = self._settings.initial_peers
+                if not self.alive() or any_reachable(peers, timeout=_PROBE_TIMEOUT):
+                    if not self.mend():
+                        continue
+                    if self.joined:
+                        backoff.succeeded()
+                        continue
+            except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
+                if not self._closing.is_set():
+                    log.warning("%s", error)
+            wait = backoff.failed().total_seconds()
 
     def mend(self) -> bool:
         """Start a host that ended, or that is alone, again; not while a round uses it.
@@ -152,7 +156,6 @@ class HostKeeper:
             if not alone:
                 why = host.why if host is not None else "it was not started"
                 log.warning("The swarm host ended (%s): it is started again", why)
-            self._end()
             self._start()
             if alone and self.joined:
                 log.info("The swarm is joined")
@@ -172,10 +175,11 @@ class HostKeeper:
             host.end()
 
     def _start(self) -> None:
+        """A new host in the place of the one there was. Raises SwarmUnavailable."""
+        self._end()
         problem = ""
         for attempt in range(_START_ATTEMPTS):
-            if self._closing.wait(2.0**attempt if attempt else 0):
-                raise SwarmUnavailable("the swarm is being closed")
+            self._closing.wait(2.0**attempt if attempt else 0)
             problem = self._start_once(list(self._settings.initial_peers))
             if not problem:
                 self.joined = True
@@ -196,38 +200,30 @@ class HostKeeper:
         )
 
     def _start_once(self, initial_peers: list[str]) -> str:
-        """Empty when the host is ready, else why not."""
-        settings = self._settings
-        timeout = settings.start_timeout.total_seconds()
-        identity = self._folder / "identity.key"
-        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
-        config = HostConfig(
-            parent=os.getpid(),
-            tensors=self._tensors.descriptor,
-            shapes=[list(shape) for shape in self._tensors.shapes],
-            sockets=make_socket_folder(),
-            initial_peers=initial_peers,
-            listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
-            announce=announce if self._port else [],
-            identity=str(identity),
-            start_timeout=timeout,
-            prefix=f"{settings.run_id}_grad_averager",
-            part_size=settings.part_size,
-            compression=settings.compression,
-        )
+        """Empty when the host is ready, else why not. Raises SwarmUnavailable when closing."""
         bound_log(self._log)
-        launch, self._launch = self._launch or HostLaunch(self._log), None
-        host = HostProcess(config, launch)
-        ready = host.wait_ready(timeout + 15)
-        if ready is None:
+        try:
+            config = self._config(initial_peers)
+            launch, self._launch = self._launch or HostLaunch(self._log), None
+            host = HostProcess(config, launch)
+        except (OSError, RuntimeError) as error:  # no room, memory, process, descriptor or thread
+            return str(error)
+        self._starting = host  # from here on close() ends it
+        ready = None if self._closing.is_set() else host.wait_ready(config.start_timeout + 15)
+        self._starting = None
+        if self._closing.is_set():
             host.end()
+            raise SwarmUnavailable("the swarm is being closed")
+        listening = [place for place in map(address_of, ready.maddrs if ready else ()) if place]
+        if ready is None or not listening:
+            host.end("it listens on no TCP port" if ready else "")
             return f"{host.why}; see {self._log}"
         self._host = host
         with contextlib.suppress(OSError):
-            identity.chmod(0o600)
+            Path(config.identity).chmod(0o600)
         self.peer_id, self.visible_maddrs = ready.peer_id, ready.maddrs
         # Others know us by this address: a host that is started again must come back to it.
-        self._port = self._port or int(self.visible_maddrs[0].split("/")[4])
+        self._port = self._port or listening[0][1]
         log.info(
             "Swarm peer %s, announced as %s. Whether others can reach it there is not checked from "
             "here: TCP port %d must be open (--dht.port, --dht.ip)",
@@ -236,6 +232,24 @@ class HostKeeper:
             self._port,
         )
         return ""
+
+    def _config(self, initial_peers: list[str]) -> HostConfig:
+        settings = self._settings
+        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
+        return HostConfig(
+            parent=os.getpid(),
+            tensors=self._tensors.descriptor,
+            shapes=[list(shape) for shape in self._tensors.shapes],
+            sockets=make_socket_folder(),
+            initial_peers=initial_peers,
+            listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
+            announce=announce if self._port else [],
+            identity=str(self._folder / "identity.key"),
+            start_timeout=settings.start_timeout.total_seconds(),
+            prefix=names.averager_prefix(settings.run_id),
+            part_size=settings.part_size,
+            compression=settings.compression,
+        )
 
 
 def bound_log(path: Path, most: int = _LOG_BYTES) -> None:

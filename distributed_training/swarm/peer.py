@@ -21,7 +21,7 @@ from distributed_training.protocol.types import (
 
 from .host_process import HostLaunch, HostProcess
 from .judge import Judge, norm_of
-from .keeper import HostKeeper
+from .keeper import HostKeeper, SwarmUnavailable
 from .memory import SharedTensors
 from .messages import Average, Cancel, Failed, RoundOrder
 
@@ -176,7 +176,10 @@ class HivemindSwarm:
                         AllReduceFault.SWARM_DOWN, f"the swarm host ended: {host.why}"
                     )
             # The peers are still gathering: there is time to start the host again and join them.
-            self._keeper.mend()
+            try:
+                self._keeper.mend()
+            except SwarmUnavailable as error:
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from error
 
     def _order(self, request: RoundRequest, weight: float, timeout: float) -> RoundOrder:
         self._number += 1

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import HivemindSwarm, host_process
+from distributed_training.swarm import HivemindSwarm, host_process, keeper
 from tests.swarm_world import (
     REQUEST,
     SMALL,
@@ -91,6 +91,29 @@ def test_a_process_killed_in_matchmaking_does_not_cost_the_round(
         assert isinstance(outcome, AllReduceResult), outcome
         assert not outcome.partial
     assert mended(swarm, tree)
+
+
+def test_a_host_that_cannot_be_started_again_ends_the_round_and_not_the_miner(
+    pair: list[HivemindSwarm], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swarm, _ = pair
+    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    tree = processes(swarm)
+    with monkeypatch.context() as full_disk:
+
+        def full() -> str:
+            raise OSError(28, "No space left on device")
+
+        full_disk.setattr(keeper, "make_socket_folder", full)
+        rounds = Rounds(swarm, request=everybody(pair))
+        wait_for(swarm._keeper._in_use.locked, "the round runs")
+        tree["host"].kill()
+        outcome = rounds.join()[swarm]
+        assert isinstance(outcome, AllReduceError), outcome
+        assert outcome.fault is AllReduceFault.SWARM_DOWN
+        assert "No space left on device" in str(outcome)
+    wait_for(lambda: mended(swarm, tree), "the host is there again", seconds=60)
+    assert_good_round(*pair)
 
 
 @pytest.mark.slow

@@ -1,0 +1,175 @@
+"""The keeper with hosts that start as a test says: what comes next, and after how long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.config.swarm import SwarmSettings
+from distributed_training.swarm import keeper
+from distributed_training.swarm.keeper import HostKeeper, SwarmUnavailable
+from distributed_training.swarm.memory import SharedTensors
+from distributed_training.swarm.messages import HostConfig, Ready
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+
+MADDR = "/ip4/127.0.0.1/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+NOBODY = "RuntimeError: failed to connect to bootstrap peers"
+
+
+class Host:
+    """What a HostProcess is to its keeper. ``outcome`` of the start: maddrs, or why it failed."""
+
+    pid = 1
+
+    def __init__(self, outcome: list[str] | str | None) -> None:
+        self.outcome, self.why = outcome, ""
+        self.ended = threading.Event()
+
+    def alive(self) -> bool:
+        return not self.ended.is_set()
+
+    def wait_ready(self, timeout: float) -> Ready | None:
+        if self.outcome is None:  # hangs
+            self.ended.wait(timeout)
+            return None
+        if isinstance(self.outcome, str):
+            self.why = self.outcome
+            return None
+        return Ready("peer", self.outcome)
+
+    def end(self, why: str = "") -> None:
+        self.why = self.why or why
+        self.ended.set()
+
+    close = end
+
+
+class World:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.hosts: list[Host] = []
+        self.outcome: Callable[[HostConfig], Any] = lambda config: [MADDR]
+        self.launch: Callable[[], object] = object
+        self.reachable = True
+        self.failures: list[int] = []  # in a row, at each wait
+        world = self
+
+        class Backoff(keeper.Backoff):
+            def failed(self) -> timedelta:
+                super().failed()
+                world.failures.append(self.failures)
+                return timedelta(0)
+
+        def start(config: HostConfig, launch: object) -> Host:
+            outcome = world.outcome(config)
+            world.hosts.append(Host(outcome))
+            return world.hosts[-1]
+
+        monkeypatch.setattr(keeper, "HostLaunch", lambda log: self.launch())
+        monkeypatch.setattr(keeper, "HostProcess", start)
+        monkeypatch.setattr(keeper, "Backoff", Backoff)
+        monkeypatch.setattr(keeper, "_LOOK", 0.01)
+        monkeypatch.setattr(keeper, "any_reachable", lambda *_, **__: self.reachable)
+        self.folder = folder
+
+    @contextmanager
+    def keeper(self, **settings: Any) -> Iterator[HostKeeper]:
+        memory = SharedTensors([(2,)])
+        values = {"initial_peers": (MADDR,), "start_timeout": timedelta(seconds=30)}
+        made = HostKeeper(SwarmSettings(**values | settings), memory, self.folder)
+        try:
+            yield made
+        finally:
+            made.close()
+            memory.close()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
+    return World(monkeypatch, tmp_path)
+
+
+def test_a_peer_that_stays_alone_tries_to_join_less_and_less_often(world: World) -> None:
+    """An initial peer whose port opens and that is none: each try ends a host and starts two."""
+    world.outcome = lambda config: NOBODY if config.initial_peers else [MADDR]
+    with world.keeper() as made:
+        wait_for(lambda: len(world.failures) >= 5, "five tries")
+        assert not made.joined
+        assert world.failures[:5] == [1, 2, 3, 4, 5], "each waits longer than the one before"
+        world.outcome = lambda config: [MADDR]
+        wait_for(lambda: made.joined, "the swarm is joined")
+        world.failures.clear()
+        world.hosts[-1].end("killed")
+        wait_for(lambda: made.alive() and made.joined, "it is started again")
+        assert world.failures == [], "at once"
+
+
+@pytest.mark.parametrize(
+    ("where", "error"),
+    [
+        ("the process", OSError(12, "Cannot allocate memory")),
+        ("the process", OSError(24, "Too many open files")),
+        ("the process", RuntimeError("can't start new thread")),
+        ("the sockets' folder", OSError(28, "No space left on device")),
+        ("the look", RuntimeError("can't start new thread")),
+    ],
+    ids=str,
+)
+def test_a_machine_that_has_nothing_left_costs_time_only(
+    world: World, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    with world.keeper() as made:
+        tries = []
+
+        def fails(*_: Any, **__: Any) -> Any:
+            tries.append(time.monotonic())
+            raise error
+
+        with monkeypatch.context() as patch:
+            if where == "the process":
+                world.launch = fails
+            elif where == "the sockets' folder":
+                patch.setattr(keeper, "make_socket_folder", fails)
+            else:
+                made.joined = False
+                patch.setattr(keeper, "any_reachable", fails)
+            if where != "the look":
+                world.hosts[-1].end("killed")
+            wait_for(lambda: len(tries) >= 3, "it is tried again and again")
+        world.launch = object
+        wait_for(lambda: made.alive() and made.joined, "it is there again")
+
+
+def test_a_host_without_an_address_is_no_host(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    world.outcome = lambda config: []
+    with pytest.raises(SwarmUnavailable, match="no TCP port"), world.keeper(dht_port=0):
+        pass
+
+
+@pytest.mark.parametrize("which", ["with its peers", "alone"])
+def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -> None:
+    def hangs(config: HostConfig) -> Any:
+        return NOBODY if which == "alone" and config.initial_peers else None
+
+    with world.keeper() as made:
+        world.outcome = hangs
+        before = len(world.hosts)
+        world.hosts[-1].end("killed")
+        wait_for(lambda: made._starting is not None and world.hosts[-1].outcome is None, "a start")
+        began = time.monotonic()
+        made.close()
+        assert time.monotonic() - began < 5
+        assert len(world.hosts) <= before + 2
+        assert not any(host.alive() for host in world.hosts)
