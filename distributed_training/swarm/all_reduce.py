@@ -142,8 +142,11 @@ class AllReduce:
             async with contextlib.AsyncExitStack() as opened:
                 stream = await opened.enter_async_context(self._open_stream(peer))
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(self._send_parts(stream, share))
-                    tasks.create_task(self._take_differences(stream, left))
+                    sending = tasks.create_task(self._send_parts(stream, share))
+                    await self._take_differences(stream, left)
+                    # A sound reducer has read all our parts by now.
+                    async with asyncio.timeout(self._terms.chunk_timeout):
+                        await asyncio.wait([sending])
                 # A hivemind reducer that sees us go before it has ended its side counts us as
                 # failed. Nobody needs to wait for that.
                 task = asyncio.create_task(self._close_after(stream, opened.pop_all()))
@@ -287,7 +290,9 @@ async def _until_closed(stream: Stream, timeout: float) -> None:
 def _refusal(arriving: frames.Arriving | None) -> str:
     if arriving is None:
         return "it ended before all parts were averaged"
-    return f"it answered {averaging_pb2.MessageCode.Name(arriving.code)}"
+    known = averaging_pb2.MessageCode.values()
+    code = arriving.code
+    return f"it answered {averaging_pb2.MessageCode.Name(code) if code in known else code}"
 
 
 def _why(errors: BaseExceptionGroup[BaseException]) -> str:

@@ -101,9 +101,12 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
     if marker[:1] == _ERROR:
         if not length:
             return None
-        error = p2pd_pb2.RPCError()
-        error.ParseFromString(await stream.receive(length))
-        raise FrameError(f"the peer failed: {error.message}")
+        data = await stream.receive(length)
+        try:
+            said = p2pd_pb2.RPCError.FromString(data).message
+        except DecodeError:
+            said = "it does not say why"
+        raise FrameError(f"the peer failed: {said}")
     if marker[:1] != _MESSAGE:
         raise FrameError("neither a message nor the end of the stream")
     head = await stream.receive(min(length, _HEAD))

@@ -15,7 +15,7 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _INTRODUCTION = 10.0  # seconds p2pd may take to say whose stream it delivers
 _MOST_CONTROL_BYTES = 1 << 20  # of one message of p2pd
 _BACKLOG = 128
+_ACCEPT_AGAIN = 1.0  # seconds, after a stream could not be accepted
 
 
 class StreamError(ConnectionError):
@@ -101,7 +102,11 @@ class Stream:
                 raise StreamError("p2pd sent a length that is none")
         if length > _MOST_CONTROL_BYTES:
             raise StreamError("p2pd sent a message that is too long")
-        message.ParseFromString(await self.receive(length))
+        data = await self.receive(length)
+        try:
+            message.ParseFromString(data)
+        except DecodeError as error:
+            raise StreamError(f"p2pd sent what is no message: {error}") from None
 
     def end_sending(self) -> None:
         """The other side reads the end after what was sent.
@@ -160,7 +165,12 @@ class Daemon:
 
         async def accept() -> None:
             while True:
-                connection, _ = await loop.sock_accept(listener)
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor or no memory is left
+                    log.warning("What peers send cannot be accepted now: %s", error)
+                    await asyncio.sleep(_ACCEPT_AGAIN)
+                    continue
                 task = asyncio.create_task(self._deliver(connection, handle))
                 handlers.add(task)
                 task.add_done_callback(handlers.discard)

@@ -37,7 +37,7 @@ TROUBLED = replace(
     min_group_size=3,
 )
 #: What it sent before it failed is in the average, or the average shows it.
-WHOLE = ("long", "deaf", "nan", "nan averages")
+WHOLE = ("long", "deaf", "nan", "nan averages", "early averages")
 
 
 class BadPeer:

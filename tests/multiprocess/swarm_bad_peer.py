@@ -37,6 +37,9 @@ KINDS = (
     "misframed averages",
     "nan averages",
     "no averages",
+    "unknown averages",  # with a code that nobody knows
+    "damaged averages",  # an error message that cannot be read
+    "early averages",  # all of them at once, without a look at what comes
     "vanish",  # the process ends in the middle
 )
 
@@ -83,6 +86,14 @@ class BadAllReduce(all_reduce.AllReduce):
             await asyncio.Event().wait()
         await super()._take_differences(stream, left)
 
+    async def serve(self, stream: Stream, first: frames.Arriving) -> None:
+        if self.kind != "early averages":
+            await super().serve(stream, first)
+            return
+        for part in self._shares[self._mine]:
+            await stream.send(*frames.encode(torch.zeros_like(part), code=5))
+        await asyncio.Event().wait()
+
     async def _answer(self, stream: Stream, sums: Any, collecting: Any) -> None:
         if not self.kind.endswith(" averages"):
             await super()._answer(stream, sums, collecting)
@@ -95,6 +106,12 @@ class BadAllReduce(all_reduce.AllReduce):
                 return
             case "misframed averages":
                 await stream.send(b"\x07" * 5000)
+                return
+            case "unknown averages":
+                await stream.send(*frames.encode(first.values, code=99))
+                return
+            case "damaged averages":
+                await stream.send(b"\x01" + (5).to_bytes(8, "big") + b"\xff" * 5)
                 return
             case "no averages":
                 await asyncio.Event().wait()

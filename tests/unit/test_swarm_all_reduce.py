@@ -1,0 +1,117 @@
+"""A reducer that answers anything at all: it costs its own share, never the round."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.swarm import frames
+from distributed_training.swarm.all_reduce import AllReduce, Group, GroupFailed, Terms
+from distributed_training.swarm.streams import Stream
+
+pytestmark = pytest.mark.timeout(120)
+logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
+
+OWN, OTHER = PeerID(b"a" * 34), PeerID(b"b" * 34)
+PART = 1024  # values
+CHUNK = 0.2  # seconds
+Reducer = Callable[[Stream], Coroutine[Any, Any, None]]
+
+
+def run_with(reducer: Reducer, *, parts: int) -> AllReduce:
+    """One all-reduce with a peer whose reducer is ``reducer`` and which sends us nothing."""
+
+    async def run() -> AllReduce:
+        @contextlib.asynccontextmanager
+        async def open_stream(_: PeerID) -> AsyncIterator[Stream]:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                ours.setblocking(False)
+                theirs.setblocking(False)
+                answering = asyncio.create_task(reducer(Stream(theirs, OWN)))
+                try:
+                    yield Stream(ours, OTHER)
+                finally:
+                    answering.cancel()
+                    await asyncio.gather(answering, return_exceptions=True)
+
+        all_reduce = AllReduce(
+            Group(b"group", (OWN, OTHER), (parts * PART, parts * PART)),
+            OWN,
+            tensors=[torch.ones(2 * parts * PART)],
+            terms=Terms(weight=1.0, part_values=PART, compression=0, chunk_timeout=CHUNK),
+            open_stream=open_stream,
+        )
+        async with asyncio.timeout(20):  # the round's own deadline is many times as long
+            with contextlib.suppress(GroupFailed):
+                await all_reduce.run()
+            await asyncio.gather(*all_reduce.closing)
+        return all_reduce
+
+    return asyncio.run(run())
+
+
+def framed(marker: bytes, body: bytes) -> bytes:
+    return marker + len(body).to_bytes(8, "big") + body
+
+
+codes = st.integers(-(2**31), 2**31 - 1).map(
+    lambda code: averaging_pb2.AveragingData(code=code).SerializeToString()
+)
+answers = st.one_of(
+    st.builds(framed, st.sampled_from([b"\x00", b"\x01", b"\x02"]), st.binary(max_size=80) | codes),
+    st.binary(max_size=80),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(answers)
+def test_whatever_a_reducer_answers_the_round_goes_on(answer: bytes) -> None:
+    async def reducer(stream: Stream) -> None:
+        await stream.send(answer)
+        stream.end_sending()
+        with contextlib.suppress(OSError):
+            await stream.receive_end()
+        await asyncio.Event().wait()
+
+    all_reduce = run_with(reducer, parts=3)
+    assert all_reduce.kept_local == 3 * PART
+
+
+@pytest.mark.parametrize("code", [99, averaging_pb2.CANCELLED])
+def test_why_a_reducer_refuses_is_told_also_if_nobody_knows_its_code(
+    code: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def reducer(stream: Stream) -> None:
+        await stream.send(frames.encode_code(code))
+        await asyncio.Event().wait()
+
+    run_with(reducer, parts=3)
+    assert f"it answered {'CANCELLED' if code != 99 else 99}" in caplog.text
+
+
+def test_a_reducer_that_answers_all_and_reads_nothing_does_not_hold_the_round() -> None:
+    parts = 400  # more than fits into the sockets between
+
+    async def reducer(stream: Stream) -> None:
+        for _ in range(parts):
+            zeros = torch.zeros(PART)
+            await stream.send(*frames.encode(zeros, code=averaging_pb2.AVERAGED_PART))
+        await asyncio.Event().wait()
+
+    began = time.monotonic()
+    all_reduce = run_with(reducer, parts=parts)
+    assert all_reduce.kept_local == 0
+    assert time.monotonic() - began < 15
