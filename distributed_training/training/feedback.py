@@ -149,15 +149,24 @@ class ErrorFeedback:
         return made
 
     def after_round(self, start: Sequence[Tensor], lr: float) -> list[Tensor]:
-        """EF once the epoch that began at ``start`` is over. Collective; changes nothing."""
-        kept, remaining = self.residual, []
-        for i, shard in enumerate(self._shards):
-            rows = (start[i] - on_host(shard.local)).mul_(lr)
+        """EF once the epoch that began at ``start`` is over. Collective; changes nothing.
+
+        Raises RankFailedError on all ranks alike.
+        """
+        kept = self.residual
+
+        def rows_of(i: int) -> Tensor:
+            rows = (start[i] - on_host(self._shards[i].local)).mul_(lr)
             if kept is not None:
                 rows.add_(kept[i], alpha=self.decay)
             if self.by_rows(i):
                 self._take_rows(i, rows)
-            else:
+            return rows
+
+        remaining = []
+        for i in range(len(self._shards)):
+            rows = self._stream.together(lambda i=i: rows_of(i))  # type: ignore[misc]
+            if not self.by_rows(i):
                 self._take_whole(i, rows, subtract=True)
             remaining.append(rows)
         return remaining
@@ -237,17 +246,25 @@ class ErrorFeedback:
     def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
         """The code of a parameter that must be whole; collective; rank 0 gets it.
 
-        With ``subtract``, ``rows`` loses what the code holds.
+        With ``subtract``, ``rows`` loses what the code holds. Raises RankFailedError on all ranks
+        alike.
         """
-        shard = self._shards[index]
-        lead = self._stream.rank == 0
-        whole = torch.empty(shard.shape, dtype=torch.float32) if lead else None
-        self._stream.gather(shard.shape, rows, whole)
-        code = None
-        if whole is not None:
+        shard, stream = self._shards[index], self._stream
+        lead = stream.rank == 0
+        whole = stream.together(
+            lambda: torch.empty(shard.shape, dtype=torch.float32) if lead else None
+        )
+        stream.gather(shard.shape, rows, whole)
+
+        def encode() -> Code | None:
+            if whole is None:
+                return None
             code = self.codec.encode(whole)
             if subtract:
                 self.codec.subtract_sent(whole, code)
+            return code
+
+        code = stream.together(encode)
         if subtract:
-            self._stream.scatter(shard.shape, whole, rows)
+            stream.scatter(shard.shape, whole, rows)
         return code

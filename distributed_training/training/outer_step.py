@@ -24,7 +24,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault
 from .feedback import ErrorFeedback
 from .host_copies import on_host, to_host
 from .outer import load_outer_optimizer, nesterov_sgd
-from .shards import ParameterShard, RowStream
+from .shards import ParameterShard, RankFailedError, RowStream
 
 log = logging.getLogger(__name__)
 
@@ -200,13 +200,10 @@ class OuterStep:
         called while the swarm looks for a group. Collective; changes nothing that is kept."""
         if self.feedback.mode != "round" or self.epoch_start is None:
             return
-        problem = None
         try:
             self._ahead = self.feedback.after_round(self.epoch_start, self.learning_rate)
-        except RuntimeError as error:  # out of memory, for one
-            problem = f"{type(error).__name__}: {error}"
-        if self._stream.first_error(problem) is not None:
-            self._ahead = None  # prepare tries again, and votes
+        except RankFailedError as error:
+            log.warning("The error feedback is computed later, after the round: %s", error)
 
     @torch.no_grad()
     def prepare(self, averaged: Sequence[Tensor] | None) -> None:
@@ -226,27 +223,23 @@ class OuterStep:
         norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)
-        error = None
-        weights: list[Tensor] = []
-        momentum: list[Tensor] = []
+        start = self.epoch_start
+
+        def moved() -> list[tuple[Tensor, Tensor]]:
+            before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
+            return [
+                nesterov_sgd(*each, lr=self.learning_rate, mu=self.mu)
+                for each in zip(start, average, before, strict=True)
+            ]
+
         feedback: list[Tensor] | None = None
         try:
-            for i, start in enumerate(self.epoch_start):
-                old = None if self.momentum is None else self.momentum[i]
-                new, buffer = nesterov_sgd(
-                    start, average[i], old, lr=self.learning_rate, mu=self.mu
-                )
-                weights.append(new)
-                momentum.append(buffer)
-        except RuntimeError as problem_here:  # out of memory, for one
-            error = f"{type(problem_here).__name__}: {problem_here}"
-        error = self._stream.first_error(error)
-        if error is not None:
-            raise AllReduceError(AllReduceFault.LOCAL, error)
-        if self.feedback.mode == "round":
-            feedback = self._ahead or self.feedback.after_round(
-                self.epoch_start, self.learning_rate
-            )
+            new = self._stream.together(moved)
+            if self.feedback.mode == "round":
+                feedback = self._ahead or self.feedback.after_round(start, self.learning_rate)
+        except RankFailedError as error:
+            raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
+        weights, momentum = [each for each, _ in new], [each for _, each in new]
         self._prepared = _Prepared(weights, momentum, feedback, self._new_epoch_id())
 
     @torch.no_grad()

@@ -8,8 +8,9 @@ weights, momentum, error feedback, checkpoints) works on these plain float32 row
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .model import plain_name
+
+Result = TypeVar("Result")
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
@@ -61,6 +64,10 @@ def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[Parameter
         assert shard.local.shape[0] == stop - start, (name, shape, start, stop)
         result.append(shard)
     return result
+
+
+class RankFailedError(RuntimeError):
+    """What all ranks do together failed on one of them; raised on all alike."""
 
 
 class RowStream:
@@ -120,6 +127,22 @@ class RowStream:
         dist.all_gather_object(answers, message, group=self.group)
         rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
         return text if self.world_size == 1 else f"rank {rank}: {text}"
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """``work()``, in which no rank waits for another; all ranks go on, or none.
+
+        Between two collectives: a rank that left alone would hold up the others until the process
+        group's timeout. Raises RankFailedError on all ranks alike.
+        """
+        problem = None
+        try:
+            result = work()
+        except (RuntimeError, MemoryError) as error:  # out of memory, for one
+            problem = f"{type(error).__name__}: {error}"
+        problem = self.first_error(problem)
+        if problem is not None:
+            raise RankFailedError(problem)
+        return result
 
     def from_rank_0(self, value: object) -> object:
         """Rank 0's ``value`` on every rank (pickled; small things only)."""

@@ -8,8 +8,10 @@ import math
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,7 @@ from training_world import evaluate, sequences, train, trainer, whole_weights
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
+from distributed_training.training import feedback, outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
@@ -123,6 +126,7 @@ def outer_steps(*, window: Path | None) -> None:
     same(late.weights, early.weights)
     made.roll_back_outer_step()
     assert made.outer._ahead is None
+    _one_rank_fails(made, buffers)
     bad = [b.clone() for b in buffers] if buffers is not None else None
     if bad is not None:
         bad[-1][0] = float("nan")
@@ -156,6 +160,27 @@ def outer_steps(*, window: Path | None) -> None:
         item.local.copy_(other.local)
     fresh.drop_step()
     assert evaluate(fresh, sequences(5)) == evaluate(made, sequences(5))
+
+
+def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
+    """In the middle of the outer step, wherever: nobody waits for it, and all know."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    before = whole_weights(made)
+    for who, where, what in (
+        (WORLD - 1, feedback.ErrorFeedback, "_encode_rows"),
+        (0, feedback.Codec, "encode"),
+        (WORLD - 1, outer_step, "nesterov_sgd"),
+    ):
+        with mock.patch.object(where, what, fails) if who == RANK else nullcontext():
+            made.anticipate_outer_step()
+            assert (made.outer._ahead is None) == (where is not outer_step)
+            expect(AllReduceFault.LOCAL, lambda: made.prepare_outer_step(buffers))
+        made.roll_back_outer_step()
+        assert made.outer.feedback.residual is None and made.outer._prepared is None
+    same(before, whole_weights(made))
 
 
 def snapshot(folder: Path) -> None:
