@@ -16,7 +16,6 @@ import math
 import os
 import queue
 import shutil
-import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -61,6 +60,7 @@ from .process import (
 from .publishing import Publishing
 from .ranks import Ranks, join_ranks
 from .reporter import Metrics, Record, Reporter
+from .stop import RankStop
 from .watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Place:
 def run_rank(argv: list[str]) -> int:
     """Exit status: see :class:`~distributed_training.common.exits.ExitStatus`."""
     me = rank_environment()
-    stop = _Stop()
+    stop = RankStop()
     stop.install()
     die_with_parent()
     write_stacks_on_signal()
@@ -137,29 +137,12 @@ def run_rank(argv: list[str]) -> int:
     return status
 
 
-class _Stop:
-    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all)."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
-        self.wanted = False
-
-    def install(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._handle)
-
-    def _handle(self, number: int, frame: object) -> None:
-        del number, frame
-        self.wanted = True
-        self.events.put(ev.StopRequested("asked to stop"))
-
-
 def _run(
     argv: Sequence[str],
     config: Config,
     me: RankEnvironment,
     folder: Path,
-    stop: _Stop,
+    stop: RankStop,
     stack: ExitStack,
 ) -> tuple[int, str]:
     device = rank_device(config.miner.device, me.local_rank)
