@@ -94,6 +94,14 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
         yield folder, events
 
 
+def test_events_of_one_moment_and_of_a_clock_set_back_are_all_new(tmp_path: Path) -> None:
+    miner = Neuron(tmp_path)
+    lines = [{"kind": "round", "time": 9.0}, {"kind": "step", "time": 9.0}, {"time": 3.0}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers = [event["number"] for event in miner.poll()]
+    assert numbers == [1, 2, 3] and miner.facts()["taken"] == 3
+
+
 def test_the_time_between_two_steps_is_not_lost(tmp_path: Path) -> None:
     """Rounds, snapshots and loads, but not the night in which the miner was off."""
     miner = Neuron(tmp_path)
@@ -307,6 +315,7 @@ def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog
         (["--host", "0.0.0.0"], "DT_PAGE_TOKEN"),
         (["--host", "miner.example"], "--host"),
         (["--port", "99999"], "--port"),
+        ([__file__], "no folder"),
     ],
 )
 def test_what_cannot_be_served_is_one_line(

@@ -1,7 +1,7 @@
 """Serves the page of one or several run folders.
 
     python -m distributed_training.telemetry.page runs/miner
-    python -m distributed_training.telemetry.page --port 8010 runs/localnet/*
+    python -m distributed_training.telemetry.page --port 8010 runs/localnet/{miner,validator}*
 
 To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 """
@@ -13,6 +13,7 @@ import ipaddress
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
     flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
-    problem = _problem(given.host, given.port, token, flags)
+    problem = _problem(given.host, given.port, token, flags, given.folders)
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return ExitStatus.BAD_CONFIGURATION
@@ -66,7 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     return ExitStatus.STOPPED
 
 
-def _problem(host: str, port: int, token: str, flags: str) -> str | None:
+def _problem(host: str, port: int, token: str, flags: str, folders: Sequence[Path]) -> str | None:
+    for folder in folders:
+        if folder.exists() and not folder.is_dir():
+            return f"{folder} is no folder, so nothing is served: give run folders"
     try:
         loopback = ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -41,19 +41,24 @@ class Neuron:
         self.marks: deque[dict[str, Any]] = deque(maxlen=_POINTS)  # outer steps
         self.scores: dict[str, Any] | None = None
         self.state = ""
+        self.taken = 0  # events; the page knows by it which of them the history held already
         self._step_ended: float | None = None  # of the step before, if this run did it
         self._follower = EventFollower(folder / "events.jsonl")
         for event in self._follower.history(at_most=_HISTORY_BYTES):
             self.apply(event)
 
     def poll(self) -> list[dict[str, Any]]:
-        """New events, taken in, each with the neuron's name."""
-        return [{**self.apply(event), "neuron": self.name} for event in self._follower.poll()]
+        """New events, taken in, each with the neuron's name and its number."""
+        return [
+            {**self.apply(event), "neuron": self.name, "number": self.taken}
+            for event in self._follower.poll()
+        ]
 
     def apply(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
         """Take one event in; kinds that the page does not show change nothing. Returns it, a step
         with ``between_seconds``: rounds, snapshots and loads since the step before."""
         kind = str(event.get("kind"))
+        self.taken += 1
         if kind == "step":
             event = {**event, "between_seconds": self._between(event)}
             self.steps.append(tuple(_number(event.get(column)) for column in COLUMNS))
@@ -96,6 +101,7 @@ class Neuron:
         return {
             "name": self.name,
             "state": self.state,
+            "taken": self.taken,
             "columns": COLUMNS,
             "steps": thinned(list(self.steps)),
             "tables": {kind: list(rows) for kind, rows in self.tables.items()},

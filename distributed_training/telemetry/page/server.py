@@ -54,8 +54,13 @@ class Hub:
         loop, asked = asyncio.get_running_loop(), 0.0
         while True:
             for neuron in self.neurons:
-                for event in neuron.poll():
-                    self._send(event["kind"], event)
+                try:
+                    news = neuron.poll()
+                except OSError as error:
+                    log.warning("%s cannot be read: %s", neuron.folder, error)
+                    news = []
+                for event in news:
+                    self._send(str(event.get("kind")), event)
             if loop.time() - asked >= _GAUGES_SECONDS:
                 asked = loop.time()
                 for neuron in self.neurons if self._readers else ():

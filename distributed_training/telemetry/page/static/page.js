@@ -38,8 +38,8 @@ function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
   if (event.gauges) { neuron.gauges = event.gauges; return; }
-  if (event.time <= neuron.lastTime) return;  // the history had it already
-  neuron.lastTime = event.time;
+  if (event.number <= neuron.taken) return;  // the history had it already
+  neuron.taken = event.number;
   if (event.kind === "step") {
     neuron.steps.push(neuron.columns.map((c) => (event[c] === undefined ? null : event[c])));
     if (neuron.steps.length > KEPT_POINTS) neuron.steps.splice(0, neuron.steps.length - KEPT_POINTS);
@@ -55,9 +55,6 @@ function take(event) {
 
 function begin(history) {
   for (const neuron of history.neurons) {
-    const times = [...neuron.steps.map((s) => s[0]), ...neuron.marks.map((m) => m.time),
-      ...Object.values(neuron.tables).flat().map((r) => r.time), 0];
-    neuron.lastTime = Math.max(...times.filter((t) => t !== null));
     neurons.set(neuron.name, neuron);
   }
   if (!neurons.has(shown)) {
