@@ -188,6 +188,18 @@ def _meet_network(
 # --- every rank ---------------------------------------------------------------------------------
 
 
+def utilization_of(device: torch.device) -> Callable[[], float | None]:
+    """What tells the device's utilization in percent; None where nobody measures it."""
+    sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
+    if sampler is not None:
+        return sampler.utilization
+    if device.type == "cuda":
+        log.warning(
+            "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
+        )
+    return lambda: None
+
+
 class Miner:
     """One rank, built top to bottom and ready to run. ``outside``: rank 0's, else None.
 
@@ -201,14 +213,13 @@ class Miner:
         config, ranks, device = place.config, place.ranks, place.device
 
         # training
-        sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
         self.trainer = Trainer(
             settings=config.training,
             model_config=facts.model_config,
             device=device,
             rank=ranks.rank,
             world_size=ranks.world_size,
-            utilization=sampler.utilization if sampler else lambda: None,
+            utilization=utilization_of(device),
             run_folder=place.folder,
         )
         self.checkpointer = Checkpointer(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from distributed_training.miner import events as ev
 from distributed_training.miner import global_bucket, start
@@ -18,6 +19,16 @@ from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import RoundRequest
 
 pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:0", True), ("cpu", False)])
+def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
+    device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(start.NvmlSampler, "open", lambda index: None)
+    utilization = start.utilization_of(torch.device(device))
+    assert utilization() is None and utilization() is None
+    assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 
 def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
