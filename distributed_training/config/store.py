@@ -59,7 +59,7 @@ class StoreSettings:
     upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
     """publish at most every so many inner steps"""
     minimum_valid_inner_step: int = flag("neuron.minimum_valid_inner_step", 50, ge=0, le=1_000_000)
-    """do not publish before this inner step of an outer step"""
+    """first inner step of an outer step to publish; lowered, with a warning, if that is too late"""
     age_limit: Duration = flag("neuron.repo_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY)
     """age of gradients.pt from which validators count the bucket as stale"""
     upload_slack: Duration = flag("neuron.upload_slack", 240 * SECOND, ge=0 * SECOND, le=DAY)
@@ -67,7 +67,7 @@ class StoreSettings:
     block_on_preview: bool = flag("neuron.block_on_preview", False)
     """do not publish a gradient whose own decode does not lower the loss (default: warn only)"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
-    """outer steps kept in the bucket; local snapshots go once published or given up"""
+    """outer steps kept in the bucket; of local snapshots only the newest published one stays"""
     part_size: Bytes = flag("r2.part_size", Bytes(0), ge=Bytes(0), le=Bytes(5 * 2**30))
     """bytes of a multipart upload's parts, e.g. 32MiB; 0: by the file's size"""
     concurrency: int = flag("r2.concurrency", 6, ge=1, le=256)
@@ -75,7 +75,7 @@ class StoreSettings:
     uploader_nice: int = flag("r2.uploader_nice", 15, ge=0, le=19)
     """the uploader's niceness above training's; less where training fills every core"""
     file_deadline: Duration = flag("r2.file_deadline", 2400 * SECOND, ge=SECOND, le=DAY)
-    """longest time one publication, or one file's download, may take with all its retries"""
+    """longest time a publication, or the download of a state, may take: all files and retries"""
     snapshot_timeout: Duration = flag(
         "neuron.snapshot_timeout", 600 * SECOND, ge=SECOND / 10, le=DAY
     )

@@ -27,7 +27,6 @@ from .uploader_messages import Busy, Close, Paused, PeerId, Said, Start
 
 log = logging.getLogger(__name__)
 
-_PROGRAM = "distributed_training.store.uploader_process"
 _RESTART_WAIT = (1.0, 60.0)  # seconds: first, longest
 
 
