@@ -14,8 +14,6 @@ from distributed_training.protocol.types import Revision, StepReport
 FULL_STATE = "Full State"
 EXTRACTED_STATE = "Extracted Optimizer & Model State Dict"
 UPLOAD_MODEL_START = "Upload Model Start"
-MODEL_SAVED = "Model Saved"
-OPTIMIZER_SAVED = "Optimizer Saved"
 UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
 STALE_LIST = (
     "Not published at this step: no recent block was trained on since the last publication, and "
@@ -24,7 +22,6 @@ STALE_LIST = (
 UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
 RESPONDED_ACTIVE = "Responded to be Active"
 RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"
-RECEIVED_LOCAL_ALL_REDUCE = "Received Local All Reduce Call"
 PAUSING = "⚠️  Pausing continuous training."
 AVERAGING_START = "⏳ Starting Pseudo Gradient Averaging.."
 ALL_REDUCE_START = "All Reduce Start"
@@ -64,20 +61,8 @@ def throughput_line(report: StepReport) -> str:
     return " | ".join(parts)
 
 
-def training_line(report: StepReport) -> str:
-    """The public miner's form of the step line."""
-    return (
-        f"🏋️  Outer Step: {report.outer_step} | Inner Step: {report.inner_step} | "
-        f"Learning Rate: {report.learning_rate:.8f} | Average Loss: {report.loss:.2f}"
-    )
-
-
 def saving_state(outer_step: int) -> str:
     return f"💾 Saving model state locally for epoch {outer_step}"
-
-
-def saving_keys(count: int) -> str:
-    return f"Saving model state dict with {count} keys"
 
 
 def uploading(bucket: str) -> str:
@@ -91,10 +76,6 @@ def pushed(revision: Revision, bucket: str) -> str:
 def preview(delta: float) -> str:
     """``delta``: loss with minus without the gradient about to be published, nats per token."""
     return f"Preview: this gradient, decoded as a validator would, changes the loss by {delta:+.4f}"
-
-
-def upload_completed(result: object) -> str:
-    return f"Model state upload completed with result: {result}"
 
 
 def upload_failed(error: object) -> str:

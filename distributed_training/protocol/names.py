@@ -9,7 +9,6 @@ import re
 
 NETUID = 38
 RUN = 5
-SPEC_VERSION = 1027  # of the protocol's version 1.2.7: 1000 * 1 + 10 * 2 + 7
 RUN_ID = "v1_2_7_r5"
 GLOBAL_MODEL_NAME = "llama-4b-ws-4"
 TOKENIZER_NAME = "dstrbtd/llama-1b"
@@ -18,8 +17,6 @@ MASTER_HOTKEY = "5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP"
 BOOTSTRAP_PEERS = (
     "/ip4/161.97.156.125/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK",
 )
-# The class name of the averager is part of every RPC's name on the wire.
-AVERAGER_CLASS_NAME = "DTGradAverager"
 MAX_UIDS = 256
 
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
@@ -44,13 +41,3 @@ def r2_endpoint(account_id: str) -> str:
 def averager_prefix(run_id: str = RUN_ID) -> str:
     """Prefix of the averager's DHT keys and RPC names: ``v1_2_7_r5_grad_averager``."""
     return f"{run_id}_grad_averager"
-
-
-def matchmaking_key(run_id: str = RUN_ID) -> str:
-    """DHT key under which peers look for a group (empty group bits)."""
-    return f"{averager_prefix(run_id)}.0b"
-
-
-def all_averagers_key(run_id: str = RUN_ID) -> str:
-    """DHT key under which all averagers of a run declare themselves."""
-    return f"{averager_prefix(run_id)}.all_averagers"

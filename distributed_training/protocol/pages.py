@@ -11,8 +11,7 @@ from collections.abc import Mapping
 import numpy as np
 
 ROWS_PER_PAGE = 100
-PAGES_PER_BLOCK = 5  # what a miner fetches
-VALIDATOR_PAGES = 2  # the first two of the miner's five
+VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
 JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
 MAX_TOKENS_PER_ROW = 1024  # before the end-of-sequence token is appended
 

@@ -7,13 +7,10 @@ the public network and whatever the clock says on a local one.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 SECONDS_PER_BLOCK = 12.0
-BLOCKS_PER_ALLREDUCE = 400  # until a validator's first successful round
 BLOCKS_PER_ALLREDUCE_LATER = 750
-EPOCH_LENGTH = 160  # blocks between two settings of weights, and of the metagraph
 UPLOAD_AGE_LIMIT = timedelta(seconds=4800)
 RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20, 10 * now)
 
@@ -54,33 +51,3 @@ def random_block_range(block: int) -> tuple[int, int]:
     """[low, high) of the block whose pages all uids of a round share in the random evaluation."""
     low = block + RANDOM_BLOCK_AHEAD
     return low, max(low + 1, 10 * block)
-
-
-@dataclass(frozen=True)
-class UploadPlan:
-    """When a miner's upload should end to be scored, in seconds from now.
-
-    ``before_round``: the last upload of an epoch must end at most ``age limit - half a period``
-    before the round closes, because for half a period after it the file is still judged.
-    """
-
-    seconds_to_round: float
-    finish_no_earlier_than: float
-
-
-def plan_last_upload(
-    *,
-    block: int,
-    last_allreduce_block: int,
-    bpa: int,
-    seconds_per_block: float = SECONDS_PER_BLOCK,
-    age_limit: timedelta = UPLOAD_AGE_LIMIT,
-) -> UploadPlan:
-    """When the last upload before the next round should end (protocol page, rule 12.5)."""
-    remaining = blocks_until_round(block=block, last_allreduce_block=last_allreduce_block, bpa=bpa)
-    to_round = remaining * seconds_per_block
-    judged_after = bpa / 2 * seconds_per_block
-    return UploadPlan(
-        seconds_to_round=to_round,
-        finish_no_earlier_than=max(0.0, to_round + judged_after - age_limit.total_seconds()),
-    )

@@ -24,7 +24,6 @@ IS_ALIVE_ROUTE = f"/{IS_ALIVE}"
 ALL_REDUCE_ROUTE = f"/{ALL_REDUCE}"
 ROUTES = (IS_ALIVE_ROUTE, ALL_REDUCE_ROUTE)
 
-IS_ALIVE_TIMEOUT = timedelta(seconds=2.3)
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
 # Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length.
 MAX_BODY_BYTES = 4 * 1024
@@ -32,8 +31,6 @@ MAX_BODY_BYTES = 4 * 1024
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
 LEGACY_ALLOWANCE = timedelta(seconds=4)
-LEGACY_TIMEOUT_CAP = timedelta(seconds=840)
-LEGACY_FUTURE_ALLOWANCE = timedelta(seconds=4)
 # These synapses name no fields to hash: the "hash of the body" is that of nothing, in every call.
 LEGACY_BODY_HASH = hashlib.sha3_256(b"").hexdigest()
 
@@ -71,17 +68,6 @@ def legacy_signed_text(
     ``sender`` and ``receiver`` are ss58 hotkeys of dendrite and axon.
     """
     return f"{nonce}.{sender}.{receiver}.{uuid}.{body_hash}"
-
-
-def legacy_oldest_nonce(*, now_ns: int, timeout: timedelta) -> int:
-    """The first nonce of a (hotkey, uuid) must be greater than this; ``timeout`` is capped."""
-    window = LEGACY_ALLOWANCE + min(max(timeout, timedelta()), LEGACY_TIMEOUT_CAP)
-    return now_ns - round(window.total_seconds() * 1e9)
-
-
-def legacy_replay_window() -> timedelta:
-    """How long a (hotkey, uuid, nonce) must be remembered."""
-    return LEGACY_ALLOWANCE + LEGACY_TIMEOUT_CAP + LEGACY_FUTURE_ALLOWANCE
 
 
 # --- IsAlive ------------------------------------------------------------------------------------

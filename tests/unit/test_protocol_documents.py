@@ -31,8 +31,6 @@ PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 def test_names() -> None:
     assert names.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
     assert names.averager_prefix() == "v1_2_7_r5_grad_averager"
-    assert names.matchmaking_key() == "v1_2_7_r5_grad_averager.0b"
-    assert names.all_averagers_key("x") == "x_grad_averager.all_averagers"
     assert names.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
 
 

@@ -109,15 +109,6 @@ def test_a_miner_that_does_not_complete_is_not_alive() -> None:
     assert not synapses.parse_is_alive_reply(synapses.build_is_alive()).alive
 
 
-def test_the_unsigned_timeout_cannot_widen_the_window_of_freshness() -> None:
-    now = 10**19
-    window = now - synapses.legacy_oldest_nonce(now_ns=now, timeout=timedelta(days=9999))
-    assert window == 844 * 10**9
-    narrow = now - synapses.legacy_oldest_nonce(now_ns=now, timeout=timedelta(seconds=-5))
-    assert narrow == 4 * 10**9
-    assert synapses.legacy_replay_window().total_seconds() * 1e9 >= window
-
-
 @pytest.mark.parametrize(
     "outer_step, since, expected",
     [(7, 0, 6), (7, 374, 6), (7, 375, 7), (0, 0, 0), (7, 900, 7)],
@@ -153,10 +144,3 @@ def test_random_block_lies_ahead() -> None:
     assert schedule.random_block_range(1000) == (1020, 10000)
     low, high = schedule.random_block_range(0)
     assert high > low == 20
-
-
-def test_the_last_upload_must_end_shortly_before_the_round() -> None:
-    plan = schedule.plan_last_upload(block=600, last_allreduce_block=0, bpa=750)
-    assert plan.seconds_to_round == 1800
-    # judged until 4500 s after the round with a limit of 4800 s: not before the last 300 s
-    assert plan.finish_no_earlier_than == 1500
