@@ -94,6 +94,7 @@ class HostKeeper:
             if self._closing.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
             if not self.alive():
+                self._tell_end()
                 self._start()
             assert self._host is not None
             yield self._host
@@ -150,12 +151,11 @@ class HostKeeper:
         if not self._in_use.acquire(blocking=False):
             return False
         try:
-            alone, host = self.alive(), self._host
+            alone = self.alive()
             if self._closing.is_set() or (alone and self.joined):
                 return False
             if not alone:
-                why = host.why if host is not None else "it was not started"
-                log.warning("The swarm host ended (%s): it is started again", why)
+                self._tell_end()
             self._start()
             if alone and self.joined:
                 log.info("The swarm is joined")
@@ -168,6 +168,10 @@ class HostKeeper:
     @property
     def _log(self) -> Path:
         return self._folder / "hivemind.log"
+
+    def _tell_end(self) -> None:
+        why = self._host.why if self._host is not None else "it was not started"
+        log.warning("The swarm host ended (%s): it is started again", why)
 
     def _end(self) -> None:
         host, self._host = self._host, None
