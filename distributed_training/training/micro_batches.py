@@ -75,7 +75,7 @@ class MicroBatches:
             return
         except torch.OutOfMemoryError as error:
             self._out_of_memory(error, plan)
-        except Exception as error:
+        except Exception as error:  # a compiler's errors have no base in common
             if not self.compiled or not _is_compiler_error(error):
                 raise
             self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
