@@ -68,9 +68,11 @@ def main(argv: Sequence[str]) -> int:
             uid=options.uid,
             tell=lambda text: print(f"… {text}", file=sys.stderr, flush=True),
         )
+        return report(examination.run(), as_json=options.json)
     except ConfigError as error:
         return exit_with(error)
-    return report(examination.run(), as_json=options.json)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def report(checks: Sequence[Check], *, as_json: bool) -> int:

@@ -180,15 +180,15 @@ class RankGroup:
         os.environ.update(without_secrets(before))
         os.environ.update(rank_environment_defaults(ranks=self.world_size))
         os.environ.update(self._mark.environment | {STACKS: str(self._stacks)})
-        # Ctrl-C and a closed terminal are the launcher's: a program inherits what is ignored.
-        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _TERMINAL_SIGNALS}
+        # Ctrl-C and a closed terminal are the launcher's: the server inherits what is blocked. Were
+        # they ignored here for the moment, a stop that comes in it would be lost.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
         try:
             forkserver.ensure_running()
         finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
             os.environ.clear()
             os.environ.update(before)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
 
     def _ensure_scratch(self) -> None:
         """multiprocessing makes its folder where it is told to, once: a launcher that was killed
@@ -249,6 +249,9 @@ class RankGroup:
 def _become_rank(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
     """In the fork: run ``script`` as this rank's program."""
     os.setsid()
+    for number in _TERMINAL_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
     end_with_starter()
     os.environ.update(environ)
     sys.argv = [script, *argv]

@@ -120,6 +120,7 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
             "R2_WRITE_ACCESS_KEY_ID": account.write_key,
             "R2_WRITE_SECRET_ACCESS_KEY": account.write_secret,
             "R2_ENDPOINT_URL": server.endpoint,
+            "BT_WALLET_PATH": str(tmp_path / "wallets"),  # none there: the hotkey's row fails
         }
         too_much = keys | {
             "R2_READ_ACCESS_KEY_ID": account.write_key,
@@ -134,7 +135,10 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
             assert checks["bucket"]["status"] == wanted, checks["bucket"]
             assert account.write_secret not in done.stdout + done.stderr
             assert checks["data"]["status"] == checks["tokenizer"]["status"] == "ok"
-            assert done.returncode == (wanted == "fail")
+            failing = {name for name, check in checks.items() if check["status"] == "fail"}
+            expected = {"hotkey"} | ({"bucket"} if wanted == "fail" else set())
+            assert failing == expected | ({"configuration"} if environ is too_much else set())
+            assert done.returncode == 1
         assert "R2_WRITE" in checks["bucket"]["finding"]
     finally:
         server.stop()

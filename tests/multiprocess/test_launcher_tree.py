@@ -16,7 +16,10 @@ import psutil
 import pytest
 
 from distributed_training.common.processes import Mark
+from distributed_training.miner import rank_group
 from distributed_training.miner.process import listening_ranks, mark_of
+from distributed_training.miner.rank_group import RankGroup
+from distributed_training.node.signals import StopSignals
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
@@ -302,6 +305,28 @@ def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> N
     assert run.wait() == 0, run.output
     assert time.monotonic() - began < 10
     assert not run.mark.processes() and "Traceback" not in run.output
+
+
+def test_a_stop_while_the_server_is_spawned_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The server is to inherit that it is deaf to Ctrl-C; the launcher must not be, meanwhile."""
+    group = RankGroup(
+        script=tmp_path, argv=[], world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks"
+    )
+    deaf: list[set[signal.Signals]] = []
+
+    def spawn() -> None:
+        deaf.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(rank_group.forkserver, "ensure_running", spawn)
+    monkeypatch.setattr(group, "_ensure_scratch", lambda: None)
+    with StopSignals() as signals:
+        group._ensure_server()
+        assert signals.stop.wait(5) and signals.name == "SIGINT"
+    assert {signal.SIGINT, signal.SIGHUP} <= deaf[0]
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGHUP}
 
 
 def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> None:
