@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics import cuda_state, gpu_report_lines
+from distributed_training.diagnostics import NvmlSampler, cuda_state, gpu_report_lines
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,18 @@ def rank_device(wanted: str, local_rank: int) -> torch.device:
             "CPU then"
         )
     return torch.device("cpu")
+
+
+def utilization_of(device: torch.device) -> Callable[[], float | None]:
+    """What tells the device's utilization in percent; None where nobody measures it."""
+    sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
+    if sampler is not None:
+        return sampler.utilization
+    if device.type == "cuda":
+        log.warning(
+            "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
+        )
+    return lambda: None
 
 
 def report_device(

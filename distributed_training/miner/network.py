@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,18 @@ from distributed_training.swarm import (
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What rank 0 found out and every rank needs; JSON-able."""
+
+    uid: int = 0
+    model_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str = ""
+    eos_id: int = 0
+    global_outer_step: int = 0
+    problem: str = ""  # why there is no start; the other ranks leave quietly then
+
+
 @dataclass
 class Outside:
     """What :func:`connect` found, and what it can open."""
@@ -68,11 +80,8 @@ class Outside:
     commitment: str  # our read credentials, as the chain holds them
     bucket: str
     global_bucket: GlobalBucket
-    global_outer_step: int
     global_folder: Path
-    model_config: dict[str, Any]
-    tokenizer_path: Path
-    eos_id: int
+    facts: Facts
 
     @property
     def hotkey(self) -> str:
@@ -99,9 +108,9 @@ class Outside:
     def round_clock(self) -> RoundClock:
         """The public validator's period is longer from the first successful round on."""
         shortest = period = self.config.miner.blocks_per_allreduce
-        if self.config.is_public and self.global_outer_step > 0:
+        if self.config.is_public and self.facts.global_outer_step > 0:
             period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
-        last = self.model_config.get("last_allreduce_block")
+        last = self.facts.model_config.get("last_allreduce_block")
         return RoundClock(
             chain_block=self.chain.block,
             blocks_per_allreduce=period,
@@ -220,11 +229,14 @@ def connect(
         commitment=commitment,
         bucket=bucket,
         global_bucket=global_bucket,
-        global_outer_step=outer_step,
         global_folder=global_folder,
-        model_config=model_config(global_folder),
-        tokenizer_path=tokenizer_path,
-        eos_id=eos_id,
+        facts=Facts(
+            uid=member.uid,
+            model_config=model_config(global_folder),
+            tokenizer_path=str(tokenizer_path),
+            eos_id=eos_id,
+            global_outer_step=outer_step,
+        ),
     )
 
 

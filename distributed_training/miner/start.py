@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +31,7 @@ from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
-from distributed_training.diagnostics import NvmlSampler, step_warnings
+from distributed_training.diagnostics import step_warnings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
@@ -45,12 +45,13 @@ from . import network
 from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
-from .device import rank_device, report_device
+from .device import rank_device, report_device, utilization_of
 from .drift import Rows
 from .gauges import MachineGauges, limits
 from .global_bucket import StopBeforeStart
 from .leader import Leader, Subscriber
 from .loop import MinerLoop
+from .network import Facts, Outside
 from .process import (
     RankEnvironment,
     rank_environment,
@@ -73,18 +74,6 @@ CONTROL_TIMEOUT = timedelta(minutes=30)
 #: come to one within seconds of each other; compiling the model may put minutes between them. NCCL
 #: aborts the process then, gloo raises; --neuron.hang_timeout comes later.
 COLLECTIVE_TIMEOUT = timedelta(minutes=8)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What rank 0 found out and every rank needs."""
-
-    uid: int = 0
-    model_config: dict[str, Any] = field(default_factory=dict)
-    tokenizer_path: str = ""
-    eos_id: int = 0
-    global_outer_step: int = 0
-    problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
 @dataclass(frozen=True)
@@ -162,9 +151,7 @@ def _run(
     return status, reason
 
 
-def _meet_network(
-    place: Place, *, wanted: Callable[[], bool]
-) -> tuple[network.Outside | None, Facts]:
+def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside | None, Facts]:
     """The network first, and only on rank 0: what is wrong shows before a model is built."""
     ranks = place.ranks
     if ranks.rank != 0:
@@ -174,30 +161,11 @@ def _meet_network(
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
         ranks.share("start", {"problem": str(error) or "stopped"})
         raise
-    facts = Facts(
-        uid=outside.uid,
-        model_config=outside.model_config,
-        tokenizer_path=str(outside.tokenizer_path),
-        eos_id=outside.eos_id,
-        global_outer_step=outside.global_outer_step,
-    )
-    ranks.share("start", asdict(facts))
-    return outside, facts
+    ranks.share("start", asdict(outside.facts))
+    return outside, outside.facts
 
 
 # --- every rank ---------------------------------------------------------------------------------
-
-
-def utilization_of(device: torch.device) -> Callable[[], float | None]:
-    """What tells the device's utilization in percent; None where nobody measures it."""
-    sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
-    if sampler is not None:
-        return sampler.utilization
-    if device.type == "cuda":
-        log.warning(
-            "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
-        )
-    return lambda: None
 
 
 class Miner:
@@ -206,7 +174,7 @@ class Miner:
     Raises ConfigError, NetworkFailure.
     """
 
-    def __init__(self, place: Place, facts: Facts, outside: network.Outside | None) -> None:
+    def __init__(self, place: Place, facts: Facts, outside: Outside | None) -> None:
         from distributed_training.data import DataPipeline, WorkerSpec
         from distributed_training.training import Checkpointer, Trainer
 
@@ -251,7 +219,7 @@ class Miner:
         self.data.restore(self.kept.get("data", {}))
 
         # what rank 0 has besides
-        self.rank_zero = RankZero(place, self, outside) if outside else None
+        self.rank_zero = RankZero(place, self, facts, outside) if outside else None
         swarm = self.rank_zero.swarm if self.rank_zero else None
         buffers = swarm.buffers if swarm else None
         self.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
@@ -318,7 +286,7 @@ class Miner:
 class RankZero:
     """The leader with those who post events to it and those who subscribe to them."""
 
-    def __init__(self, place: Place, miner: Miner, outside: network.Outside) -> None:
+    def __init__(self, place: Place, miner: Miner, facts: Facts, outside: Outside) -> None:
         self._place, self._miner, self._outside = place, miner, outside
         config, trainer, post = place.config, miner.trainer, place.events.put
         opened = place.stack.enter_context
@@ -330,7 +298,7 @@ class RankZero:
         self.global_epoch = opened(closing(outside.watch(post, self._epoch_start)))
 
         # who decides
-        self.behind = trainer.outer_step != outside.global_outer_step
+        self.behind = trainer.outer_step != facts.global_outer_step
         self.round_clock = outside.round_clock()
         self.blocks = self._block_list()
         self.leader = Leader(

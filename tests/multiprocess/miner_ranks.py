@@ -33,6 +33,7 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.decide import MinerState
+from distributed_training.miner.network import Facts
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
@@ -164,7 +165,7 @@ class Network:
     """In the place of ``network.Outside``, and of the chain in it."""
 
     uid, hotkey, bucket = 3, "5Miner", "mine"
-    global_outer_step, global_folder = 0, None
+    global_folder = None
 
     def __init__(self, upload_steps: int) -> None:
         self.chain = self
@@ -247,7 +248,7 @@ class Miner:
                 events=self.events,
                 stack=self.stack,
             ),
-            start.Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0),
+            Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0),
             network,
         )
         self.trainer, self.data = self.product.trainer, self.product.data

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.miner import device as device_module
 from distributed_training.miner import events as ev
 from distributed_training.miner import global_bucket, start
 from distributed_training.miner.decide import MinerState, Mode, Rules, decide
@@ -25,8 +26,8 @@ pytestmark = pytest.mark.timeout(30)
 def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
     device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(start.NvmlSampler, "open", lambda index: None)
-    utilization = start.utilization_of(torch.device(device))
+    monkeypatch.setattr(device_module.NvmlSampler, "open", lambda index: None)
+    utilization = device_module.utilization_of(torch.device(device))
     assert utilization() is None and utilization() is None
     assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
