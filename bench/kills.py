@@ -58,8 +58,7 @@ WORDS = {
     "distributed_training.data.worker": "data worker",
     "distributed_training.telemetry.page": "page",
 }
-#: What the miner's log says of the death of one. Nothing is said of the resource tracker: it is
-#: Python's own, nothing here needs it, and whoever does starts another.
+#: What the miner's log says of the death of one.
 TOLD = {
     "launcher": "an earlier miner of this run folder left behind",
     "fork server": "process it was forked from ended|ranks cannot be started",
@@ -69,6 +68,7 @@ TOLD = {
     "uploader": "The uploader ended",
     "data worker": "A data worker ended",
     "page": "the page has ended",
+    "resource tracker": "The resource tracker ended",
 }
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")

@@ -98,6 +98,7 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
                 world_size=ranks,
                 mark=mark,
                 stacks=folder / STACKS_FILE,
+                start_limit=config.miner.hang_timeout,
             )
             log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
             watchdog = functools.partial(
@@ -270,10 +271,12 @@ class _Supervisor:
     def _start(self) -> None:
         """The server's imports take seconds, in which no flag is looked at: a stop interrupts."""
         self._signals.interrupts = True
-        if self._signals.stop.is_set():
-            raise Stopped
-        self._group.start()
-        self._signals.interrupts = False
+        try:
+            if self._signals.stop.is_set():
+                raise Stopped
+            self._group.start()
+        finally:
+            self._signals.interrupts = False
 
     def _follow(self) -> None:
         """Until all ranks have ended, by themselves or by force."""
@@ -359,7 +362,8 @@ class _Supervisor:
 
     def _kill_hung(self) -> None:
         log.error(
-            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout; "
+            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout, or "
+            "no further in their start; "
             "ending them. Where each process stood: %s",
             self._folder / STACKS_FILE,
         )

@@ -22,8 +22,10 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver, resource_tracker
@@ -128,20 +130,30 @@ class RankGroup:
     """Starts ``world_size`` ranks, each running ``script`` with ``argv``, and ends them together.
 
     May be started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
+    ``start_limit`` covers :meth:`start`: a server that takes longer hangs, and is ended.
     """
 
     def __init__(
-        self, *, script: Path, argv: Sequence[str], world_size: int, mark: Mark, stacks: Path
+        self,
+        *,
+        script: Path,
+        argv: Sequence[str],
+        world_size: int,
+        mark: Mark,
+        stacks: Path,
+        start_limit: timedelta = timedelta(minutes=20),
     ) -> None:
         self._script = script
         self._argv = list(argv)
         self.world_size = world_size
         self._mark = mark
         self._stacks = stacks
+        self._start_limit = start_limit
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(PRELOAD))
         self._ranks: list[_Rank] = []
         self._server: int | None = None  # pid
+        self._tracker: psutil.Process | None = None
         self._scratch = ""  # folder of multiprocessing's sockets
 
     def start(self) -> None:
@@ -149,6 +161,20 @@ class RankGroup:
 
         Raises OSError or EOFError if the server does not come up.
         """
+        late = threading.Timer(self._start_limit.total_seconds(), self._end_server)
+        late.daemon = True
+        late.start()
+        try:
+            self._start()
+        finally:
+            late.cancel()
+
+    def _end_server(self) -> None:
+        """Not reaped here: multiprocessing wants to see for itself that its server is gone."""
+        log.error("The fork server hangs: it started no ranks within --neuron.hang_timeout")
+        self._mark.end(settle=timedelta(0), grace=timedelta(0))
+
+    def _start(self) -> None:
         self._ranks = []
         self._ensure_server()
         port = free_ports(1)[0]
@@ -173,22 +199,33 @@ class RankGroup:
             self._ranks.append(_Rank(number, process, handle))
 
     def _ensure_server(self) -> None:
-        resource_tracker.ensure_running()  # before the mark: it ends by itself, with us
+        self._ensure_tracker()
         self._ensure_scratch()
-        before = dict(os.environ)
-        os.environ.clear()
-        os.environ.update(without_secrets(before))
-        os.environ.update(rank_environment_defaults(ranks=self.world_size))
-        os.environ.update(self._mark.environment | {STACKS: str(self._stacks)})
+        variables = without_secrets() | rank_environment_defaults(ranks=self.world_size)
+        variables |= self._mark.environment | {STACKS: str(self._stacks)}
         # Ctrl-C and a closed terminal are the launcher's: the server inherits what is blocked. Were
         # they ignored here for the moment, a stop that comes in it would be lost.
         signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
         try:
-            forkserver.ensure_running()
+            with _environment(variables):
+                forkserver.ensure_running()
         finally:
-            os.environ.clear()
-            os.environ.update(before)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
+
+    def _ensure_tracker(self) -> None:
+        """multiprocessing starts one with its server. It bears no mark: it ends by itself, with us.
+        Nothing of a miner needs it, but what dies is told and replaced."""
+        if self._tracker is not None:
+            if is_running(self._tracker):
+                return
+            log.warning("The resource tracker ended: it is started again; training is not affected")
+        with _environment(without_secrets()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says the same on two lines
+            resource_tracker.ensure_running()
+        for child in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if "multiprocessing.resource_tracker" in " ".join(child.cmdline()):
+                    self._tracker = child
 
     def _ensure_scratch(self) -> None:
         """multiprocessing makes its folder where it is told to, once: a launcher that was killed
@@ -212,13 +249,15 @@ class RankGroup:
         return [r.ending for r in self._ranks if not r.running and r.process.exitcode != 0]
 
     def wait(self, timeout: timedelta) -> None:
-        """Until a rank ends, at most ``timeout``. Reaps descendants that lost their parent."""
+        """Until a rank ends, at most ``timeout``. Reaps descendants that lost their parent; starts
+        what has to be there besides the ranks again."""
         sentinels = [r.process.sentinel for r in self._ranks if r.process.exitcode is None]
         if sentinels:
             multiprocessing.connection.wait(sentinels, timeout.total_seconds())
         else:
             time.sleep(timeout.total_seconds())
         self.reap()
+        self._ensure_tracker()
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """To ``ranks`` (all by default) that still run."""
@@ -244,6 +283,19 @@ class RankGroup:
 
     def reap(self) -> None:
         reap_orphans(spare=() if self._server is None else (self._server,))
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """For what multiprocessing starts meanwhile."""
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _become_rank(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:

@@ -103,6 +103,7 @@ def run_rank(argv: list[str]) -> int:
     except ConfigError as error:
         return exit_with(error)
     write_pid_file(folder, me.rank)
+    Heartbeat(folder, me.rank)()
     start_log(config, folder, name="miner", rank=me.rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
@@ -142,7 +143,8 @@ def _run(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
     place = Place(config, folder, device, ranks, stop.events, stack, argv)
-    outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
+    with Heartbeat(folder, me.rank).steady():
+        outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
     if facts.problem:
         return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
     status, reason = Miner(place, facts, outside).run()
@@ -179,6 +181,7 @@ class Miner:
         from distributed_training.training import Checkpointer, Trainer
 
         config, ranks, device = place.config, place.ranks, place.device
+        alive = Heartbeat(place.folder, ranks.rank)
 
         # training
         self.trainer = Trainer(
@@ -195,6 +198,7 @@ class Miner:
             folder=place.folder / "checkpoints",
             keep=config.miner.keep_checkpoints,
         )
+        alive()
 
         # data
         self.data = DataPipeline(
@@ -217,6 +221,7 @@ class Miner:
         # where it stood: what this rank kept in its checkpoint, empty after a fresh start
         self.kept = self._resume(facts, outside.global_folder if outside else None)
         self.data.restore(self.kept.get("data", {}))
+        alive()
 
         # what rank 0 has besides
         self.rank_zero = RankZero(place, self, facts, outside) if outside else None
@@ -231,7 +236,7 @@ class Miner:
             snapshots=place.folder / "snapshots",
             leader=self.rank_zero.leader if self.rank_zero else None,
             buffers=buffers,
-            alive=Heartbeat(place.folder, ranks.rank),
+            alive=alive,
         )
 
     def _resume(self, facts: Facts, global_folder: Path | None) -> dict[str, Any]:

@@ -5,12 +5,17 @@ nobody is told; the other ranks wait for it in their next collective. What a ran
 is come to a micro-batch boundary: also when it waits for data, for a round or for an upload. There
 it touches a file, once a second (:class:`Heartbeat`), and the launcher looks whether the times of
 those files still change (:class:`Watchdog`); it compares none with its own clock, which may be set.
+
+A start has no boundaries. It touches the file after each of its stages; while it asks the network,
+which takes as long as it must and has timeouts of its own, a thread does so.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
@@ -18,7 +23,7 @@ _EVERY = 1.0  # seconds
 
 
 class Heartbeat:
-    """A rank calls it at each boundary."""
+    """A rank calls it at each boundary, and after each stage of its start."""
 
     def __init__(self, run_folder: Path, rank: int) -> None:
         self._path = _beat_file(run_folder, rank)
@@ -31,26 +36,43 @@ class Heartbeat:
             with contextlib.suppress(OSError):  # started without a launcher
                 self._path.touch()
 
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """The rank is well as long as it is not stopped, whatever it waits for."""
+        over = threading.Event()
+
+        def beat() -> None:
+            self()
+            while not over.wait(_EVERY):
+                self()
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
 
 class Watchdog:
-    """``limit``: from one boundary to the next. A rank is watched from its first one on: a start
-    waits for the network as long as it must."""
+    """``limit``: from one beat of a rank to its next, and from the first look to its first."""
 
     def __init__(self, run_folder: Path, *, world_size: int, limit: timedelta) -> None:
         self._paths = [_beat_file(run_folder, rank) for rank in range(world_size)]
         self._limit = limit.total_seconds()
-        self._seen: dict[Path, tuple[int, float]] = {}  # time of the file, when it was another's
+        # time of the file (None: not there yet), when it was another's
+        self._seen: dict[Path, tuple[int | None, float]] = {}
 
     def hangs(self) -> bool:
-        """Whether the ranks came to no boundary within the limit. Call it often."""
+        """Whether a rank showed no sign of life within the limit. Call it often."""
         return any(self._hangs(path) for path in self._paths)
 
     def _hangs(self, path: Path) -> bool:
-        try:
+        written = None
+        with contextlib.suppress(OSError):
             written = path.stat().st_mtime_ns
-        except OSError:
-            return False  # it did not come that far yet
-        if self._seen.get(path, (None, 0.0))[0] != written:
+        if path not in self._seen or self._seen[path][0] != written:
             self._seen[path] = written, time.monotonic()
         return time.monotonic() - self._seen[path][1] > self._limit
 

@@ -54,6 +54,9 @@ def main() -> int:
             return 2
         if starts == 1:
             return 1
+    if mode == "hang-at-start" and not (folder / "hung").exists():
+        (folder / "hung").touch()
+        time.sleep(600)
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"

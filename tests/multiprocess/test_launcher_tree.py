@@ -290,6 +290,58 @@ def test_ranks_that_hang_start_again_after_their_stacks_were_written(
     assert run.wait() == 0, run.output
 
 
+def test_ranks_that_hang_before_their_first_boundary_start_again(
+    launched: Callable[..., Launched],
+) -> None:
+    run = launched("hang-at-start", restarts=1, flags=("--neuron.hang_timeout", "1"))
+    run.wait_ready()
+    assert "The ranks hang" in run.output and "(1 of 1)" in run.output
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+
+
+@pytest.mark.long
+def test_a_server_that_forks_no_ranks_is_replaced(launched: Callable[..., Launched]) -> None:
+    run = launched("run", restarts=5, flags=("--neuron.hang_timeout", "2"))
+    run.wait_ready()
+
+    def stop_server() -> None:
+        (rank,) = map(psutil.Process, run.listening.values())
+        server = rank.parent()
+        assert server is not None
+        server.suspend()
+        rank.kill()
+
+    before = run.listening
+    stop_server()
+    wait_for(lambda: run.listening and run.listening != before, "a new rank", 60)
+    assert "The fork server hangs" in run.output
+    stop_server()
+    wait_for(lambda: run.output.count("cannot be started") == 2, "the wait after it", 60)
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+    assert not run.mark.processes() and "Traceback" not in run.output
+
+
+def test_a_killed_resource_tracker_is_told_and_replaced(launched: Callable[..., Launched]) -> None:
+    run = launched("run")
+    run.wait_ready()
+
+    def tracker() -> psutil.Process:
+        children = psutil.Process(run.process.pid).children()
+        (found,) = (p for p in children if "resource_tracker" in " ".join(p.cmdline()))
+        return found
+
+    first = tracker()
+    assert KEYS["R2_WRITE_SECRET_ACCESS_KEY"] not in first.environ().values()
+    first.kill()
+    wait_for(lambda: "The resource tracker ended" in run.output, "the line", 5)
+    assert tracker().pid != first.pid
+    assert run.output.count("| WARNING |") == 1 and "UserWarning" not in run.output
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.output
+
+
 def test_a_fault_that_stays_is_left_to_pm2(launched: Callable[..., Launched]) -> None:
     run = launched("crash", restarts=1)
     assert run.wait() == 1
