@@ -70,7 +70,6 @@ CONTENDERS = {
         Contender("ours", "default"),
         Contender("search", "public way, values times a searched factor", "upload", True, "public"),
         Contender("schedule", "public way, our upload schedule", "upload", False),
-        Contender("round", "--neuron.error_feedback round, plain", "round", False),
         Contender("off", "--neuron.error_feedback off", "off"),
         Contender("upload", "--neuron.error_feedback upload", "upload"),
         Contender("late", "--neuron.upload_steps 20", schedule="20"),
@@ -81,7 +80,7 @@ CONTENDERS = {
         Contender("muon", "ours, Muon in training", training="muon"),
     )
 }
-DEFAULT = ("public", "ours", "search", "schedule", "round", "off", "upload", "late", "rows")
+DEFAULT = ("public", "ours", "search", "schedule", "off", "upload", "late", "rows")
 
 
 class RememberingModel(EvaluationModel):

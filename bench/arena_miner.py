@@ -242,12 +242,6 @@ class Miner:
     def end_outer_step(self, averaged: Sequence[Tensor]) -> None:
         """A round whose average is ``averaged``."""
         trainer = self.trainer
-        start = trainer.outer.epoch_start
-        assert start is not None
-        for each in self.publishers:
-            if each.feedback.mode == "round":
-                rate = trainer.outer.learning_rate
-                each.feedback.residual = each.feedback.after_round(start, rate)
         trainer.write_pseudo_gradient([torch.zeros(shape) for _, shape in trainer.schema])
         trainer.prepare_outer_step(averaged)
         trainer.commit_outer_step()

@@ -46,11 +46,7 @@ from distributed_training.training.line_search import best_factor
 from distributed_training.training.preview import APPLIED_FRACTION, Choice, Preview, TrialStep
 
 PUBLIC, DEFAULT, FULL = "upload 0.999", "best 0.999", "full"
-VARIANTS = (
-    *("upload 0.999", "upload 0.95", "upload 0.9"),
-    *("round 0.999", "round 0.95", "round 0.9"),
-    "off 0",
-)
+VARIANTS = ("upload 0.999", "upload 0.95", "upload 0.9", "off 0")
 BEST_OF = ("upload 0.999", "off 0")  # what `best` tries
 GOALS = {0: 1.3}  # of the default, as a ratio to the public way, by outer step
 LATER_GOAL = 1.8
@@ -158,12 +154,6 @@ class Bench:
 
     def outer_step(self) -> None:
         trainer = self.trainer
-        start = trainer.outer.epoch_start
-        assert start is not None
-        for variant in self.variants:
-            if variant.feedback.mode == "round":
-                rate = trainer.outer.learning_rate
-                variant.feedback.residual = variant.feedback.after_round(start, rate)
         buffers = [torch.zeros(shape) for _, shape in trainer.schema]
         trainer.write_pseudo_gradient(buffers)
         trainer.prepare_outer_step(buffers)

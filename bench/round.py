@@ -40,7 +40,6 @@ from distributed_training.config.swarm import SwarmSettings
 from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import (
     AllReduceError,
-    AllReduceResult,
     Progress,
     RoundRequest,
 )
@@ -127,19 +126,6 @@ def other_peer(options: argparse.Namespace) -> None:
     swarm.close()
 
 
-def average(trainer: Trainer, swarm: HivemindSwarm | None) -> AllReduceResult | None:
-    """As the miner does it: what needs no average is computed while the swarm looks for a group.
-    The result is rank 0's."""
-    results: list[AllReduceResult] = []
-    averaging = threading.Thread(
-        target=lambda: results.append(swarm.average(request())) if swarm is not None else None
-    )
-    averaging.start()
-    trainer.anticipate_outer_step()
-    averaging.join()
-    return results[0] if results else None
-
-
 def run(options: argparse.Namespace, rank: int, world: int) -> None:
     settings = TrainingSettings(
         local_batch_size_train=1,
@@ -187,7 +173,8 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
         buffers = swarm.buffers if swarm is not None else None
         trainer.write_pseudo_gradient(buffers)
         note(f"round {number + 1}: pseudo-gradient into the buffers")
-        average(trainer, swarm)
+        if swarm is not None:
+            swarm.average(request())
         note(f"round {number + 1}: matchmaking and all-reduce")
         trainer.prepare_outer_step(buffers)
         trainer.commit_outer_step()
@@ -228,7 +215,7 @@ def pauses(
         trainer.write_pseudo_gradient(buffers)
         written = time.perf_counter()
         store.set(f"round {number}", "go")  # the other peer is as fast as we are
-        result = average(trainer, swarm)
+        result = swarm.average(request()) if swarm is not None else None
         averaged = time.perf_counter()
         trainer.prepare_outer_step(buffers)
         trainer.commit_outer_step()

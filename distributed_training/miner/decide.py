@@ -143,11 +143,11 @@ def _after_step(event: ev.InnerStepDone, rules: Rules) -> tuple[Order, ...]:
 def _in_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
     match event:
         case ev.PseudoGradientWritten():
-            return state, (Task.AVERAGE, Order.ANTICIPATE)
+            return state, (Task.AVERAGE,)
         case ev.Averaged(result=result):
             return replace(state, averaged=result), (Order.OUTER_STEP,)
         case ev.RoundFailed():
-            return _round_over(state, rules), (Order.ABANDON_ROUND,)
+            return _round_over(state, rules), ()
         case ev.OuterStepEnded(committed=committed, outer_step=outer):
             after = replace(_round_over(state, rules), outer_step=outer)
             if not committed:

@@ -35,8 +35,6 @@ PAUSES = frozenset(
     {
         Order.IDLE,
         Order.WRITE_PSEUDO_GRADIENT,
-        Order.ANTICIPATE,
-        Order.ABANDON_ROUND,
         Order.OUTER_STEP,
         Order.LOAD,
         Order.REBASE,
@@ -100,10 +98,6 @@ class MinerLoop:
                 self._data.missed(time.perf_counter() - began)
             case Order.WRITE_PSEUDO_GRADIENT:
                 return self._write_pseudo_gradient()
-            case Order.ANTICIPATE:
-                self._trainer.anticipate_outer_step()
-            case Order.ABANDON_ROUND:
-                self._trainer.roll_back_outer_step()
             case Order.OUTER_STEP:
                 return self._outer_step()
             case Order.LOAD | Order.REBASE:

@@ -21,16 +21,14 @@ class Order(enum.IntEnum):
     IDLE = 1  # nothing: rank 0 waits for something
     WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
     WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers
-    ANTICIPATE = 4  # while the swarm averages: what else the outer step needs
-    ABANDON_ROUND = 5  # there is no average: drop what was anticipated
-    OUTER_STEP = 6  # prepare, vote, commit everywhere or nowhere
-    LOAD = 7  # the fetched global state; arg: its outer step
-    REBASE = 8  # the same, keeping what was trained since the epoch began; arg: outer step
-    SNAPSHOT = 9  # of everything a publication needs; arg: the chain's block
-    PREVIEW = 10  # try the snapshot's gradient as a validator would
-    CHECKPOINT = 11
-    ROLL_BACK = 12  # to the last good checkpoint
-    STOP = 13  # checkpoint and leave the loop; arg: exit status
+    OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
+    LOAD = 5  # the fetched global state; arg: its outer step
+    REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
+    SNAPSHOT = 7  # of everything a publication needs; arg: the chain's block
+    PREVIEW = 8  # try the snapshot's gradient as a validator would
+    CHECKPOINT = 9
+    ROLL_BACK = 10  # to the last good checkpoint
+    STOP = 11  # checkpoint and leave the loop; arg: exit status
 
 
 class Task(enum.Enum):

@@ -11,7 +11,6 @@ again and again, and it still holds the last epoch's g when a new one begins. Wh
 ``best``    two directions are tried at each publication, ``upload`` and ``off``; the one that
             lowers the loss more is published.
 ``upload``  EF advances at every publication, as the public miner does.
-``round``   EF advances once per outer step, when it commits; publications are made from a copy.
 ``off``     publish top-k(lr * g) and remember nothing.
 
 The code of some rows of a matrix is the same rows of the code of the matrix, so each rank encodes
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from distributed_training.protocol import gradients
 
-from .host_copies import on_host, side_stream
+from .host_copies import side_stream
 from .shards import ParameterShard, RowStream
 
 Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
@@ -133,55 +132,24 @@ class ErrorFeedback:
         def gradient(i: int) -> Tensor:
             return (start[i] - current[i]).mul_(lr)
 
-        if self.mode == "round":
-            kept = self.residual
-
-            def preview(i: int) -> Tensor:
-                rows = gradient(i)
-                return rows if kept is None else rows.add_(kept[i], alpha=self.decay)
-
-            return [self._plain("round", preview)]
         made = []
-        if self.mode in ("best", "upload"):
+        if self.mode != "off":
             made.append(self._upload(gradient))
-        if self.mode in ("best", "off"):
-            made.append(self._plain("off", gradient))
+        if self.mode != "upload":
+            made.append(self._off(gradient))
         return made
 
-    def after_round(self, start: Sequence[Tensor], lr: float) -> list[Tensor]:
-        """EF once the epoch that began at ``start`` is over. Collective; changes nothing.
-
-        Raises RankFailedError on all ranks alike.
-        """
-        kept = self.residual
-
-        def rows_of(i: int) -> Tensor:
-            rows = (start[i] - on_host(self._shards[i].local)).mul_(lr)
-            if kept is not None:
-                rows.add_(kept[i], alpha=self.decay)
-            if self.by_rows(i):
-                self._take_rows(i, rows)
-            return rows
-
-        remaining = []
-        for i in range(len(self._shards)):
-            rows = self._stream.together(lambda i=i: rows_of(i))  # type: ignore[misc]
-            if not self.by_rows(i):
-                self._take_whole(i, rows, subtract=True)
-            remaining.append(rows)
-        return remaining
-
-    def _plain(self, name: str, rows_of: Rows) -> Direction:
-        """The code of what ``rows_of`` gives; nothing is remembered."""
+    def _off(self, gradient: Rows) -> Direction:
+        """The code of what ``gradient`` gives; nothing is remembered."""
 
         def later(i: int) -> Callable[[], Code]:
-            return lambda: self._encode_rows(i, rows_of(i))
+            return lambda: self._encode_rows(i, gradient(i))
 
         count = range(len(self._shards))
         return Direction(
-            name,
+            "off",
             [
-                later(i) if self.by_rows(i) else self._take_whole(i, rows_of(i), subtract=False)
+                later(i) if self.by_rows(i) else self._take_whole(i, gradient(i), subtract=False)
                 for i in count
             ],
         )

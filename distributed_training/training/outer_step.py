@@ -40,7 +40,6 @@ def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
 class _Prepared:
     weights: list[Tensor]
     momentum: list[Tensor]
-    feedback: list[Tensor] | None
     epoch_id: str
 
 
@@ -65,7 +64,6 @@ class OuterStep:
         self._shards = shards
         self._stream = stream
         self._prepared: _Prepared | None = None
-        self._ahead: list[Tensor] | None = None
         self._window: list[Tensor] | None = None
 
     def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
@@ -113,7 +111,7 @@ class OuterStep:
     def begin_epoch(self) -> None:
         """Epoch start := the present weights. All ranks."""
         self.epoch_start = self.current()
-        self._prepared = self._ahead = None
+        self._prepared = None
         self.epoch_id = self._new_epoch_id()
 
     def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
@@ -172,7 +170,6 @@ class OuterStep:
         beside ``buffers``. Raises AllReduceError(LOCAL) on all ranks alike when buffers do not
         match the model or the pseudo-gradient holds NaN or Inf.
         """
-        self._ahead = None
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
             problem = "no epoch-start weights are kept: begin_epoch was not called"
@@ -195,19 +192,8 @@ class OuterStep:
         return math.sqrt(total)
 
     @torch.no_grad()
-    def anticipate(self) -> None:
-        """Compute now what :meth:`prepare` needs and no average changes (the error feedback): to be
-        called while the swarm looks for a group. Collective; changes nothing that is kept."""
-        if self.feedback.mode != "round" or self.epoch_start is None:
-            return
-        try:
-            self._ahead = self.feedback.after_round(self.epoch_start, self.learning_rate)
-        except RankFailedError as error:
-            log.warning("The error feedback is computed later, after the round: %s", error)
-
-    @torch.no_grad()
     def prepare(self, averaged: Sequence[Tensor] | None) -> None:
-        """Compute new weights, momentum and error feedback from rank 0's ``averaged``, aside.
+        """Compute new weights and momentum from rank 0's ``averaged``, aside.
 
         Raises AllReduceError on all ranks alike: SCHEMA when the tensors do not match, NOT_FINITE,
         LOCAL for anything else. Nothing that training uses has changed then or afterwards, until
@@ -232,15 +218,12 @@ class OuterStep:
                 for each in zip(start, average, before, strict=True)
             ]
 
-        feedback: list[Tensor] | None = None
         try:
             new = self._stream.together(moved)
-            if self.feedback.mode == "round":
-                feedback = self._ahead or self.feedback.after_round(start, self.learning_rate)
         except RankFailedError as error:
             raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
         weights, momentum = [each for each, _ in new], [each for _, each in new]
-        self._prepared = _Prepared(weights, momentum, feedback, self._new_epoch_id())
+        self._prepared = _Prepared(weights, momentum, self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -257,13 +240,11 @@ class OuterStep:
         self.epoch_start = prepared.weights
         self.momentum = prepared.momentum
         self.epoch_id = prepared.epoch_id
-        if prepared.feedback is not None:
-            self.feedback.residual = prepared.feedback
-        self._prepared = self._ahead = None
+        self._prepared = None
 
     def roll_back(self) -> None:
         """Forget what was prepared."""
-        self._prepared = self._ahead = None
+        self._prepared = None
 
     def _new_epoch_id(self) -> str:
         return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))

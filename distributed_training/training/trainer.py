@@ -143,6 +143,11 @@ class Trainer:
             offload=self.sharded.plan.offload_optimizer,
         )
         self._say(self.optimizer.line)
+        if settings.error_feedback == "round":
+            self._say(
+                "--neuron.error_feedback round is not offered any more, since nothing it published "
+                "was better; 'best' takes its place: remove the flag"
+            )
         feedback = ErrorFeedback(
             mode=settings.error_feedback,
             decay=settings.momentum_decay,
@@ -343,10 +348,6 @@ class Trainer:
     def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
         """See :meth:`~.outer_step.OuterStep.write_pseudo_gradient`."""
         return self.outer.write_pseudo_gradient(buffers)
-
-    def anticipate_outer_step(self) -> None:
-        """See :meth:`~.outer_step.OuterStep.anticipate`."""
-        self.outer.anticipate()
 
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
         """See :meth:`~.outer_step.OuterStep.prepare`."""

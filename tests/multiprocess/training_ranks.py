@@ -22,7 +22,7 @@ from training_world import evaluate, sequences, train, trainer, whole_weights
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
-from distributed_training.training import feedback, outer_step
+from distributed_training.training import outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.outer import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
@@ -94,7 +94,7 @@ def outer_window(folder: Path) -> None:
 
 def outer_steps(*, window: Path | None) -> None:
     """A round, and every way in which it can fail, each leaving the bits as they were."""
-    made = trainer(rank=RANK, world_size=WORLD, error_feedback="round")
+    made = trainer(rank=RANK, world_size=WORLD)
     start = whole_weights(made)
     train(made, 0, 2)
     before = whole_weights(made)
@@ -115,17 +115,12 @@ def outer_steps(*, window: Path | None) -> None:
         square = sum(float(g.double().square().sum()) for g in buffers)
         assert abs(norm - square**0.5) < 1e-6 * norm
     made.prepare_outer_step(buffers)
-    late = made.outer._prepared
+    first = made.outer._prepared
     made.roll_back_outer_step()
-    made.anticipate_outer_step()
-    ahead = made.outer._ahead
     made.prepare_outer_step(buffers)
-    early = made.outer._prepared
-    assert early.feedback is ahead and made.outer.feedback.residual is None
-    same(late.feedback, early.feedback)
-    same(late.weights, early.weights)
+    same(first.weights, made.outer._prepared.weights)
     made.roll_back_outer_step()
-    assert made.outer._ahead is None
+    assert made.outer._prepared is None
     _one_rank_fails(made, buffers)
     bad = [b.clone() for b in buffers] if buffers is not None else None
     if bad is not None:
@@ -138,22 +133,18 @@ def outer_steps(*, window: Path | None) -> None:
         shard.local[0, 0] = float("inf")
     expect(AllReduceFault.LOCAL, lambda: made.write_pseudo_gradient(buffers))
     shard.local.copy_(kept)
-    assert made.outer.feedback.residual is None and made.outer.momentum is None
+    assert made.outer.momentum is None
     same(before, whole_weights(made))
     assert (made.outer_step, made.inner_step) == (0, 2)
     made.write_pseudo_gradient(buffers)
-    made.anticipate_outer_step()
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
-    assert made.outer._ahead is None and made.outer.feedback.residual is not None
-    same(made.outer.feedback.residual, early.feedback)
     assert (made.outer_step, made.inner_step, made.total_inner_steps) == (1, 0, 2)
     after = whole_weights(made)
     if RANK == 0:
         same(after, [nesterov_sgd(a, g, None)[0] for a, g in zip(start, buffers, strict=True)])
     zero = made.write_pseudo_gradient(buffers)
     assert zero == 0.0, zero  # epoch start moved with the weights
-    assert made.outer.feedback.residual is not None
     # training goes on from the committed weights, not from gathered copies of the old ones
     fresh = trainer(rank=RANK, world_size=WORLD)
     for item, other in zip(fresh.sharded.shards, made.sharded.shards, strict=True):
@@ -169,22 +160,16 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
         raise torch.OutOfMemoryError("no memory is left")
 
     before = whole_weights(made)
-    for who, where, what in (
-        (WORLD - 1, feedback.ErrorFeedback, "_encode_rows"),
-        (0, feedback.Codec, "encode"),
-        (WORLD - 1, outer_step, "nesterov_sgd"),
-    ):
-        with mock.patch.object(where, what, fails) if who == RANK else nullcontext():
-            made.anticipate_outer_step()
-            assert (made.outer._ahead is None) == (where is not outer_step)
+    for who in (0, WORLD - 1):
+        with mock.patch.object(outer_step, "nesterov_sgd", fails) if who == RANK else nullcontext():
             expect(AllReduceFault.LOCAL, lambda: made.prepare_outer_step(buffers))
         made.roll_back_outer_step()
-        assert made.outer.feedback.residual is None and made.outer._prepared is None
+        assert made.outer._prepared is None
     same(before, whole_weights(made))
 
 
 def snapshot(folder: Path) -> None:
-    for mode in ("round", "upload", "off", "best"):
+    for mode in ("upload", "off", "best"):
         made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
         start = whole_weights(made)
         train(made, 0, 2)

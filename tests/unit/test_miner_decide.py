@@ -139,7 +139,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
         state(Mode.AVERAGING),
         ev.PseudoGradientWritten(1.0),
         Mode.AVERAGING,
-        (Task.AVERAGE, Order.ANTICIPATE),
+        (Task.AVERAGE,),
     ),
     (
         "buffers written too late",
@@ -160,7 +160,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
         state(Mode.AVERAGING),
         ev.RoundFailed(AllReduceFault.NO_GROUP),
         Mode.AWAITING_GLOBAL,
-        (Order.ABANDON_ROUND,),
+        (),
     ),
     (
         "a round that failed after it was given up",
@@ -500,9 +500,6 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
         # STOP is ordered once, and nothing after it.
         if before.mode is Mode.STOPPING:
             assert orders == ()
-        # What was anticipated is dropped when the round leaves without an outer step.
-        if isinstance(event, ev.RoundFailed) and before.mode is Mode.AVERAGING:
-            assert orders == (Order.ABANDON_ROUND,)
         # A fetch is asked for exactly when the mode says that one is under way.
         began = before.mode is not Mode.FETCHING and current.mode is Mode.FETCHING
         assert began == (Task.FETCH_GLOBAL in orders)

@@ -375,20 +375,24 @@ def test_micro_batches_of_another_shape_are_dropped_at_a_restart(tmp_path: Path)
 
 
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
-    made = trainer(error_feedback="round")
+    made = trainer()
     buffers = [torch.zeros(s) for _, s in made.schema]
     train(made, 0, 2)
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
+    published = made.snapshot(
+        tmp_path / "snapshot", progress=Progress(1, 0, 2, [8]), block=8, last_loss=1.0
+    )
+    published.wait()  # from here on there is error feedback
     train(made, 2, 3)
     for part in sequences(3)[:4].split(2):
         made.add_micro_batch(part, data_wait_seconds=0.0)
-    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     keeper.save({"cursor": 3}, Progress(1, 1, 3, [8]))
     keeper.wait()
-    other = trainer(error_feedback="round", seed=5)
-    restored = Checkpointer(trainer=other, folder=tmp_path).restore()
+    other = trainer(seed=5)
+    restored = Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore()
     assert restored == (Progress(1, 1, 3, [8]), {"cursor": 3})
     assert (other.outer_step, other.inner_step, other.total_inner_steps) == (1, 1, 3)
     assert other.pending_micro_batches == 2
