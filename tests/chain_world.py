@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from bittensor import http_auth
 from bittensor.sp_core import Keypair
@@ -19,7 +17,6 @@ from distributed_training.chain.wallet import Wallet
 from distributed_training.config.chain import ChainSettings
 from distributed_training.protocol.types import RoundRequest
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.waiting import wait_for
 
 VECTORS = json.loads(
     (Path(__file__).parent / "vectors" / "legacy_dendrite_requests.json").read_text()
@@ -47,11 +44,6 @@ SETTINGS = replace(
     requests_per_address=10_000.0,
     requests_per_hotkey=10_000.0,
 )
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """:func:`tests.waiting.wait_for`, where the condition speaks for itself."""
-    return wait_for(condition, "true", seconds, every=0.01)
 
 
 class World:

@@ -1,11 +1,11 @@
-"""What the store's tests share: a server, buckets, snapshots, waiting with a deadline."""
+"""What the store's tests share: a server, buckets, snapshots."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,9 @@ from distributed_training.protocol.payload import GradientMetadata, build_payloa
 from distributed_training.protocol.types import Revision
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
-from tests.waiting import wait_for
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 RUN = 5
-
-
-def until(condition: Callable[[], Any], *, seconds: float = 20, what: str = "it") -> Any:
-    """The first true value of ``condition``; fails the test when the time is over."""
-    return wait_for(condition, what, seconds)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from distributed_training.config.chain import ChainSettings
 from distributed_training.localnet.chain_server import LocalChainServer
 from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
-from tests.chain_world import until
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 QUICK = timedelta(milliseconds=20)
@@ -102,7 +102,7 @@ def setup(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
 
 def test_registered_neurons(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
-    until(lambda: setup.chain.uid(setup.other.ss58) == 1)
+    wait_for(lambda: setup.chain.uid(setup.other.ss58) == 1)
     first, second = setup.chain.neurons()
     assert (first.uid, first.hotkey, first.stake, first.validator_permit) == (
         0,
@@ -118,24 +118,24 @@ def test_registered_neurons(setup: Setup) -> None:
 def test_blocks_pass_and_never_go_back(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
     seen = [setup.chain.block()]
-    until(lambda: (seen.append(setup.chain.block()), seen[-1] > seen[0] + 3)[1])
+    wait_for(lambda: (seen.append(setup.chain.block()), seen[-1] > seen[0] + 3)[1])
     assert seen == sorted(seen)
     assert setup.chain.age() < timedelta(seconds=5)
 
 
 def test_the_neurons_are_one_object_until_something_changes(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
-    until(lambda: len(setup.chain.neurons()) == 2)
+    wait_for(lambda: len(setup.chain.neurons()) == 2)
     before = setup.chain.neurons()
     block = setup.chain.block()
-    until(lambda: setup.chain.block() > block + 3)
+    wait_for(lambda: setup.chain.block() > block + 3)
     assert setup.chain.neurons() is before
 
 
 def test_reads_are_counted_also_when_nothing_changes(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
     before = setup.chain.reads()
-    until(lambda: (setup.chain.block(), setup.chain.reads() > before + 2)[1])
+    wait_for(lambda: (setup.chain.block(), setup.chain.reads() > before + 2)[1])
     assert setup.chain.counters()["reads"] >= before
 
 
@@ -146,7 +146,7 @@ def test_commitments(setup: Setup) -> None:
     setup.chain.commit(text)
     assert setup.chain.commitment(setup.me.ss58) == text
     assert setup.other_chain.wait_ready(timedelta(seconds=10))
-    until(lambda: setup.other_chain.commitment(setup.me.ss58) == text)
+    wait_for(lambda: setup.other_chain.commitment(setup.me.ss58) == text)
     with pytest.raises(ChainError):
         setup.chain.commit("x" * 129)
     assert setup.chain.commitment(setup.me.ss58) == text
@@ -162,7 +162,7 @@ def test_endpoints(setup: Setup, ip: str) -> None:
         return found is not None and (found.ip, found.port) == (ip, 8091)
 
     assert setup.chain.wait_ready(timedelta(seconds=10))
-    until(seen)
+    wait_for(seen)
 
 
 def test_weights_need_a_permit(setup: Setup) -> None:
@@ -174,16 +174,16 @@ def test_weights_need_a_permit(setup: Setup) -> None:
 
 def test_a_deregistered_hotkey(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
-    until(lambda: setup.chain.uid(setup.other.ss58) == 1)
+    wait_for(lambda: setup.chain.uid(setup.other.ss58) == 1)
     setup.deregister_other()
-    until(lambda: setup.chain.uid(setup.other.ss58) is None)
+    wait_for(lambda: setup.chain.uid(setup.other.ss58) is None)
     with pytest.raises(ChainError):
         setup.other_chain.commit("x")
 
 
 def test_down_and_up_again(setup: Setup) -> None:
     assert setup.chain.wait_ready(timedelta(seconds=10))
-    until(lambda: len(setup.chain.neurons()) == 2)
+    wait_for(lambda: len(setup.chain.neurons()) == 2)
     neurons, block = setup.chain.neurons(), setup.chain.block()
     setup.down()
     with pytest.raises(ChainError):
@@ -193,7 +193,7 @@ def test_down_and_up_again(setup: Setup) -> None:
     assert setup.chain.block() >= block
     setup.up()
     last = setup.chain.block()
-    until(lambda: setup.chain.block() > last + 3, 20)
+    wait_for(lambda: setup.chain.block() > last + 3, seconds=20)
 
     def written() -> bool:
         try:
@@ -202,7 +202,7 @@ def test_down_and_up_again(setup: Setup) -> None:
             return False
         return True
 
-    until(written, 20)
+    wait_for(written, seconds=20)
     assert setup.chain.commitment(setup.me.ss58) == "z"
 
 

@@ -36,9 +36,9 @@ from tests.chain_world import (
     VALIDATOR,
     World,
     sign,
-    until,
     world,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))
@@ -148,14 +148,14 @@ def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
         while not closed_within(sock, 3):
             pass  # the rest of the answer
     assert not [reason for reason in server.server.counters() if reason == "refused.timeout"]
-    until(lambda: server.server.counters()["connections"] == 0)
+    wait_for(lambda: server.server.counters()["connections"] == 0)
 
 
 def test_a_connection_opened_for_nothing_counts_against_its_address(server: World) -> None:
     with closing(connect(server)) as sock:
         assert closed_within(sock, 5)
     assert server.refused("silent") == 1 and server.refused("timeout") == 0
-    until(lambda: server.server.counters()["connections"] == 0)
+    wait_for(lambda: server.server.counters()["connections"] == 0)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
     raw = raw.replace(b"content-length: 0\r\n", b"") + b"1\r\nx\r\n" * 170_000 + b"0\r\n\r\n"
     before = server_cpu(server)
     assert status(send(server, raw)) in (411, 0)
-    until(lambda: server.refused("no_length") == 1)
+    wait_for(lambda: server.refused("no_length") == 1)
     assert server_cpu(server) - before < 0.05
 
 
@@ -435,7 +435,9 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
     now = [time.monotonic()]
     made.server._admission._clock = lambda: now[0]
     with made.server:
-        until(lambda: (send(made, JUNK, "127.0.0.9", 0.1), made.refused("connection_blocked"))[1])
+        wait_for(
+            lambda: (send(made, JUNK, "127.0.0.9", 0.1), made.refused("connection_blocked"))[1]
+        )
         known = made.server.counters()
         for _ in range(5):
             assert send(made, JUNK, "127.0.0.9", 0.1) == b""
@@ -445,7 +447,7 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
         assert after["refused.unsigned"] == known["refused.unsigned"]
         still_answers(made)
         now[0] += 61
-        until(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
+        wait_for(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
 
 
 def test_a_flood_from_everywhere_leaves_validators_in() -> None:
@@ -460,7 +462,7 @@ def test_a_flood_from_everywhere_leaves_validators_in() -> None:
 def flood(made: World) -> None:
     """Strangers use up what they share."""
     numbers = iter(range(10_000))
-    until(
+    wait_for(
         lambda: (
             send(made, JUNK, f"127.1.1.{next(numbers) % 250 + 1}"),
             made.refused("connection_rate"),
@@ -493,7 +495,7 @@ def test_a_validator_that_serves_an_endpoint_is_served_in_a_flood(monkeypatch) -
         assert is_alive_from(made, "127.0.0.79") == 0
         MemoryChain(hotkey=POOR.ss58, ledger=made.ledger).serve("127.0.0.78", 8091)
         MemoryChain(hotkey=SECOND.ss58, ledger=made.ledger).serve("127.0.0.79", 8091)
-        until(lambda: is_alive_from(made, "127.0.0.79") == 200)
+        wait_for(lambda: is_alive_from(made, "127.0.0.79") == 200)
         assert is_alive_from(made, "127.0.0.78") == 0
 
 
@@ -512,17 +514,17 @@ def test_connections_are_capped_for_each_address_and_for_all() -> None:
 
         for _ in range(8):
             open_from("127.0.0.5")
-        until(lambda: made.refused("connections_of_address") == 4)
+        wait_for(lambda: made.refused("connections_of_address") == 4)
         for i in range(7):
             open_from(f"127.0.1.{i}")
-        until(lambda: made.refused("connections") >= 1)
+        wait_for(lambda: made.refused("connections") >= 1)
         assert made.server.counters()["connections"] == 10
         # A validator's address has room of its own.
         made.server._trusted.add("127.0.0.1")
-        until(lambda: status(is_alive(made)) == 200)
+        wait_for(lambda: status(is_alive(made)) == 200)
         for sock in held:
             sock.close()
-        until(lambda: made.server.counters()["connections"] == 0)
+        wait_for(lambda: made.server.counters()["connections"] == 0)
 
 
 def is_alive(made: World) -> bytes:

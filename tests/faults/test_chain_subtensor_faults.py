@@ -25,7 +25,7 @@ from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
 from tests.chain_memory import MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
-from tests.chain_world import until
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
@@ -91,9 +91,9 @@ def test_a_silent_node_is_left_for_the_next_one(nodes: Nodes, caplog) -> None:
     caplog.set_level(logging.WARNING)
     before = nodes.second.connections
     nodes.first.silent = True
-    until(lambda: nodes.second.connections > before)
+    wait_for(lambda: nodes.second.connections > before)
     nodes.ledger.advance(10)
-    until(lambda: nodes.chain.block() == nodes.ledger.height)
+    wait_for(lambda: nodes.chain.block() == nodes.ledger.height)
     (line,) = caplog.messages
     assert "--subtensor.chain_endpoint" in line and FIRST in line and "\n" not in line
 
@@ -101,7 +101,7 @@ def test_a_silent_node_is_left_for_the_next_one(nodes: Nodes, caplog) -> None:
 def test_a_silent_chain_costs_readers_nothing(nodes: Nodes) -> None:
     assert nodes.chain.wait_ready(timedelta(seconds=5))
     nodes.first.silent = nodes.second.silent = True
-    until(lambda: nodes.chain.age() > timedelta(milliseconds=500))
+    wait_for(lambda: nodes.chain.age() > timedelta(milliseconds=500))
     started = time.monotonic()
     for _ in range(1000):
         nodes.chain.block()
@@ -111,7 +111,7 @@ def test_a_silent_chain_costs_readers_nothing(nodes: Nodes) -> None:
         nodes.chain.commit("x")
     nodes.first.silent = nodes.second.silent = False
     nodes.ledger.advance()
-    until(lambda: nodes.chain.block() == nodes.ledger.height)
+    wait_for(lambda: nodes.chain.block() == nodes.ledger.height)
     assert nodes.chain.age() < timedelta(seconds=1)
     nodes.chain.commit("x")
     assert nodes.chain.commitment(nodes.wallet.ss58) == "x"
@@ -121,16 +121,16 @@ def test_a_long_outage_is_told_once(nodes: Nodes, caplog) -> None:
     assert nodes.chain.wait_ready(timedelta(seconds=5))
     caplog.set_level(logging.WARNING)
     nodes.ledger.up = False
-    until(lambda: nodes.chain.age() > timedelta(seconds=1))
+    wait_for(lambda: nodes.chain.age() > timedelta(seconds=1))
     assert len(caplog.messages) == 1
     nodes.ledger.up = True
-    until(lambda: nodes.chain.age() < timedelta(seconds=0.5))
+    wait_for(lambda: nodes.chain.age() < timedelta(seconds=0.5))
 
 
 def test_a_write_waits_for_the_connection(nodes: Nodes) -> None:
     assert nodes.chain.wait_ready(timedelta(seconds=5))
     nodes.first.silent = True
-    until(lambda: nodes.second.connections)
+    wait_for(lambda: nodes.second.connections)
     nodes.chain.serve("1.2.3.4", 8091)
     assert nodes.second.signers == [nodes.wallet.ss58]
     assert nodes.chain.neurons()[0].port == 8091
@@ -139,14 +139,14 @@ def test_a_write_waits_for_the_connection(nodes: Nodes) -> None:
 def test_a_reorganization_does_not_turn_the_clock_back(nodes: Nodes) -> None:
     assert nodes.chain.wait_ready(timedelta(seconds=5))
     nodes.ledger.advance(20)
-    until(lambda: nodes.chain.block() == nodes.ledger.height)
+    wait_for(lambda: nodes.chain.block() == nodes.ledger.height)
     highest = nodes.chain.block()
     nodes.ledger.advance(-5)
     nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
-    until(lambda: len(nodes.chain.neurons()) == 2)  # it is read all the same
+    wait_for(lambda: len(nodes.chain.neurons()) == 2)  # it is read all the same
     assert nodes.chain.block() == highest
     nodes.ledger.advance(6)
-    until(lambda: nodes.chain.block() == highest + 1)
+    wait_for(lambda: nodes.chain.block() == highest + 1)
 
 
 def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
@@ -174,7 +174,7 @@ def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) ->
         caplog.set_level(logging.INFO)
         last = chain.block()
         nodes.ledger.up = False
-        until(lambda: chain.age() > timedelta(hours=1))
+        wait_for(lambda: chain.age() > timedelta(hours=1))
         assert chain.block() == last and chain.uid(nodes.wallet.ss58) == 0
         # Both endpoints at each length of pause, which grows to a minute.
         away = [p for p in clock.pauses if p != public.poll_interval.total_seconds()]
@@ -190,8 +190,8 @@ def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) ->
         nodes.ledger.advance(300)  # an hour's blocks
         nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
         nodes.ledger.up = True
-        until(lambda: chain.block() == last + 300)
-        until(lambda: len(chain.neurons()) == 2)
+        wait_for(lambda: chain.block() == last + 300)
+        wait_for(lambda: len(chain.neurons()) == 2)
         assert chain.age() < timedelta(minutes=1)
         assert chain.counters()["failures"] <= failures + 2  # one may have been under way
         assert "Chain at" in caplog.messages[-1]
@@ -200,7 +200,7 @@ def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) ->
 
         nodes.ledger.up = False  # the next outage starts with short pauses again
         known = len(clock.pauses)
-        until(lambda: len([p for p in clock.pauses[known:] if p != 6.0]) >= 3)
+        wait_for(lambda: len([p for p in clock.pauses[known:] if p != 6.0]) >= 3)
         assert next(p for p in clock.pauses[known:] if p != 6.0) == 1
     finally:
         chain.close()
@@ -222,11 +222,11 @@ def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> N
         assert nodes.chain.wait_ready(timedelta(seconds=5))
         watcher.start()
         nodes.ledger.up = False
-        until(lambda: nodes.chain.age() > timedelta(minutes=10))
+        wait_for(lambda: nodes.chain.age() > timedelta(minutes=10))
         assert events == []  # a chain that is away says nothing about us
         nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW", uid=0)
         nodes.ledger.up = True
-        until(lambda: events)
+        wait_for(lambda: events)
         assert [e.change for e in events] == [Change.DEREGISTERED]
     finally:
         watcher.close()
@@ -255,14 +255,16 @@ def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monk
         watcher.start()
         nodes.ledger.up = False
         known = nodes.second.connections
-        until(lambda: nodes.chain.age() > timedelta(minutes=5) and nodes.second.connections > known)
+        wait_for(
+            lambda: nodes.chain.age() > timedelta(minutes=5) and nodes.second.connections > known
+        )
         nodes.ledger.up = True
-        until(lambda: nodes.chain.age() < timedelta(minutes=1))
+        wait_for(lambda: nodes.chain.age() < timedelta(minutes=1))
         assert events == [] and nodes.chain.uid(nodes.wallet.ss58) == 0
         # Unless there is nobody else for long: then it is the chain that went back.
         highest = nodes.chain.block()
         nodes.ledger.up = False
-        until(lambda: nodes.chain.uid(nodes.wallet.ss58) is None)
+        wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) is None)
         assert nodes.chain.block() == highest
     finally:
         watcher.close()
@@ -283,7 +285,7 @@ def test_a_node_whose_block_stands_still_is_left_for_the_next(
     try:
         assert nodes.chain.wait_ready(timedelta(seconds=5))
         moving.advance(40)
-        until(lambda: nodes.chain.block() == moving.height)
+        wait_for(lambda: nodes.chain.block() == moving.height)
         assert clock.now - 1000.0 >= subtensor.STANDSTILL
         assert any(f"stands still at {nodes.ledger.height}" in m for m in caplog.messages)
     finally:

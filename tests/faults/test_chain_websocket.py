@@ -19,7 +19,8 @@ from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.config.chain import ChainSettings
 from tests.chain_memory import MemoryLedger
 from tests.chain_node import Node, NodeSubstrate
-from tests.chain_world import MINER, VALIDATOR, until
+from tests.chain_world import MINER, VALIDATOR
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 QUICK = timedelta(milliseconds=20)
@@ -71,7 +72,7 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Network
 
 def follows(network: Network, chain: BittensorChain) -> bool:
     network.ledger.advance()
-    until(lambda: chain.block() == network.ledger.height)
+    wait_for(lambda: chain.block() == network.ledger.height)
     return chain.age() < timedelta(seconds=2)
 
 
@@ -93,7 +94,7 @@ def test_a_lost_connection_is_made_again(network: Network) -> None:
         before = sum(node.accepted for node in network.nodes)
         network.nodes[0].drop()
         network.nodes[1].drop()
-        until(lambda before=before: sum(node.accepted for node in network.nodes) > before)
+        wait_for(lambda before=before: sum(node.accepted for node in network.nodes) > before)
         assert follows(network, chain)
 
 
@@ -102,7 +103,7 @@ def test_a_node_that_goes_away_is_left_for_the_next(network: Network, caplog) ->
     assert chain.wait_ready(timedelta(seconds=10))
     caplog.set_level(logging.WARNING, logger="distributed_training")
     network.nodes[0].stop()
-    until(lambda: network.nodes[1].accepted, 20)
+    wait_for(lambda: network.nodes[1].accepted, seconds=20)
     assert follows(network, chain)
     assert chain.counters()["failures"] >= 1 and chain.counters()["connections"] >= 2
     line = next(m for m in caplog.messages if m.startswith("The chain at"))
@@ -111,7 +112,7 @@ def test_a_node_that_goes_away_is_left_for_the_next(network: Network, caplog) ->
     network.nodes[0].start()
     network.nodes[1].stop()
     known = network.nodes[0].accepted
-    until(lambda: network.nodes[0].accepted > known, 20)
+    wait_for(lambda: network.nodes[0].accepted > known, seconds=20)
     assert follows(network, chain)
 
 
@@ -119,7 +120,7 @@ def test_a_node_that_hangs_is_left_for_the_next(network: Network) -> None:
     chain = network.chain()
     assert chain.wait_ready(timedelta(seconds=10))
     network.nodes[0].silent = True  # connected, and not a word more
-    until(lambda: network.nodes[1].accepted, 10)
+    wait_for(lambda: network.nodes[1].accepted, seconds=10)
     assert follows(network, chain)
 
 
@@ -151,7 +152,7 @@ def test_everything_away_leaves_what_was_known(network: Network, caplog) -> None
     block, neurons = chain.block(), chain.neurons()
     for node in network.nodes:
         node.stop()
-    until(lambda: chain.age() > timedelta(seconds=2), 20)
+    wait_for(lambda: chain.age() > timedelta(seconds=2), seconds=20)
     started = time.monotonic()
     for _ in range(1000):
         assert chain.block() == block and chain.neurons() is neurons
@@ -161,7 +162,7 @@ def test_everything_away_leaves_what_was_known(network: Network, caplog) -> None
     assert [r for r in caplog.records if r.exc_info or r.name == "asyncio"] == []
     for node in network.nodes:
         node.start()
-    assert until(lambda: chain.age() < timedelta(seconds=1), 20)
+    assert wait_for(lambda: chain.age() < timedelta(seconds=1), seconds=20)
     assert follows(network, chain)
 
 
@@ -169,7 +170,7 @@ def test_the_sdk_by_itself_asks_for_the_metadata_and_is_not_waited_for(network: 
     """No substrate of ours in between: the SDK connects, asks for the runtime, and what this node
     cannot tell it is a failure of the node like any other."""
     chain = network.chain(substrate=None)
-    until(lambda: chain.counters().get("failures", 0) >= 2, 20)
+    wait_for(lambda: chain.counters().get("failures", 0) >= 2, seconds=20)
     assert all(node.accepted for node in network.nodes)
     asked = set(network.nodes[0].methods)
     assert asked & {"state_getRuntimeVersion", "state_getMetadata", "state_call"}, asked

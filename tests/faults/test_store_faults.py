@@ -36,9 +36,9 @@ from tests.support_store import (
     new_bucket,
     server,
     settings_for,
-    until,
     write_snapshot,
 )
+from tests.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
@@ -149,7 +149,7 @@ def test_killed_at_a_point_the_next_process_goes_on(
             pids.append(publisher.pid)
             reader.start()
             publisher.submit(tmp_path / REVISION.tag, REVISION, 1, peer_id=PEER_ID)
-            (report,) = until(publisher.reports, seconds=50, what="the report")
+            (report,) = wait_for(publisher.reports, seconds=50, what="the report")
             assert killed.is_set()
             assert publisher.pid != pids[0]
             assert report.ok, report.reason
@@ -218,7 +218,7 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
         assert begun.wait(10)
         publication.uplink.pause()
         paused = time.monotonic()
-        until(lambda: time.monotonic() - max(answered, default=paused) > 1.0)
+        wait_for(lambda: time.monotonic() - max(answered, default=paused) > 1.0)
         quiet_from = max(answered)
         assert quiet_from - paused < 1.0
         parts = shim.count("part")
@@ -502,7 +502,7 @@ def test_no_secret_in_arguments_logs_or_files(
                         continue
                 return publisher.reports()
 
-            reports = until(look, what="a report")
+            reports = wait_for(look, what="a report")
             seen.append(Path(f"/proc/{publisher.pid}/environ").read_text())
         finally:
             publisher.close()

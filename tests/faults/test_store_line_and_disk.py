@@ -38,9 +38,9 @@ from tests.support_store import (
     new_bucket,
     server,
     settings_for,
-    until,
     write_snapshot,
 )
+from tests.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(90)
@@ -249,17 +249,17 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
     with small_disk(tmp_path / "disk", 4) as disk:
         publisher = Uploader(settings=settings, bucket=store.bucket, folder=disk)
         try:
-            until((disk / "uploads.json").exists, what="the journal")
+            wait_for((disk / "uploads.json").exists, what="the journal")
             pid, filler = publisher.pid, fill(disk, leave=0)
             publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
-            (report,) = until(publisher.reports, what="the report")
+            (report,) = wait_for(publisher.reports, what="the report")
             assert not report.ok
             assert "No space left on device" in report.reason and str(disk) in report.reason
             assert "free the disk" in report.reason
             assert store.get(keys.ROOT_METADATA, limit=9999) is None
             filler.unlink()
             publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
-            (report,) = until(publisher.reports, what="the second report")
+            (report,) = wait_for(publisher.reports, what="the second report")
             assert report.ok, report.reason
             assert publisher.pid == pid, "the uploader went on"
         finally:

@@ -23,7 +23,8 @@ from distributed_training.chain.wallet import Wallet, create_wallet
 from distributed_training.localnet import ledger as ledger_module
 from distributed_training.localnet.chain_server import LocalChainServer
 from distributed_training.localnet.ledger import Ledger
-from tests.chain_world import PEER, VALIDATOR, until
+from tests.chain_world import PEER, VALIDATOR
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -61,7 +62,7 @@ def test_everything_survives_a_kill_and_blocks_go_on(tmp_path: Path) -> None:
         assert chain.register(uid=5) == 5
         chain.commit("c" * 128)
         chain.serve("127.0.0.1", 8091)
-        before = until(lambda: chain.block() > 1003 and chain.block())
+        before = wait_for(lambda: chain.block() > 1003 and chain.block())
         process.kill()
         process.wait(10)
     with program(tmp_path) as (url, _), chain_of(url, PEER) as chain:
@@ -73,7 +74,7 @@ def test_everything_survives_a_kill_and_blocks_go_on(tmp_path: Path) -> None:
 
 def test_another_pace_does_not_turn_the_clock_back(tmp_path: Path) -> None:
     with program(tmp_path, 0.01) as (url, _), chain_of(url, PEER) as chain:
-        before = until(lambda: chain.block() > 1020 and chain.block())
+        before = wait_for(lambda: chain.block() > 1020 and chain.block())
     with program(tmp_path, 100.0) as (url, _), chain_of(url, PEER) as chain:
         assert chain.block() >= before
 
@@ -145,7 +146,7 @@ def test_only_the_hotkey_writes_for_itself(server: LocalChainServer) -> None:
         assert post(server, "/commit", body.replace(b"x", b"z"), good) == 401
         assert post(server, "/commit", body, good) == 200
         assert post(server, "/commit", body, good) == 401  # replayed
-        until(lambda: chain.commitment(PEER.ss58) == "x")
+        wait_for(lambda: chain.commitment(PEER.ss58) == "x")
 
 
 @pytest.mark.parametrize(
@@ -173,14 +174,14 @@ def test_weights_become_incentive(server: LocalChainServer, tmp_path: Path) -> N
             with chain_of(server.url, miner) as own:
                 own.register(uid=uid)
         chain.set_weights({1: 3.0, 2: 1.0})
-        until(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
+        wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
 
 
 def test_a_uid_taken_over_deregisters_its_owner(server: LocalChainServer) -> None:
     with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as other:
         chain.register(uid=3)
         other.register(uid=3)
-        until(lambda: chain.uid(PEER.ss58) is None)
+        wait_for(lambda: chain.uid(PEER.ss58) is None)
         assert other.uid(VALIDATOR.ss58) == 3
 
 
@@ -188,9 +189,9 @@ def test_a_server_that_is_away_costs_only_age(server: LocalChainServer) -> None:
     with chain_of(server.url, PEER) as chain:
         chain.register(uid=3)
         server.stop()
-        until(lambda: chain.age() > timedelta(milliseconds=300))
+        wait_for(lambda: chain.age() > timedelta(milliseconds=300))
         started = time.monotonic()
         assert chain.uid(PEER.ss58) == 3
         assert time.monotonic() - started < 0.1
         server.start()
-        until(lambda: chain.age() < timedelta(milliseconds=200))
+        wait_for(lambda: chain.age() < timedelta(milliseconds=200))

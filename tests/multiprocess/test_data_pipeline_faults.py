@@ -77,11 +77,8 @@ def pipeline(
 
 
 def wait_ready(made: DataPipeline, block: int, seconds: float = 40) -> int:
-    deadline = time.monotonic() + seconds
-    while (count := made.ready(block)) is None:
-        assert time.monotonic() < deadline, f"block {block} never became ready"
-        time.sleep(0.005)
-    return count
+    wait_for(lambda: made.ready(block) is not None, f"block {block}", seconds, every=0.005)
+    return made.ready(block) or 0
 
 
 def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.ndarray:

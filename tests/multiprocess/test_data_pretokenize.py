@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 from distributed_training.config.data import DataSettings
 from distributed_training.data import DataPipeline, TextTokenizer, WorkerSpec
 from distributed_training.data.shards import open_shard
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -101,11 +101,7 @@ def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> N
     pipeline = DataPipeline(spec, micro_batch_size=2)
     try:
         pipeline.request(5)
-        deadline = time.monotonic() + 30
-        while (ready := pipeline.ready(5)) is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert ready == 8
+        assert wait_for(lambda: pipeline.ready(5), "the block") == 8
         pipeline.begin(5, 8)
         batch = pipeline.next()
         assert batch is not None
@@ -125,11 +121,14 @@ def test_killed_it_goes_on_and_ends_with_the_same_bytes(
         stderr=subprocess.DEVNULL,
     )
     children: list[psutil.Process] = []
-    deadline = time.monotonic() + 60
-    while len(list(tmp_path.glob("*.tokens"))) < 3:
-        assert time.monotonic() < deadline and process.poll() is None
+
+    def begun() -> bool:
+        nonlocal children
+        assert process.poll() is None
         children = psutil.Process(process.pid).children(recursive=True) or children
-        time.sleep(0.002)
+        return len(list(tmp_path.glob("*.tokens"))) >= 3
+
+    wait_for(begun, "three files", seconds=60, every=0.002)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     _, alive = psutil.wait_procs(children, timeout=10)

@@ -22,16 +22,16 @@ from tests.support_store import (
     new_bucket,
     server,
     settings_for,
-    until,
     write_snapshot,
 )
+from tests.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(90)
 
 
 def wait_report(publisher: Uploader) -> PublicationReport:
-    return until(publisher.reports, what="a report")[0]
+    return wait_for(publisher.reports, what="a report")[0]
 
 
 def test_publishes_a_snapshot_once_the_last_rank_is_done(
@@ -46,7 +46,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
             tmp_path / "3.10", revision, world_size=2, rows=1600, late=frozenset({1})
         )
         publisher.submit(tmp_path / "3.10", revision, 2, peer_id=PEER_ID)
-        until(lambda: publisher.busy)
+        wait_for(lambda: publisher.busy)
         assert store.get(keys.ROOT_METADATA, limit=10_000) is None
         finish_rank(tmp_path / "3.10", 1, 2)
         report = wait_report(publisher)
@@ -55,9 +55,9 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
         assert report.bytes_sent >= sum(p.stat().st_size for p in files.values())
         assert_published(store, revision, files)
         assert store.list_multiparts() == []
-        until(lambda: not publisher.busy)
+        wait_for(lambda: not publisher.busy)
         publisher.publish_peer_id("12D3KooWother")
-        until(
+        wait_for(
             lambda: (
                 Metadata.parse(store.get(keys.ROOT_METADATA, limit=9999) or b"").peer_id
                 == "12D3KooWother"
@@ -83,7 +83,7 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
     publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
     try:
         publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
-        until(store.list_multiparts, what="the start of the upload")
+        wait_for(store.list_multiparts, what="the start of the upload")
         assert publisher.pid
         os.kill(publisher.pid, signal.SIGKILL)
         report = wait_report(publisher)
@@ -140,14 +140,16 @@ def test_pause_frees_the_line_and_resume_finishes(
         newest = Revision(5, 4, 20)
         publisher.submit(tmp_path / "4.20", newest, 1, peer_id=PEER_ID)
         # The first waits before its upload or is under way; the second is superseded in any case.
-        reports = list(until(publisher.reports, what="a report"))
-        until(lambda: newer in {r.revision for r in reports} or reports.extend(publisher.reports()))
+        reports = list(wait_for(publisher.reports, what="a report"))
+        wait_for(
+            lambda: newer in {r.revision for r in reports} or reports.extend(publisher.reports())
+        )
         assert not any(r.ok for r in reports)
         assert all("superseded" in r.reason for r in reports)
         assert store.list_objects("epoch-") == []
         write_snapshot(tmp_path / "4.20", newest, world_size=1, rows=2000)
         publisher.resume()
-        until(lambda: reports.extend(publisher.reports()) or len(reports) == 3, what="reports")
+        wait_for(lambda: reports.extend(publisher.reports()) or len(reports) == 3, what="reports")
         assert {r.revision for r in reports} == {revision, newer, newest}
         assert reports[-1].revision == newest
         assert reports[-1].ok, reports[-1].reason
@@ -168,19 +170,21 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
         settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
     )
     try:
-        until(lambda: list(snapshots.iterdir()) == [], what="the end of what a killed miner left")
+        wait_for(
+            lambda: list(snapshots.iterdir()) == [], what="the end of what a killed miner left"
+        )
         files = write_snapshot(snapshots / "4.10.7", revision, world_size=1, rows=2000)
         publisher.submit(snapshots / "4.10.7", revision, 1, peer_id=PEER_ID)
-        until(store.list_multiparts, what="the start of the upload")
+        wait_for(store.list_multiparts, what="the start of the upload")
         publisher.pause()
         write_snapshot(snapshots / "4.10.9", revision, world_size=1, rows=3)
         publisher.submit(snapshots / "4.10.9", revision, 1, peer_id=PEER_ID)
-        until(lambda: not (snapshots / "4.10.9").exists(), what="the end of the second snapshot")
+        wait_for(lambda: not (snapshots / "4.10.9").exists(), what="the end of the second snapshot")
         publisher.resume()
         report = wait_report(publisher)
         assert report.ok, report.reason
         assert_published(store, revision, files)
         assert publisher.reports() == []
-        until(lambda: not publisher.busy)
+        wait_for(lambda: not publisher.busy)
     finally:
         publisher.close()

@@ -24,6 +24,7 @@ from tests.swarm_world import (
     open_swarm,
     open_swarms,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -167,8 +168,7 @@ def test_a_cancel_may_overtake_the_order_of_its_round(
 
 def test_a_second_call_is_refused_and_the_first_goes_on(pair: Pair) -> None:
     rounds = Rounds(*pair, request=everybody(pair))
-    while not pair[0]._one_round.locked():
-        time.sleep(0.01)
+    wait_for(pair[0]._one_round.locked, "the round runs")
     with pytest.raises(AllReduceError) as caught:
         pair[0].average(REQUEST)
     assert caught.value.fault is AllReduceFault.LOCAL

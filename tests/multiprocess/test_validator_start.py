@@ -13,7 +13,6 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -31,6 +30,7 @@ from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -60,7 +60,7 @@ def chain_url(tmp_path: Path) -> Iterator[str]:
     arguments = ["--folder", str(folder), "--port", str(port), "--seconds-per-block", "1"]
     process = subprocess.Popen([*command, *arguments])
     url = f"http://127.0.0.1:{port}"
-    _wait(lambda: _answers(f"{url}/state"))
+    wait_for(lambda: _answers(f"{url}/state"), "the chain", seconds=60)
     yield url
     process.terminate()
     process.wait(10)
@@ -72,13 +72,6 @@ def _answers(url: str) -> bool:
             return True
     except OSError:
         return False
-
-
-def _wait(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not reached in time"
-        time.sleep(0.02)
 
 
 def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
@@ -114,7 +107,11 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
     events = folder / "events.jsonl"
 
     def shoot() -> None:
-        _wait(lambda: events.exists() and len(list(read_events(events, "held_out"))) == starts)
+        wait_for(
+            lambda: events.exists() and len(list(read_events(events, "held_out"))) == starts,
+            "the first look at the held-out loss",
+            seconds=90,
+        )
         shot.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -137,7 +134,7 @@ def test_it_publishes_stops_and_goes_on(
     try:
         status, seconds = _run(config, run, 1)
         assert status == 0 and seconds < 10
-        _wait(lambda: chain.commitment(wallet.ss58) is not None)
+        wait_for(lambda: chain.commitment(wallet.ss58) is not None, "the commitment")
         found = parse_commitment(chain.commitment(wallet.ss58) or "")
     finally:
         chain.close()

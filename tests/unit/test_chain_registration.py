@@ -13,7 +13,8 @@ from distributed_training.chain.registration import (
     RegistrationWatcher,
 )
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, until
+from tests.chain_world import MINER
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -66,7 +67,7 @@ def test_a_deregistration_is_reported_once() -> None:
     assert watched.looks() == []
     watched.watcher.start()
     watched.ledger.deregister(MINER.ss58)
-    (event,) = until(lambda: watched.events)
+    (event,) = wait_for(lambda: watched.events)
     assert event.change is Change.DEREGISTERED and "btcli" in event.line
     watched.watcher.close()
     assert watched.looks() == []

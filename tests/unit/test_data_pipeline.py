@@ -6,7 +6,6 @@ import errno
 import os
 import signal
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,6 +26,7 @@ from distributed_training.data import pipeline as pipeline_module
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.protocol.pages import select_pages
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -61,11 +61,8 @@ def running(tokenizer: tuple[Path, int]) -> Iterator[DataPipeline]:
 
 
 def wait_ready(made: DataPipeline, block: int) -> int:
-    deadline = time.monotonic() + 30
-    while (count := made.ready(block)) is None:
-        assert time.monotonic() < deadline, "the block never became ready"
-        time.sleep(0.01)
-    return count
+    wait_for(lambda: made.ready(block) is not None, f"block {block}")
+    return made.ready(block) or 0
 
 
 def test_every_config_is_large_enough_for_the_page_selection() -> None:

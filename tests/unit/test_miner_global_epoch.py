@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import AccessDeniedError
 from distributed_training.store.remote_state import RemoteState
 from tests.memory_store import MemoryObjectStore
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -163,10 +163,7 @@ def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
     watch.start()
     try:
         watch.compare_weights(4)
-        deadline = time.monotonic() + 10
-        while not any(isinstance(event, ev.WeightsCompared) for event in events):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: any(isinstance(event, ev.WeightsCompared) for event in events))
     finally:
         watch.close()
     assert ev.WeightsCompared(4, same) in events

@@ -14,7 +14,8 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.node import announce
 from distributed_training.node.chain import Member
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, until
+from tests.chain_world import MINER
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -30,7 +31,7 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
     before = dict(ledger.entries)
     member = Member(MINER, chain, uid)
     announce.commit(member, TEXT)
-    until(lambda: ledger.commitments)
+    wait_for(lambda: ledger.commitments)
     stops: list[tuple[str, int]] = []
     announce.announce(member, *ENDPOINT)
     watcher = announce.follow_registration(
@@ -42,14 +43,16 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
     )
     with contextlib.closing(watcher):
         for _ in range(registration.TAKEN_BACK_AT_MOST):
-            until(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
+            wait_for(
+                lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT
+            )
             written = len(ledger.writes)
-            until(lambda r=chain.reads(): chain.reads() > r + 20)
+            wait_for(lambda r=chain.reads(): chain.reads() > r + 20)
             assert len(ledger.writes) == written and stops == []  # nothing is written twice
             ledger.entries, ledger.commitments = dict(before), {}
-        until(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
+        wait_for(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
         MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
-        ((reason, status),) = until(lambda: stops)
+        ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.DEREGISTERED and "--wallet.hotkey" in reason
 
 
@@ -67,7 +70,7 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
     )
     with contextlib.closing(watcher):
         ledger.register(MINER.ss58, uid=41)
-        ((reason, status),) = until(lambda: stops)
+        ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.FAULT and "41" in reason
 
 
@@ -92,7 +95,7 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
     member = Member(MINER, chain, uid)
     announce.commit(member, TEXT)
     announce.announce(member, *ENDPOINT)
-    until(lambda: chain.commitment(MINER.ss58) == TEXT and chain.neurons()[0].port == 8091)
+    wait_for(lambda: chain.commitment(MINER.ss58) == TEXT and chain.neurons()[0].port == 8091)
     assert waits["commitment"][:9] == [5, 10, 20, 40, 80, 160, 320, 600, 600]
     assert waits["endpoint"][:9] == [2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert sorted(ledger.writes) == [("commit", MINER.ss58), ("serve", MINER.ss58)]

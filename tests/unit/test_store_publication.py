@@ -37,9 +37,9 @@ from tests.support_store import (
     assert_published,
     digest,
     finish_rank,
-    until,
     write_snapshot,
 )
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)
@@ -266,9 +266,9 @@ def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
         return [u.upload_id for u in store.list_multiparts()] == [mine]
 
     try:
-        until(only_mine, what="the sweep at the start")
+        wait_for(only_mine, what="the sweep at the start")
         assert store.create_multipart("epoch-3/c") not in (mine, stuck)
-        until(only_mine, what="the next sweep")
+        wait_for(only_mine, what="the next sweep")
     finally:
         daemon.receive(Close())
         thread.join(5)
@@ -314,9 +314,9 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     thread = threading.Thread(target=loop.run, daemon=True)
     thread.start()
     try:
-        until(lambda: len(held_up) > 1, what="the cleanup under way")
+        wait_for(lambda: len(held_up) > 1, what="the cleanup under way")
         loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
-        reports = until(
+        reports = wait_for(
             lambda: [m for m in messages if isinstance(m, PublicationReport)],
             seconds=60,
             what="a report",
@@ -325,7 +325,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
         assert_published(store, REVISION, files)
         assert len(store._uploads) > 2900, "the cleanup had not gone on"
         published.set()
-        until(
+        wait_for(
             lambda: "3 stuck multipart uploads stay" in caplog.text,
             seconds=60,
             what="the end of the cleanup",
@@ -402,7 +402,7 @@ def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
         at["list_parts"] = second.uplink.pause
         thread = threading.Thread(target=lambda: reports.append(second.run(submission)))
         thread.start()
-        until(lambda: reports or "parts kept" in caplog.text, what="the check")
+        wait_for(lambda: reports or "parts kept" in caplog.text, what="the check")
         second.uplink.resume()
         thread.join(20)
     assert reports[0].ok, reports[0].reason

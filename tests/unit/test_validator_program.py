@@ -32,6 +32,7 @@ from distributed_training.scoring.model import evaluation_device
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.parts import Parts
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -66,13 +67,6 @@ def _config(tmp_path: Path, *flags: str) -> Config:
     return config_of(tmp_path / "run", settings(), *flags)
 
 
-def _wait(condition: Any, seconds: float = 80.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "not reached in time"
-        time.sleep(0.01)
-
-
 def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
     outside = Outside(tmp_path)
     config = _config(tmp_path)
@@ -100,9 +94,9 @@ def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
         return list(read_events(events, kind)) if events.exists() else []
 
     try:
-        _wait(lambda: len(outside.miners) == 2 and seen("scores"))
+        wait_for(lambda: len(outside.miners) == 2 and seen("scores"), seconds=80)
         outside.world.chain_ledger.advance(60)
-        _wait(lambda: seen("outer_step"))
+        wait_for(lambda: seen("outer_step"), seconds=80)
     finally:
         stop.set()
         runner.join(10)
@@ -125,7 +119,7 @@ def test_a_signal_ends_it_with_status_0(tmp_path: Path, number: int) -> None:
 
     def shoot() -> None:
         events = tmp_path / "run" / "events.jsonl"
-        _wait(lambda: events.exists() and list(read_events(events, "held_out")))
+        wait_for(lambda: events.exists() and list(read_events(events, "held_out")), seconds=80)
         os.kill(os.getpid(), number)
 
     shooter = threading.Thread(target=shoot)

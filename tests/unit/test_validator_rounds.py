@@ -21,6 +21,7 @@ from distributed_training.store.errors import StoreError
 from distributed_training.training.outer import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -432,9 +433,7 @@ def test_a_stop_ends_a_round_soon_and_counts_it_for_nothing(world: World) -> Non
     world.chain_ledger.advance(60)
     runner = threading.Thread(target=world.validator.run)
     runner.start()
-    deadline = time.monotonic() + 20
-    while not world.swarm.requests and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: world.swarm.requests, "the round")
     began = time.monotonic()
     world.stop.set()
     runner.join(10)

@@ -25,7 +25,8 @@ from distributed_training.store.uploader_process import UploadLoop
 from distributed_training.swarm.judge import PastNorms
 from distributed_training.telemetry.events import EventLog
 from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, until, write_snapshot
+from tests.support_store import PEER_ID, write_snapshot
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = StoreSettings(
@@ -89,14 +90,14 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
                     write_snapshot(folder, revision, world_size=1, rows=2, blocks=blocks)
                     ended = sum(isinstance(m, PublicationReport) for m in messages)
                     loop.receive(Submission(folder, revision, 1, PEER_ID))
-                    until(
+                    wait_for(
                         lambda ended=ended: (
                             sum(isinstance(m, PublicationReport) for m in messages) > ended
                         ),
                         what="the end of the publication",
                     )
             newest = outer_steps[-1]
-            until(lambda: not store.list_objects(f"epoch-{newest - 2}/"), what="old steps to go")
+            wait_for(lambda: not store.list_objects(f"epoch-{newest - 2}/"), what="old steps to go")
         left.append(Left.of(tmp_path))
         assert not store.list_multiparts()
         names = {info.key for info in store.list_objects()}
