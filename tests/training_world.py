@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ import torch
 from distributed_training.config.training import TrainingSettings
 from distributed_training.training.sizes import llama_config
 from distributed_training.training.trainer import Trainer
+from tests.forked import TESTS, Program
 
 SEQUENCE = 32
 EFFECTIVE = 8
@@ -105,37 +103,25 @@ class Ranks:
     """``world_size`` processes running one scenario of ``tests/multiprocess/training_ranks.py``."""
 
     def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
-        self.folder = folder
-        self._store = folder / f"store-{scenario}-{time.time_ns()}"
-        script = Path(__file__).parent / "multiprocess" / "training_ranks.py"
-        root = str(Path(__file__).parent.parent)
+        name = f"{scenario}-{time.time_ns()}"
         self.processes = [
-            subprocess.Popen(
-                [sys.executable, str(script), scenario, str(folder), str(self._store), *arguments],
-                env=os.environ
-                | {"RANK": str(r), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
-                | {"PYTHONPATH": f"{root}{os.pathsep}{root}/tests"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+            Program(
+                TESTS / "multiprocess" / "training_ranks.py",
+                *(scenario, str(folder), str(folder / f"store-{name}"), *arguments),
+                environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)},
+                log=folder / f"{name}-{rank}.log",
             )
-            for r in range(world_size)
+            for rank in range(world_size)
         ]
 
-    def finish(self, timeout: float = 90.0) -> str:
-        """Their output; fails the test unless all end with 0."""
-        output = []
+    def finish(self, expected: int = 0, seconds: float = 100.0) -> None:
+        """Fails the test unless all end with ``expected``."""
         try:
-            for process in self.processes:
-                output.append(process.communicate(timeout=timeout)[0])
+            ends = [process.wait(seconds) for process in self.processes]
         finally:
             self.kill()
-        text = "\n".join(output)
-        assert all(p.returncode == 0 for p in self.processes), text
-        return text
+        assert set(ends) == {expected}, "\n".join(p.log.read_text() for p in self.processes)
 
     def kill(self) -> None:
         for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+            process.kill()

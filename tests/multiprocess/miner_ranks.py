@@ -22,7 +22,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import jumping_clock
 import torch
 from training_world import tiny, whole_weights
 
@@ -47,6 +46,7 @@ from distributed_training.protocol.types import (
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.swarm.memory import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
+from tests.multiprocess import jumping_clock
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FLAGS = {

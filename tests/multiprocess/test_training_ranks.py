@@ -103,8 +103,7 @@ def test_a_preview_is_what_the_published_file_does(world_size: int, tmp_path: Pa
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     killed = Ranks("until_killed", 2, tmp_path)
     plain = Ranks("straight", 2, tmp_path)
-    for process in killed.processes:
-        assert process.wait(timeout=90) == -9, process.communicate()[0]
+    killed.finish(-9)
     plain.finish()
     both = [Ranks("resume", 2, tmp_path), Ranks("resume", 1, tmp_path)]
     for run in both:

@@ -1,0 +1,75 @@
+"""Programs of tests whose imports take longer than their work: forks of a process that has them.
+
+Like the ranks of a miner (``miner/rank_group.py``), from the same fork server of Python's; one
+server for each process that runs tests.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from distributed_training.miner.rank_group import PRELOAD
+
+TESTS = Path(__file__).parent
+#: The clock is replaced before anybody keeps it.
+_PRELOAD = ("tests.multiprocess.jumping_clock", *PRELOAD)
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class Program:
+    """``script`` with ``arguments``, as ``python script`` would run it, in a session of its own.
+
+    ``environ``: besides this process's. ``log``: takes all that it writes.
+    """
+
+    def __init__(
+        self, script: Path, *arguments: str, environ: Mapping[str, str], log: Path
+    ) -> None:
+        # What the preload reads when it is imported; the server keeps its environment.
+        with_threads = os.environ.get("OMP_NUM_THREADS")
+        os.environ["OMP_NUM_THREADS"] = "1"
+        try:
+            _CONTEXT.set_forkserver_preload(list(_PRELOAD))
+            self._process = _CONTEXT.Process(
+                target=_run, args=(str(script), arguments, {**os.environ, **environ}, str(log))
+            )
+            self._process.start()
+        finally:
+            if with_threads is None:
+                del os.environ["OMP_NUM_THREADS"]
+            else:
+                os.environ["OMP_NUM_THREADS"] = with_threads
+        self.log = log
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        status = self.poll()
+        assert status is not None, f"it did not end in {seconds:.0f} s\n{self.log.read_text()}"
+        return status
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            self._process.kill()
+            self._process.join(10)
+
+
+def _run(script: str, arguments: tuple[str, ...], environ: Mapping[str, str], log: str) -> None:
+    """In the fork."""
+    os.setsid()
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.path[:0] = [str(TESTS), str(Path(script).parent)]
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
