@@ -32,7 +32,7 @@ from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(autouse=True)
@@ -107,13 +107,15 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
     events = folder / "events.jsonl"
 
     def shoot() -> None:
-        wait_for(
-            lambda: events.exists() and len(list(read_events(events, "held_out"))) == starts,
-            "the first look at the held-out loss",
-            seconds=90,
-        )
-        shot.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            wait_for(
+                lambda: events.exists() and len(list(read_events(events, "held_out"))) == starts,
+                "the first look at the held-out loss",
+                seconds=130,
+            )
+        finally:
+            shot.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
 
     shooter = threading.Thread(target=shoot)
     shooter.start()
