@@ -51,12 +51,13 @@ def _newest_whole_pass(judged: Sequence[Mapping[str, Any]], uids: Sequence[int])
     return [block for block, seen in passes.items() if seen >= set(uids)][-1]
 
 
-def _previewed(subnet: LocalSubnet) -> set[tuple[int, str]]:
+def _previewed(subnet: LocalSubnet) -> set[tuple[int, str, int]]:
     return {
-        (e["uid"], e["revision"])
+        (e["uid"], e["revision"], block)
         for miner in subnet.miners
         for e in read_events(miner.plan.events)
         if e["kind"] == "score_preview" and e["random_after"] is not None
+        for block in e["assigned_blocks"]
     }
 
 
@@ -86,8 +87,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         uids = [miner.plan.uid for miner in subnet.miners]
 
         def both_seen() -> bool:
-            judged = {(e["uid"], e["revision"]) for e in _judged(subnet)}
-            return {uid for uid, _ in judged & _previewed(subnet)} == set(uids)
+            # The same block too: the root can still name the block list of the upload before.
+            judged = {(e["uid"], e["revision"], e["assigned_block"]) for e in _judged(subnet)}
+            return {uid for uid, *_ in judged & _previewed(subnet)} == set(uids)
 
         subnet.wait_until(both_seen, timedelta(seconds=500), "a judged and previewed upload each")
         for index in range(len(uids)):
