@@ -28,7 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -313,15 +313,12 @@ class Outcome:
 def run(
     folder: Path,
     *,
-    seconds: float,
-    every: float,
-    kinds: Sequence[str] = KINDS,
-    phases: Sequence[str] = ("any",),
+    killing: Callable[[LocalSubnet], list[Kill]],
     ranks: tuple[int, ...] = (2, 1),
-    seed: int = 0,
     blocks: int | None = None,
+    miner_flags: tuple[str, ...] = (),
 ) -> Outcome:
-    """``blocks``: between two rounds, a second each."""
+    """``killing``: as :func:`kill_for`. ``blocks``: between two rounds, a second each."""
     outcome = Outcome()
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
@@ -330,15 +327,14 @@ def run(
         least_miners=1,
         restart_miners=True,
         blocks_per_allreduce=blocks,
+        miner_flags=miner_flags,
     )
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
     marks: list[Mark] = []
     with environment(TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
-        outcome.kills = kill_for(
-            subnet, seconds, every=every, kinds=kinds, phases=phases, seed=seed
-        )
+        outcome.kills = killing(subnet)
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
         expected = global_weights(subnet, step)
@@ -435,14 +431,22 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         outcome = run(
             folder,
-            seconds=60 * arguments.minutes,
-            every=arguments.every,
-            kinds=kinds,
-            phases=phases,
+            killing=lambda subnet: kill_for(
+                subnet,
+                60 * arguments.minutes,
+                every=arguments.every,
+                kinds=kinds,
+                phases=phases,
+                seed=arguments.seed,
+            ),
             ranks=parse_ranks(arguments.ranks, None),
-            seed=arguments.seed,
         )
     show(outcome)
+    return verdict(outcome)
+
+
+def verdict(outcome: Outcome) -> int:
+    """Print it; the exit status."""
     for problem in outcome.problems:
         print(f"PROBLEM: {problem}")
     print("good" if not outcome.problems else f"{len(outcome.problems)} problems")

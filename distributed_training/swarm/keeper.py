@@ -65,6 +65,9 @@ class HostKeeper:
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
         self._closing = threading.Event()
+        self._wake = threading.Event()  # a round waits for a host: now, whatever failed before
+        self._failures = 0  # starts that failed, and why the last one did
+        self._problem = ""
         self._host: HostProcess | None = None
         self._starting: HostProcess | None = None  # not ready yet
         self._start()
@@ -81,25 +84,29 @@ class HostKeeper:
 
     @contextlib.contextmanager
     def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:
-        """The host, for a round: it is not started again inside. Raises AllReduceError when there
-        is none within ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while not self._in_use.acquire(timeout=0.2):
+        """The host, for a round: it is not started again inside. One that ended is started again
+        first, by the keeper's thread: a start that hangs holds no round beyond ``timeout`` seconds.
+
+        Raises AllReduceError when there is none in time, or it cannot be started."""
+        deadline, failures = time.monotonic() + timeout, self._failures
+        while True:
+            if self._in_use.acquire(timeout=0.2):
+                if self.alive() or self._closing.is_set():
+                    break
+                self._in_use.release()
+                self._wake.set()
             if cancelled.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
+            if self._failures != failures:
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, self._problem)
             if time.monotonic() >= deadline:
                 detail = f"the swarm host could not be started within {timeout:.0f} s"
                 raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
         try:
-            if self._closing.is_set():
+            host = self._host
+            if self._closing.is_set() or host is None:
                 raise AllReduceError(AllReduceFault.CANCELLED)
-            if not self.alive():
-                self._tell_end()
-                self._start()
-            assert self._host is not None
-            yield self._host
-        except SwarmUnavailable as error:
-            raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from error
+            yield host
         finally:
             self._in_use.release()
 
@@ -111,6 +118,7 @@ class HostKeeper:
     def close(self) -> None:
         """Ends the host and everything it started, within a few seconds. Idempotent."""
         self._closing.set()
+        self._wake.set()
         host, starting = self._host, self._starting
         if starting is not None:
             starting.end("the swarm is being closed")
@@ -125,7 +133,11 @@ class HostKeeper:
     def _keep(self) -> None:
         backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
         wait = _LOOK
-        while not self._closing.wait(wait):
+        while True:
+            self._wake.wait(wait)
+            self._wake.clear()
+            if self._closing.is_set():
+                return
             wait = _LOOK
             bound_log(self._log)
             if self.alive() and self.joined:
@@ -133,7 +145,7 @@ class HostKeeper:
             try:
                 peers = self._settings.initial_peers
                 if not self.alive() or any_reachable(peers, timeout=_PROBE_TIMEOUT):
-                    if not self.mend():
+                    if not self._mend():
                         continue
                     if self.joined:
                         backoff.succeeded()
@@ -141,9 +153,11 @@ class HostKeeper:
             except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
                 if not self._closing.is_set():
                     log.warning("%s", error)
+                    self._problem = str(error)
+                    self._failures += 1
             wait = backoff.failed().total_seconds()
 
-    def mend(self) -> bool:
+    def _mend(self) -> bool:
         """Start a host that ended, or that is alone, again; not while a round uses it.
 
         Whether it was started. Raises SwarmUnavailable.

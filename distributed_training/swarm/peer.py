@@ -21,7 +21,7 @@ from distributed_training.protocol.types import (
 
 from .host_process import HostLaunch, HostProcess
 from .judge import Judge, norm_of
-from .keeper import HostKeeper, SwarmUnavailable
+from .keeper import HostKeeper
 from .memory import SharedTensors
 from .messages import Average, Cancel, Failed, RoundOrder
 
@@ -175,11 +175,7 @@ class HivemindSwarm:
                     raise AllReduceError(
                         AllReduceFault.SWARM_DOWN, f"the swarm host ended: {host.why}"
                     )
-            # The peers are still gathering: there is time to start the host again and join them.
-            try:
-                self._keeper.mend()
-            except SwarmUnavailable as error:
-                raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from error
+            # The peers are still gathering: the keeper starts the host again, and it joins them.
 
     def _order(self, request: RoundRequest, weight: float, timeout: float) -> RoundOrder:
         self._number += 1

@@ -13,6 +13,7 @@ folder named by the epoch's identity, which checkpoints refer to.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -191,8 +192,6 @@ class Checkpointer:
             self.seconds = self.hold_seconds + time.perf_counter() - started
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
-            for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
-                path.unlink(missing_ok=True)  # a full disk needs the room
             log.error(
                 "Checkpoint %s was not written (%s); a restart would resume from the one before: "
                 "check the disk of %s",
@@ -200,6 +199,9 @@ class Checkpointer:
                 self.last_error,
                 self._folder,
             )
+            with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
+                for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
+                    path.unlink(missing_ok=True)  # a full disk needs the room
             return
         if self._trainer.rank == 0:
             try:

@@ -22,11 +22,10 @@ pytestmark = [pytest.mark.slow]
 def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
     outcome = kills.run(
         tmp_path,
-        seconds=30,
-        every=8,
-        kinds=("data worker", "p2pd", "rank"),
+        killing=lambda subnet: kills.kill_for(
+            subnet, 30, every=8, kinds=("data worker", "p2pd", "rank"), seed=3
+        ),
         ranks=(1,),
-        seed=3,
         blocks=25,
     )
     kills.show(outcome)
@@ -71,7 +70,12 @@ def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Pat
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
-    outcome = kills.run(tmp_path, seconds=360, every=15, phases=kills.PHASES, seed=11)
+    outcome = kills.run(
+        tmp_path,
+        killing=lambda subnet: kills.kill_for(
+            subnet, 360, every=15, kinds=kills.KINDS, phases=kills.PHASES, seed=11
+        ),
+    )
     kills.show(outcome)
     assert outcome.problems == []
     killed = Counter(kill.kind for kill in outcome.kills)

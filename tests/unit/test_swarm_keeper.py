@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from distributed_training.config.swarm import SwarmSettings
+from distributed_training.protocol.types import AllReduceError, AllReduceFault
 from distributed_training.swarm import keeper
 from distributed_training.swarm.keeper import HostKeeper, SwarmUnavailable
 from distributed_training.swarm.memory import SharedTensors
@@ -173,3 +174,31 @@ def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -
         assert time.monotonic() - began < 5
         assert len(world.hosts) <= before + 2
         assert not any(host.alive() for host in world.hosts)
+
+
+@pytest.mark.parametrize("how", ["hangs", "fails"])
+def test_a_start_holds_no_round_beyond_its_time(
+    world: World, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    with world.keeper() as made:
+        world.outcome = lambda config: None if how == "hangs" else "no port is free"
+        world.hosts[-1].end("killed")
+        began = time.monotonic()
+        with pytest.raises(AllReduceError) as raised, made.use(1.0, threading.Event()):
+            pass
+        assert time.monotonic() - began < 3
+        assert raised.value.fault is AllReduceFault.SWARM_DOWN
+        why = "not be started within 1 s" if how == "hangs" else "no port is free"
+        assert why in str(raised.value)
+
+
+def test_a_round_does_not_wait_for_the_back_off(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(keeper, "_LOOK", 60.0)
+    with world.keeper() as made:
+        world.hosts[-1].end("killed")
+        with made.use(5.0, threading.Event()) as host:
+            assert host.alive() and made.joined

@@ -532,6 +532,21 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
     assert [len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")] == [2, 2]
 
 
+def test_a_disk_that_is_away_costs_the_checkpoint_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper = Checkpointer(trainer=trainer(), folder=tmp_path)
+
+    def away(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint, "write_json", away)
+    monkeypatch.setattr(Path, "unlink", away)
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    assert "was not written" in caplog.text and "Input/output error" in caplog.text
+
+
 def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,246 @@
+"""Every kind of process killed in every phase of a miner, in one local subnet that goes on.
+
+    python -m bench.kill_table                       the whole table, about half an hour
+    python -m bench.kill_table --kinds rank,p2pd --phases transfer,commit
+
+In each turn every miner has one process killed with ``kill -9``, each in a phase of its own choice;
+then the next round that everybody takes part in is waited for. A launcher that ends is started
+again, as pm2 would. Phases are seen from outside:
+
+    training      inner steps run, and no publication
+    matchmaking   the round was called; p2pd has not moved anything as large as the weights since
+    transfer      p2pd moves the weights
+    commit        the outer step is taken; its checkpoint is not complete
+    snapshot      a snapshot's files are being written
+    upload        the uploader has them, and has not reported
+
+The table tells for each cell how long until the miner's log told of it, until the next inner step
+(of a miner whose ranks start again, the first after that start), and how many rounds came before the
+one that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files, nothing left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from bench import kills
+from bench.kills import KINDS, Kill, kill_one, processes_of
+from distributed_training.common.files import read_json_object
+from distributed_training.localnet.plan import parse_ranks
+from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.telemetry import read_events
+
+PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
+TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
+_MOVED = 300_000  # bytes through p2pd that are no talk of the DHT any more
+_LOOK = 0.01  # seconds
+_EVENTS_EVERY = 0.1  # seconds between two readings of a miner's events
+
+
+@dataclass
+class Cell:
+    kind: str
+    phase: str
+    kill: Kill | None = None
+    rounds: int = 0  # that began after it, up to the one that everybody took
+
+
+@dataclass
+class Watch:
+    """What tells a miner's phase from outside."""
+
+    miner: Neuron
+    cell: Cell
+    _p2pd: psutil.Process | None = None
+    _moved_before: int = 0
+    _read_at: float = 0.0
+    _kinds: list[str] = field(default_factory=list)  # of its events
+    _last_state: str = ""
+    _outer_step: int = 0
+
+    def there(self) -> bool:
+        match self.cell.phase:
+            case "training":
+                return self._events() and self._last_state == "training" and not self._publishing()
+            case "matchmaking":
+                return self._events() and self._last_state == "averaging" and self._moved() < _MOVED
+            case "transfer":
+                if not self._events() or self._last_state != "averaging":
+                    self._note_traffic()
+                    return False
+                return self._moved() >= _MOVED
+            case "commit":
+                return self._events() and self._outer_step > 0 and not self._checkpointed()
+            case "snapshot":
+                return any(not self._written(folder) for folder in self._snapshots())
+            case _:
+                return self._events() and self._publishing()
+
+    def _events(self) -> bool:
+        """Read them anew from time to time; True when there are any."""
+        now = time.monotonic()
+        if now - self._read_at > _EVENTS_EVERY:
+            self._read_at = now
+            events = list(read_events(self.miner.plan.events))
+            self._kinds = [event["kind"] for event in events]
+            states = [event["after"] for event in events if event["kind"] == "state"]
+            started = "start" in self._kinds
+            self._last_state = states[-1] if states else "training" if started else ""
+            if self._last_state == "awaiting_global":
+                self._last_state = "training"
+            taken = [event["outer_step"] for event in events if event["kind"] == "outer_step"]
+            self._outer_step = taken[-1] if taken else 0
+        return bool(self._kinds)
+
+    def _publishing(self) -> bool:
+        last = [kind for kind in self._kinds if kind in ("preview", "publication", "start")][-1:]
+        return last == ["preview"]
+
+    def _snapshots(self) -> list[Path]:
+        return [p for p in (self.miner.plan.folder / "snapshots").glob("*") if p.is_dir()]
+
+    def _written(self, folder: Path) -> bool:
+        ranks = self.miner.plan.world_size
+        return all((folder / f"rank-{rank}.done.json").exists() for rank in range(ranks))
+
+    def _checkpointed(self) -> bool:
+        """Whether a complete checkpoint of the present outer step is there."""
+        for path in (self.miner.plan.folder / "checkpoints").glob("checkpoint-*"):
+            manifests = [
+                read_json_object(path / f"rank-{rank}.json")
+                for rank in range(self.miner.plan.world_size)
+            ]
+            if all(m and m["progress"]["outer_step"] >= self._outer_step for m in manifests):
+                return True
+        return False
+
+    def _moved(self) -> int:
+        """Bytes that p2pd read since the last :meth:`_note_traffic`."""
+        if self._p2pd is None:
+            self._note_traffic()
+        return self._traffic() - self._moved_before
+
+    def _note_traffic(self) -> None:
+        if self._p2pd is None or not self._p2pd.is_running():
+            self._p2pd = next(iter(processes_of(self.miner).get("p2pd", ())), None)
+        self._moved_before = self._traffic()
+
+    def _traffic(self) -> int:
+        with contextlib.suppress(psutil.Error):
+            if self._p2pd is not None:
+                return int(self._p2pd.io_counters().read_chars)
+        return 0
+
+
+def kill_cells(subnet: LocalSubnet, cells: Sequence[Cell], *, seed: int) -> list[Kill]:
+    """Every cell once. A cell whose process or phase did not come stays without a kill."""
+    chosen, waiting = random.Random(seed), list(cells)
+    chosen.shuffle(waiting)
+    while waiting:
+        miners = subnet.miners
+        turn = [Watch(m, waiting.pop()) for m, _ in zip(miners, range(len(waiting)), strict=False)]
+        _kill_each(subnet, turn, chosen)
+        began = subnet.validator.state.outer_step
+        whole = kills.clean_round(subnet)
+        for watch in turn:
+            watch.cell.rounds = whole - began
+            print(f"{watch.cell.kind} in {watch.cell.phase}: whole again at {whole}", flush=True)
+    return [cell.kill for cell in cells if cell.kill is not None]
+
+
+def _kill_each(subnet: LocalSubnet, turn: Sequence[Watch], chosen: random.Random) -> None:
+    deadline = time.monotonic() + TURN.total_seconds()
+    open_, polled = list(turn), 0.0
+    while open_ and time.monotonic() < deadline:
+        for watch in tuple(open_):
+            if watch.there():
+                watch.cell.kill = kill_one(watch.miner, watch.cell.kind, chosen)
+                if watch.cell.kill is not None:
+                    watch.cell.kill.phase = watch.cell.phase
+                    open_.remove(watch)
+        if time.monotonic() - polled > 20 * _LOOK:
+            polled = time.monotonic()
+            subnet.poll()
+        time.sleep(_LOOK)
+
+
+def show(cells: Sequence[Cell]) -> None:
+    table = Table("killed", *PHASES)
+    for kind in dict.fromkeys(cell.kind for cell in cells):
+        row = {cell.phase: _text(cell) for cell in cells if cell.kind == kind}
+        table.add_row(kind, *(row.get(phase, "") for phase in PHASES))
+    console = Console(width=150)
+    console.print("seconds until told / until the next inner step / rounds until everybody's")
+    console.print(table)
+
+
+def _text(cell: Cell) -> str:
+    if cell.kill is None:
+        return "not met"
+    told, step = cell.kill.told_after, cell.kill.step_after
+    words = ("never" if value is None else f"{value:.1f}" for value in (told, step))
+    return " / ".join([*words, str(cell.rounds)])
+
+
+def run(
+    folder: Path,
+    *,
+    kinds: Sequence[str] = KINDS,
+    phases: Sequence[str] = PHASES,
+    ranks: tuple[int, ...] = (2, 1, 1),
+    seed: int = 0,
+) -> tuple[list[Cell], kills.Outcome]:
+    cells = [Cell(kind, phase) for kind, phase in itertools.product(kinds, phases)]
+    outcome = kills.run(
+        folder,
+        killing=lambda subnet: kill_cells(subnet, cells, seed=seed),
+        ranks=ranks,
+        blocks=25,
+        miner_flags=("--neuron.page_port", "0"),
+    )
+    for cell in cells:
+        if cell.kill is None:
+            outcome.problems.append(f"no {cell.kind} could be killed in {cell.phase}")
+    return cells, outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--ranks", default="2,1,1", help="ranks of each miner")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
+    parser.add_argument("--folder", type=Path, help="keep the logs there")
+    arguments = parser.parse_args()
+    kinds, phases = arguments.kinds.split(","), arguments.phases.split(",")
+    if unknown := [*set(kinds) - set(KINDS), *set(phases) - set(PHASES)]:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join((*KINDS, *PHASES))}")
+    print(f"seed {arguments.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        ranks = parse_ranks(arguments.ranks, None)
+        cells, outcome = run(folder, kinds=kinds, phases=phases, ranks=ranks, seed=arguments.seed)
+    kills.show(outcome)
+    show(cells)
+    return kills.verdict(outcome)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
