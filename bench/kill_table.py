@@ -15,8 +15,8 @@ again, as pm2 would. Phases are seen from outside:
     upload        the uploader has them, and has not reported
 
 The table tells for each cell how long until the miner's log told of it, until the next inner step
-(of a miner whose ranks start again, the first after that start), and how many rounds came before the
-one that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files, nothing left.
+(of a miner whose ranks start again, the first after that start), and how many outer steps on the
+one came that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files, nothing left.
 """
 
 from __future__ import annotations

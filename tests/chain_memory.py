@@ -78,6 +78,9 @@ class MemoryChain:
     def counters(self) -> Mapping[str, int]:
         return {"reads": self._reads}
 
+    def clock_offset(self) -> timedelta | None:
+        return None
+
     def age(self) -> timedelta:
         try:
             self._read()

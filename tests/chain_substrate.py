@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -65,6 +66,7 @@ class LedgerSubstrate:
         if item == "Uids":
             return next((u for u, n in self.ledger.entries.items() if n.hotkey == params[1]), None)
         defaults = {
+            "Now": 1000 * int(time.time()),
             "ValidatorPermit": [n.validator_permit for n in self._neurons()],
             "MaxWeightsLimit": 65535,
             "MinAllowedWeights": 0,

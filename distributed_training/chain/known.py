@@ -28,6 +28,7 @@ class LastKnown:
         self._counts: Counter[str] = Counter()
         self._block = 0
         self._read_at: float | None = None
+        self._clock_offset: timedelta | None = None
         self._neurons: tuple[Neuron, ...] = ()
         self._uids: dict[str, int] = {}
         self._commitments: dict[str, str] = {}
@@ -46,6 +47,10 @@ class LastKnown:
         self._block = max(self._block, block)
         self._read_at = self._monotonic()
         self._ready.set()
+
+    def _saw_time(self, seconds: float) -> None:
+        """Of the newest block, since the epoch."""
+        self._clock_offset = timedelta(seconds=time.time() - seconds)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -84,6 +89,9 @@ class LastKnown:
 
     def counters(self) -> Mapping[str, int]:
         return dict(self._counts)
+
+    def clock_offset(self) -> timedelta | None:
+        return self._clock_offset
 
     def age(self) -> timedelta:
         read_at = self._read_at

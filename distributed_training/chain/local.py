@@ -120,6 +120,7 @@ class LocalChain(LastKnown):
                 neurons = tuple(Neuron(**entry) for entry in state["neurons"])
                 self._saw_neurons(neurons, dict(state["commitments"]))
                 self._seen = (chain, version)
+            self._saw_time(float(state["origin"]["time"]))
             self._saw_block(int(state["block"]))
 
     def close(self) -> None:

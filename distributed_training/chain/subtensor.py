@@ -276,6 +276,7 @@ class BittensorChain(LastKnown):
         graph = await self._timed(client.subnets.metagraph(self._netuid, commitments=False))
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check --netuid")
+        self._saw_time((await self._timed(client.timestamp())).timestamp())
         committed = await self._timed(client.subnets.commitments(self._netuid))
         self._saw_neurons(
             tuple(_neuron(n) for n in graph.neurons),

@@ -23,7 +23,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.diagnostics import Check
 from distributed_training.diagnostics.doctor import MAXIMUM_UPLOAD_AGE, ProbeError, run_probe
 from distributed_training.node.buckets import commitment_text
-from distributed_training.node.chain import follow_chain
+from distributed_training.node.chain import follow_chain, seconds_per_block
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.protocol.names import miner_bucket
 from distributed_training.store.errors import AccessDeniedError, StoreError
@@ -78,18 +78,36 @@ def check_clock(config: Config) -> Check:
         return Check("clock", "skip", f"the store does not tell its time ({error})")
     skew = (began + time.time()) / 2 - theirs
     finding = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the store's"
-    allowed = config.chain.clock_skew.total_seconds()
-    if abs(skew) <= 0.5 + 0.5 * allowed:
-        return Check("clock", "ok", finding)
-    far = abs(skew) > 0.5 + allowed
+    beyond = max(0.0, abs(skew) - 0.5)
+    return _judge_clock("clock", finding, beyond, config.chain.clock_skew)
+
+
+def check_chain_clock(offset: timedelta | None, *, allowed: timedelta, block: timedelta) -> Check:
+    """``offset``: see :meth:`Chain.clock_offset`. ``allowed``: how far validators' clocks may be
+    from ours. A block is made every ``block``; the newest may be one that came late."""
+    name = "chain clock"
+    if offset is None:
+        return Check(name, "skip", "the chain did not tell the time of its newest block")
+    seconds, late = offset.total_seconds(), 2 * block.total_seconds()
+    if seconds < 0:
+        return _judge_clock(name, f"{-seconds:.1f} s behind the newest block", -seconds, allowed)
+    finding = f"{seconds:.1f} s after the newest block"
+    return _judge_clock(name, finding, max(0.0, seconds - late), allowed)
+
+
+def _judge_clock(name: str, finding: str, beyond: float, allowed: timedelta) -> Check:
+    """``beyond``: seconds more than an answer that is right may differ by."""
+    if beyond <= 0.5 * allowed.total_seconds():
+        return Check(name, "ok", finding)
+    far = beyond > allowed.total_seconds()
     wrong = f"{finding}; validators' calls, signed with their time, would be refused"
     remedy = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
-    return Check("clock", "fail" if far else "warn", wrong if far else finding, remedy)
+    return Check(name, "fail" if far else "warn", wrong if far else finding, remedy)
 
 
 def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     """Hotkey, commitment and endpoint as the chain has them; the uid."""
-    rest = ("commitment", "endpoint")
+    rest = ("chain clock", "commitment", "endpoint")
     try:
         wallet = load_wallet(config.chain)
     except ConfigError as error:
@@ -101,15 +119,21 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
+            clock = check_chain_clock(
+                chain.clock_offset(),
+                allowed=config.chain.clock_skew,
+                block=timedelta(seconds=seconds_per_block(config)),
+            )
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
                 remedy = f"btcli subnet register --netuid {config.chain.netuid}"
                 unregistered = Check("hotkey", "fail", finding, remedy)
-                return [unregistered, *_skipped(rest, "hotkey failed")], None
+                return [clock, unregistered, *_skipped(rest[1:], "hotkey failed")], None
             registered = Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}")
             commitment = _check_commitment(config, chain, wallet.ss58)
-            return [registered, commitment, _check_endpoint(config, chain, wallet.ss58)], uid
+            endpoint = _check_endpoint(config, chain, wallet.ss58)
+            return [clock, registered, commitment, endpoint], uid
         except (NetworkFailure, ChainError) as error:
             finding = f"the chain does not answer ({str(error).partition(',')[0]})"
             remedy = "check the network, or name another node with --subtensor.chain_endpoint"

@@ -18,6 +18,7 @@ import pytest
 
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import main, report
+from distributed_training.doctor.outside import check_chain_clock
 from distributed_training.doctor.reach import host_and_port, probe
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
@@ -28,6 +29,7 @@ ROOT = Path(__file__).parents[2]
 EVERY = {
     "configuration", "python", "torch", "gpu", "batch", "model", "host memory", "disk",
     "disk speed", "descriptors", "shared memory", "port axon.port", "port dht.port", "clock",
+    "chain clock",
     "hotkey", "commitment", "endpoint", "bucket", "line", "bootstrap", "calls", "tokenizer",
     "data", "step time",
 }  # fmt: skip
@@ -75,7 +77,16 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     found = {name: check["status"] for name, check in checks.items()}
     for name in ("configuration", "hotkey", "bootstrap", "tokenizer", "data"):
         assert found[name] == "fail", checks[name]
-    for name in ("clock", "commitment", "endpoint", "bucket", "line", "shared memory", "calls"):
+    for name in (
+        "clock",
+        "chain clock",
+        "commitment",
+        "endpoint",
+        "bucket",
+        "line",
+        "shared memory",
+        "calls",
+    ):
         assert found[name] == "skip", checks[name]
     # 4 billion parameters do not fit here, so nothing is built to measure it: the kernel would
     # kill what is.
@@ -123,6 +134,7 @@ def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) 
     )
     assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
     wanted = ("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "clock")
+    assert checks["chain clock"]["status"] == "ok", checks["chain clock"]
     for name in (*wanted, "line", "calls", "port axon.port", "port dht.port"):
         assert checks[name]["status"] == "ok", checks[name]
     assert "the running miner listens there" in checks["port axon.port"]["finding"]
@@ -138,6 +150,21 @@ def test_a_second_machine_dials_a_miner_back(
     assert "an HTTP server answers" in capsys.readouterr().out
     assert main(["--probe", f"127.0.0.1:{miner.plan.dht_port}"]) == 0
     assert "a libp2p peer answers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("seconds", "status"),
+    [(0.1, "ok"), (12, "ok"), (25, "ok"), (27, "warn"), (29, "fail"), (-1, "ok"), (-3, "warn"),
+     (-3600, "fail"), (86400, "fail"), (None, "skip")],
+)  # fmt: skip
+def test_a_clock_is_held_against_the_newest_block(seconds: float | None, status: str) -> None:
+    check = check_chain_clock(
+        None if seconds is None else timedelta(seconds=seconds),
+        allowed=timedelta(seconds=4),
+        block=timedelta(seconds=12),
+    )
+    assert check.status == status and "\n" not in check.finding
+    assert bool(check.remedy) == (status in ("warn", "fail"))
 
 
 def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
