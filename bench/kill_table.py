@@ -14,9 +14,9 @@ again, as pm2 would. Phases are seen from outside:
     snapshot      a snapshot's files are being written
     upload        the uploader has them, and has not reported
 
-The table tells for each cell how long until the miner's log told of it, until the next inner step
+The table tells for each cell how long until the log told of it, until the next inner step
 (of a miner whose ranks start again, the first after that start), and how many outer steps on the
-one came that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files, nothing left.
+one came that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files.
 """
 
 from __future__ import annotations
