@@ -140,13 +140,17 @@ def prepare(old: App, tag: str, unchanged: str) -> Path:
             why = f"it could not be fetched ({last_line(fetched.stderr)})"
         raise UpdateError(f"no version {tag}: {why}; {unchanged}")
     needed = size_of(old.version / ".venv") + _SPARE_BYTES
-    free = shutil.disk_usage(old.home).free
     folder = old.home / "versions" / tag
     if not folder.exists():
+        try:
+            folder.parent.mkdir(exist_ok=True)
+            free = shutil.disk_usage(folder.parent).free
+        except OSError as error:
+            raise UpdateError(f"the new version has no room: {error}; {unchanged}") from None
         if free < needed:
             raise UpdateError(
-                f"{free / 1e9:.1f} GB are free in {old.home} and {needed / 1e9:.1f} GB are needed "
-                f"for the new environment; {unchanged}"
+                f"{free / 1e9:.1f} GB are free in {folder.parent} and {needed / 1e9:.1f} GB are "
+                f"needed for the new environment; {unchanged}"
             )
         add = [*git, "worktree", "add", "--quiet", "--force", "--detach", str(folder)]
         run("git", [*add, commit.stdout.strip()], old.home, unchanged)

@@ -1,10 +1,15 @@
-"""A real miner of a local subnet under a real pm2: it trains, stops cleanly, goes on afterwards."""
+"""A real miner of a local subnet under a real pm2: it trains, stops cleanly, goes on afterwards.
+
+The long test does to it what happens in a life: a restart in mid-upload, a stop in mid-round, a
+killed launcher, a reboot. After each it takes the next round with everybody.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,12 +17,18 @@ from typing import Any
 
 import pytest
 
+from bench import kills
+from distributed_training.common.processes import kill_tree
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.miner.process import launcher_pid, mark_of
+from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
+NAME = "distributed_training_miner"
 WAIT = timedelta(seconds=120)
 
 pytestmark = [
@@ -25,6 +36,44 @@ pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2"),
 ]
+
+
+class Pm2:
+    """A daemon of its own, for the one miner of ``subnet``."""
+
+    def __init__(self, subnet: LocalSubnet, folder: Path) -> None:
+        assert subnet.services is not None
+        (self.miner,) = subnet.miners
+        self.folder = folder
+        self.environ = {
+            **os.environ,
+            **subnet.services.environment(self.miner.plan),
+            "PM2_HOME": str(folder),
+            "DT_PRESET": "local",
+            "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
+        }
+
+    def __call__(self, *arguments: str) -> str:
+        done = subprocess.run(
+            [str(PM2), *arguments],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def state(self) -> tuple[str, int]:
+        """As pm2 names it, and restarts."""
+        lines = self("jlist").splitlines()
+        (app,) = json.loads(next(line for line in lines if line.startswith("[")))
+        return app["pm2_env"]["status"], app["pm2_env"]["restart_time"]
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [e for e in read_events(self.miner.plan.events) if e["kind"] in kinds]
 
 
 @pytest.fixture()
@@ -38,7 +87,6 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
     subnet: LocalSubnet, tmp_path: Path
 ) -> None:
     (miner,) = subnet.miners
-    assert subnet.services is not None
 
     def steps() -> list[dict[str, Any]]:
         return list(read_events(miner.plan.events, "step"))
@@ -48,27 +96,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
     assert subnet.stop_miner(0) == 0
     before = steps()[-1]
 
-    words = subnet.services.arguments(miner.plan)[1:]
-    environ = {
-        **os.environ,
-        **subnet.services.environment(miner.plan),
-        "PM2_HOME": str(tmp_path / "pm2"),
-        "DT_PRESET": "local",
-        "DT_FLAGS": " ".join(words),
-    }
-
-    def pm2(*arguments: str) -> str:
-        done = subprocess.run(
-            [str(PM2), *arguments],
-            env=environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
+    pm2 = Pm2(subnet, tmp_path / "pm2")
     try:
         pm2("start", str(ROOT / "app.config.js"))
         count = len(steps())
@@ -80,11 +108,8 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
             before["outer_step"],
             before["inner_step"] + 1,
         )
-        pm2("stop", "distributed_training_miner")
-        lines = pm2("jlist").splitlines()
-        (app,) = json.loads(next(line for line in lines if line.startswith("[")))
-        assert app["pm2_env"]["status"] == "stopped"
-        assert app["pm2_env"]["restart_time"] == 0
+        pm2("stop", NAME)
+        assert pm2.state == ("stopped", 0)
         stops = list(read_events(miner.plan.events, "stop"))
         assert len(stops) == 2 and stops[-1]["exit_status"] == 0
         left = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
@@ -92,3 +117,99 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
         assert not [line for line in left if folder in line and "pm2" not in line]
     finally:
         pm2("kill")
+
+
+@pytest.mark.long
+def test_a_life_under_pm2(tmp_path: Path) -> None:
+    gather = ("--neuron.min_matchmaking_time", "10")  # a stop comes in time to be in mid-round
+    options = SubnetOptions(
+        folder=tmp_path / "subnet",
+        ranks=(1,),
+        blocks_per_allreduce=40,
+        miner_flags=gather,
+        validator_flags=gather,
+    )
+    with LocalSubnet(options=options) as subnet:
+        (miner,) = subnet.miners
+        subnet.wait_until(lambda: bool(miner.state.losses), WAIT, "the first step")
+        assert subnet.stop_miner(0) == 0
+        pm2 = Pm2(subnet, tmp_path / "pm2")
+        try:
+            pm2("start", str(ROOT / "app.config.js"))
+            kills.clean_round(subnet)
+            restart_in_mid_upload(subnet, pm2)
+            stop_in_mid_round(subnet, pm2)
+            kill_the_launcher(subnet, pm2)
+            reboot(subnet, pm2)
+            pm2("stop", NAME)
+            assert pm2.events("stop")[-1]["exit_status"] == 0
+        finally:
+            pm2("kill")
+    assert subnet.problems == []
+
+
+def restart_in_mid_upload(subnet: LocalSubnet, pm2: Pm2) -> None:
+    """The store does not answer while it uploads; it does again for the start that follows."""
+    (store,) = (p for p in subnet.mark.processes() if "object_store" in " ".join(p.cmdline()))
+    store.suspend()
+    try:
+        seen = len(pm2.events("preview"))
+        wait_for(lambda: len(pm2.events("preview")) > seen, "an upload", 90)
+        begun = pm2.events("preview")[-1]["revision"]
+        assert pm2.events("preview", "publication")[-1]["kind"] == "preview"
+        stops, starts = len(pm2.events("stop")), len(pm2.events("start"))
+        restart = threading.Thread(target=pm2, args=("restart", NAME))
+        restart.start()
+        wait_for(lambda: len(pm2.events("stop")) > stops, "the stop", 60)
+    finally:
+        store.resume()
+    restart.join()
+    assert pm2.events("stop")[-1]["exit_status"] == 0
+    before = pm2.events("step")[-1]
+    subnet.wait_until(lambda: len(pm2.events("start")) > starts, WAIT, "the start")
+    start = pm2.events("start")[-1]
+    assert start["resumed"] and start["inner_step"] == before["inner_step"]
+
+    def published() -> bool:
+        """That revision from its journal, or a newer one that superseded it."""
+        done = [e["revision"] for e in pm2.events("publication") if e["ok"]]
+        return any(Revision.parse(tag) >= Revision.parse(begun) for tag in done)
+
+    subnet.wait_until(published, WAIT, "the publication")
+    kills.clean_round(subnet)
+
+
+def stop_in_mid_round(subnet: LocalSubnet, pm2: Pm2) -> None:
+    (miner,) = subnet.miners
+    subnet.wait_until(lambda: miner.state.phase == "averaging", WAIT, "a round")
+    pm2("stop", NAME)
+    assert pm2.state[0] == "stopped"
+    *_, mode, stop = pm2.events("state", "round", "stop")
+    assert (mode["kind"], mode["before"]) == ("state", "averaging"), mode
+    assert stop["kind"] == "stop" and stop["exit_status"] == 0
+    pm2("start", NAME)
+    kills.clean_round(subnet)
+
+
+def kill_the_launcher(subnet: LocalSubnet, pm2: Pm2) -> None:
+    (miner,) = subnet.miners
+    launcher, restarts = launcher_pid(miner.plan.folder), pm2.state[1]
+    assert launcher is not None
+    os.kill(launcher, 9)
+    kills.clean_round(subnet)
+    assert pm2.state == ("online", restarts + 1)
+
+
+def reboot(subnet: LocalSubnet, pm2: Pm2) -> None:
+    """As a power cut: pm2's daemon and everything of the miner are gone at once."""
+    (miner,) = subnet.miners
+    pm2("save")
+    launcher, mark = launcher_pid(miner.plan.folder), mark_of(miner.plan.folder)
+    assert launcher is not None and mark is not None
+    os.kill(int((pm2.folder / "pm2.pid").read_text()), 9)
+    kill_tree(launcher)
+    mark.end(settle=timedelta(0), grace=timedelta(0))
+    pm2("resurrect")
+    kills.clean_round(subnet)
+    assert pm2.state == ("online", 0)
+    assert pm2.events("start")[-1]["resumed"]

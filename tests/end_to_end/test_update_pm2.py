@@ -10,15 +10,21 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed_training.chain.base import Neuron
+from distributed_training.chain.client import SignedClient
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
 from tests.waiting import wait_for
 
@@ -26,6 +32,8 @@ ROOT = Path(__file__).parents[2]
 PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
 NAME = "distributed_training_miner"
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
+
+NO_NETWORK = "https://nowhere.invalid/miner.git"
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +60,7 @@ def make_repository(folder: Path) -> None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     git(folder, "init", "--quiet")
-    git(folder, "remote", "add", "origin", "https://nowhere.invalid/miner.git")  # no network
+    git(folder, "remote", "add", "origin", NO_NETWORK)
     git(folder, "add", "--all", "--force")
     git(folder, "commit", "--quiet", "--message", "v1")
     git(folder, "tag", "v1")
@@ -105,6 +113,17 @@ class Machine:
         (one,) = json.loads(next(line for line in lines if line.startswith("[")))
         return dict(one)
 
+    def call_a_round(self) -> bool:
+        """As the validator does. Nobody else is called, so it ends without a group."""
+        assert self.subnet.services is not None
+        plan = self.miner.plan
+        wallet = self.subnet.services.wallet(self.subnet.validator.plan)
+        request = RoundRequest(caller=wallet.ss58, received_at=time.time())
+        hotkey = self.subnet.services.wallet(plan).ss58
+        neuron = Neuron(uid=plan.uid, hotkey=hotkey, ip="127.0.0.1", port=plan.axon_port)
+        replies = SignedClient(wallet=wallet).sweep_all_reduce([neuron], request)
+        return replies[plan.uid] is not None
+
     @property
     def steps(self) -> list[dict[str, Any]]:
         return list(read_events(self.miner.plan.events, "step"))
@@ -118,9 +137,16 @@ class Machine:
     def update(
         self, *words: str, setup: str = f"ln -sfn {sys.prefix} .venv", tests: str = "true"
     ) -> subprocess.CompletedProcess[str]:
+        process = self.begin_update(*words, setup=setup, tests=tests)
+        out, err = process.communicate(timeout=400)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def begin_update(
+        self, *words: str, setup: str = f"ln -sfn {sys.prefix} .venv", tests: str = "true"
+    ) -> subprocess.Popen[str]:
         """From another shell: none of the miner's settings and keys are in its environment."""
         plain = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
-        return subprocess.run(
+        return subprocess.Popen(
             [str(self.home / "scripts" / "update.sh"), "--pm2", str(PM2), *words],
             env=plain
             | {
@@ -129,9 +155,9 @@ class Machine:
                 "DT_UPDATE_TESTS": tests,
             },
             cwd="/",
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=400,
         )
 
 
@@ -169,12 +195,41 @@ def test_what_is_wrong_beforehand_leaves_the_miner_alone(
 ) -> None:
     before = machine.app
     done = machine.update(*words, **how)
+    assert_left_alone(machine, before, done, why)
+
+
+def assert_left_alone(
+    machine: Machine, before: dict[str, Any], done: subprocess.CompletedProcess[str], why: str
+) -> None:
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and why in line and "runs on" in line
     after = machine.app
     assert after["pid"] == before["pid"] and after["pm2_env"]["restart_time"] == 0
     machine.await_steps(1)
+
+
+def test_a_tag_that_does_not_exist_leaves_the_miner_alone(machine: Machine, tmp_path: Path) -> None:
+    before = machine.app
+    git(tmp_path, "init", "--quiet", "--bare")
+    git(machine.home, "remote", "set-url", "origin", str(tmp_path))
+    done = machine.update("v9")
+    git(machine.home, "remote", "set-url", "origin", NO_NETWORK)
+    assert_left_alone(machine, before, done, "no version v9: it does not exist")
+
+
+def test_a_full_disk_leaves_the_miner_alone(machine: Machine) -> None:
+    versions = machine.home / "versions"
+    versions.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(versions)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a tmpfs cannot be mounted here")
+    with ExitStack() as stack:
+        stack.callback(subprocess.run, ["umount", str(versions)], check=True)
+        before = machine.app
+        done = machine.update("v2")
+        assert_left_alone(machine, before, done, f"GB are free in {versions}")
+        assert not list(versions.iterdir())
 
 
 def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
@@ -191,9 +246,31 @@ def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
 
 
 def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> None:
+    """It is asked for in the middle of a round, which it waits for."""
     machine.await_steps()
-    done = machine.update("v2")
+    rounds = len(list(read_events(machine.miner.plan.events, "round")))
+    over = threading.Event()
+
+    def keep_calling() -> None:
+        while not over.wait(0.5):
+            machine.call_a_round()
+
+    caller = threading.Thread(target=keep_calling)
+    caller.start()
+    update = machine.begin_update("v2")
+    assert update.stdout is not None
+    said = ""
+    while "waiting: " not in said and (line := update.stdout.readline()):
+        said += line
+    over.set()
+    caller.join()
+    out, err = update.communicate(timeout=300)
+    done = subprocess.CompletedProcess(update.args, update.returncode, said + out, err)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "waiting: the miner is averaging" in done.stdout
+    events = list(read_events(machine.miner.plan.events))
+    ended = [e["kind"] for e in events if e["kind"] in ("round", "stop")]
+    assert ended.count("round") > rounds and ended[-1] == "stop"
     version = machine.home / "versions" / "v2"
     app = machine.app["pm2_env"]
     assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
