@@ -211,7 +211,7 @@ def run(
         folder,
         killing=lambda subnet: kill_cells(subnet, cells, seed=seed),
         ranks=ranks,
-        blocks=25,
+        blocks=40,  # a start on a busy machine is to come in between
         miner_flags=("--neuron.page_port", "0"),
     )
     for cell in cells:
