@@ -78,7 +78,7 @@ class MemoryChain:
     def counters(self) -> Mapping[str, int]:
         return {"reads": self._reads}
 
-    def clock_offset(self) -> timedelta | None:
+    def clock(self) -> float | None:
         return None
 
     def age(self) -> timedelta:

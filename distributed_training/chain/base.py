@@ -82,9 +82,10 @@ class Chain(Protocol):
         """Time since the chain was last read successfully; ``timedelta.max`` when it never was."""
         ...
 
-    def clock_offset(self) -> timedelta | None:
-        """This machine's clock less the time of the newest block, when that was last asked for. So
-        it is positive by up to a block's time where both clocks agree. None: not known."""
+    def clock(self) -> float | None:
+        """What the chain's clock shows, in seconds since the epoch: the time of the newest block
+        and what passed since that was asked for. So it is behind by up to a block's time. None:
+        not known."""
         ...
 
     def commit(self, text: str) -> None:

@@ -28,7 +28,7 @@ class LastKnown:
         self._counts: Counter[str] = Counter()
         self._block = 0
         self._read_at: float | None = None
-        self._clock_offset: timedelta | None = None
+        self._ahead_of_monotonic: float | None = None  # the chain's clock
         self._neurons: tuple[Neuron, ...] = ()
         self._uids: dict[str, int] = {}
         self._commitments: dict[str, str] = {}
@@ -50,7 +50,7 @@ class LastKnown:
 
     def _saw_time(self, seconds: float) -> None:
         """Of the newest block, since the epoch."""
-        self._clock_offset = timedelta(seconds=time.time() - seconds)
+        self._ahead_of_monotonic = seconds - self._monotonic()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -90,8 +90,9 @@ class LastKnown:
     def counters(self) -> Mapping[str, int]:
         return dict(self._counts)
 
-    def clock_offset(self) -> timedelta | None:
-        return self._clock_offset
+    def clock(self) -> float | None:
+        ahead = self._ahead_of_monotonic
+        return None if ahead is None else ahead + self._monotonic()
 
     def age(self) -> timedelta:
         read_at = self._read_at

@@ -83,8 +83,8 @@ def check_clock(config: Config) -> Check:
 
 
 def check_chain_clock(offset: timedelta | None, *, allowed: timedelta, block: timedelta) -> Check:
-    """``offset``: see :meth:`Chain.clock_offset`. ``allowed``: how far validators' clocks may be
-    from ours. A block is made every ``block``; the newest may be one that came late."""
+    """``offset``: our clock less the chain's, see :meth:`Chain.clock`. ``allowed``: how far those
+    of validators may be from ours. A block is made every ``block``; the newest may be late."""
     name = "chain clock"
     if offset is None:
         return Check(name, "skip", "the chain did not tell the time of its newest block")
@@ -120,7 +120,7 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
         try:
             chain = follow_chain(settings, stack, wallet)
             clock = check_chain_clock(
-                chain.clock_offset(),
+                None if (now := chain.clock()) is None else timedelta(seconds=time.time() - now),
                 allowed=config.chain.clock_skew,
                 block=timedelta(seconds=seconds_per_block(config)),
             )

@@ -350,6 +350,11 @@ class BlockList:
             self._under_way = (block, sequences, offset)
             self._ahead = [block, *(b for b in self._ahead if b != block)]
 
+    def begin_with(self, block: int) -> None:
+        """Of a fresh start: the ranks have it prepared already."""
+        self._ahead = [block]
+        self._last_requested = self._oldest = block
+
     def roll_back(self, state: dict[str, Any]) -> None:
         """Weights are again those of the checkpoint ``state`` is from; data goes on from here.
 

@@ -64,6 +64,7 @@ class Facts:
     tokenizer_path: str = ""
     eos_id: int = 0
     global_outer_step: int = 0
+    first_block: int = 0  # of the chain: what a fresh start trains on first
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
@@ -236,6 +237,7 @@ def connect(
             tokenizer_path=str(tokenizer_path),
             eos_id=eos_id,
             global_outer_step=outer_step,
+            first_block=member.chain.block(),
         ),
     )
 

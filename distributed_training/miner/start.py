@@ -217,6 +217,9 @@ class Miner:
             device=device,
         )
         place.stack.callback(self.data.close)
+        self.first_block = 0 if self.checkpointer.has_any() else facts.first_block
+        if self.first_block:
+            self.data.request(self.first_block)  # prepared while the model and the swarm come
 
         # where it stood: what this rank kept in its checkpoint, empty after a fresh start
         self.kept = self._resume(facts, outside.global_folder if outside else None)
@@ -389,6 +392,8 @@ class RankZero:
             recent=self._half_a_round,
         )
         blocks.restore(kept.get("rank_zero", {}).get("blocks", {}), kept.get("data", {}))
+        if self._miner.first_block:
+            blocks.begin_with(self._miner.first_block)
         return blocks
 
     def _half_a_round(self) -> int:

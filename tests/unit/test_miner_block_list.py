@@ -89,6 +89,17 @@ def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> 
     assert feed.blocks() == [100], "the tokens of the step under way at the checkpoint count"
 
 
+def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
+    world = World()
+    feed = world.feed()
+    feed.restore({}, {})
+    feed.begin_with(90)  # the chain has moved on since
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=90)
+    order = feed.on_boundary(may_begin=True)
+    assert (order.request, order.begin) == (100, 90)
+    assert feed.state()["gaps"] == [(91, 99)]
+
+
 @pytest.mark.parametrize("change", ["ranks", "micro-batch"])
 def test_what_is_cut_differently_begins_with_a_new_block(change: str) -> None:
     world = World()
