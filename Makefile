@@ -4,6 +4,8 @@
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make lint, make house             linters and types; the size of the code beside its goals
 PY := .venv/bin/python
+# A file's tests stay together: what they share is started once. Long files come first (conftest.py).
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup run test test-quick test-long gpu lint house pm2 clean
 
@@ -17,10 +19,10 @@ run: setup
 	@$(PY) scripts/localnet.py $(ARGS)
 
 test: setup
-	$(PY) -m pytest -n 2 --dist worksteal -m "not long" $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not long" $(ARGS)
 
 test-quick: setup
-	$(PY) -m pytest -n 2 --dist worksteal -m "not slow and not long" $(ARGS)
+	$(PY) -m pytest $(WORKERS) -m "not slow and not long" $(ARGS)
 
 test-long: setup
 	$(PY) -m pytest -m long $(ARGS)

@@ -11,7 +11,10 @@ import os
 import runpy
 import sys
 from collections.abc import Mapping
+from multiprocessing import forkserver
 from pathlib import Path
+
+import pytest
 
 from distributed_training.miner.rank_group import PRELOAD
 
@@ -21,30 +24,37 @@ _PRELOAD = ("tests.multiprocess.jumping_clock", *PRELOAD)
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
+def prepare() -> None:
+    """Start the server, if there is none yet. What it imports reads its environment: one thread
+    each, or ranks wait for each other's on two cores."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        _CONTEXT.set_forkserver_preload(list(_PRELOAD))
+        forkserver.ensure_running()
+
+
 class Program:
     """``script`` with ``arguments``, as ``python script`` would run it, in a session of its own.
 
-    ``environ``: besides this process's. ``log``: takes all that it writes.
+    ``environ``: besides this process's. ``log``: takes all that it writes; its standard error
+    goes to ``errors``, if that is given.
     """
 
     def __init__(
-        self, script: Path, *arguments: str, environ: Mapping[str, str], log: Path
+        self,
+        script: Path,
+        *arguments: str,
+        environ: Mapping[str, str],
+        log: Path,
+        errors: Path | None = None,
     ) -> None:
-        # What the preload reads when it is imported; the server keeps its environment.
-        with_threads = os.environ.get("OMP_NUM_THREADS")
-        os.environ["OMP_NUM_THREADS"] = "1"
-        try:
-            _CONTEXT.set_forkserver_preload(list(_PRELOAD))
-            self._process = _CONTEXT.Process(
-                target=_run, args=(str(script), arguments, {**os.environ, **environ}, str(log))
-            )
-            self._process.start()
-        finally:
-            if with_threads is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = with_threads
+        prepare()
         self.log = log
+        self._process = _CONTEXT.Process(
+            target=_run,
+            args=(str(script), arguments, {**os.environ, **environ}, str(log), str(errors or log)),
+        )
+        self._process.start()
 
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
@@ -62,12 +72,14 @@ class Program:
             self._process.join(10)
 
 
-def _run(script: str, arguments: tuple[str, ...], environ: Mapping[str, str], log: str) -> None:
+def _run(
+    script: str, arguments: tuple[str, ...], environ: Mapping[str, str], log: str, errors: str
+) -> None:
     """In the fork."""
     os.setsid()
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    for number, path in enumerate((log, errors), start=1):
+        with open(path, "ab", buffering=0) as file:
+            os.dup2(file.fileno(), number)
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:0] = [str(TESTS), str(Path(script).parent)]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-import socket
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
 
+from distributed_training.common.ports import free_ports
 from distributed_training.miner.orders import Command, DataOrder, Order
+from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
+from tests import forked
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = [
     Command(Order.TRAIN, 0, DataOrder(11, 10, 64, 24)),
@@ -23,9 +25,9 @@ SCRIPT = [
 
 
 def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
+    os.environ.update(rank_variables(rank, world_size=world_size, port=port))
     ranks = join_ranks(
-        environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        environ=os.environ,
         timeout=timedelta(seconds=30),
         backend="gloo",
     )
@@ -48,11 +50,9 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
 
 
 def test_all_ranks_see_the_same(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    mp.spawn(_rank, args=(2, port, str(tmp_path)), nprocs=2, join=True)
+    (port,) = free_ports(1)
+    forked.prepare()
+    mp.start_processes(_rank, (2, port, str(tmp_path)), nprocs=2, start_method="forkserver")
     first, second = ((tmp_path / name).read_text() for name in "01")
     assert first == second
     assert first.splitlines() == ["{'uid': 227}", *map(str, SCRIPT), "True", "False"]

@@ -7,6 +7,7 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -40,11 +41,12 @@ from distributed_training.validator.global_state import GlobalPublisher, GlobalS
 from distributed_training.validator.initial import initial_weights, small_llama
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.standings import Standings
+from tests.forked import Program
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "score.py"
 UIDS = (5, 16)
 
 
@@ -182,8 +184,15 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
 
 
 def _score(subnet: Subnet, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
-    return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=120)
+    with tempfile.TemporaryDirectory() as folder:
+        out, errors = Path(folder, "out"), Path(folder, "errors")
+        words = ("--subnet", str(subnet.folder), *flags)
+        program = Program(SCRIPT, *words, environ={}, log=out, errors=errors)
+        try:
+            status = program.wait(150)
+        finally:
+            program.kill()
+        return subprocess.CompletedProcess(words, status, out.read_text(), errors.read_text())
 
 
 def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
@@ -251,13 +260,13 @@ def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> No
 
 @pytest.mark.parametrize("more", [(), ("--json",)])
 def test_a_reader_that_has_read_enough_is_no_fault(subnet: Subnet, more: tuple[str, ...]) -> None:
-    script = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
-    command = [*script, "--uid", str(UIDS[0]), "--others", "0", *more]
+    command = [sys.executable, str(SCRIPT), "--subnet", str(subnet.folder), *more]
+    command += ["--uid", str(UIDS[0]), "--others", "0", "--passes", "1", "--sequences", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         problem = process.stderr.read().decode()
-        assert process.wait(120) == 0 and "Traceback" not in problem, problem
+        assert process.wait(200) == 0 and "Traceback" not in problem, problem
 
 
 def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
