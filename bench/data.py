@@ -202,8 +202,6 @@ def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repea
         ),
         model_config=local_llama_config(vocab_size=VOCABULARY, sequence_length=SEQUENCE),
         device=torch.device("cpu"),
-        rank=0,
-        world_size=1,
         say=lambda line: None,
     )
     trainer.load_weights(None)

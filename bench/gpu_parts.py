@@ -98,8 +98,6 @@ class Bench:
             settings=TrainingSettings(warmup_steps=4, **(defaults | settings)),
             model_config=self.model(model),
             device=self.device,
-            rank=0,
-            world_size=1,
             say=lambda line: print(f"  {line}", flush=True),
             run_folder=run_folder,
         )

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distributed_training.config.training import TrainingSettings
+from distributed_training.training.layout import Layout
 from distributed_training.training.model import build_meta_model
 from distributed_training.training.shards import ParameterShard
 from distributed_training.training.sizes import named_config
@@ -158,7 +159,7 @@ def run(options: argparse.Namespace, device: torch.device, rank: int, world: int
     )
     memory: dict[str, int] = {}
     trainer = Trainer(
-        settings=settings, model_config=config, device=device, world_size=world, rank=rank, say=say
+        settings=settings, model_config=config, device=device, layout=Layout(rank, world), say=say
     )
     trainer.load_weights(None)
     trainer.begin_epoch(0)

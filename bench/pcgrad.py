@@ -74,8 +74,6 @@ def run(
         ),
         model_config=local_llama_config(sequence_length=SEQUENCE),
         device=torch.device("cpu"),
-        rank=0,
-        world_size=1,
         say=lambda line: None,
     )
     trainer.load_weights(None)

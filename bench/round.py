@@ -45,6 +45,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.layout import Layout
 from distributed_training.training.model import Schema, build_meta_model, schema_of
 from distributed_training.training.sizes import named_config
 from distributed_training.training.trainer import Trainer
@@ -134,8 +135,8 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
     )
     config = named_config(options.model)
     trainer = Trainer(
-        settings=settings, model_config=config, device=torch.device("cpu"), rank=rank,
-        world_size=world, say=lambda line: None,
+        settings=settings, model_config=config, device=torch.device("cpu"),
+        layout=Layout(rank, world), say=lambda line: None,
     )  # fmt: skip
     trainer.load_weights(None)
     ids = torch.randint(0, config["vocab_size"], (1, settings.sequence_length))

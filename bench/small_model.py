@@ -43,8 +43,6 @@ def new_trainer(*, seed: int, model: str = "small") -> Trainer:
         settings=settings,
         model_config=config,
         device=torch.device("cpu"),
-        rank=0,
-        world_size=1,
         say=lambda line: None,
     )
     made.load_weights(None)

@@ -38,8 +38,6 @@ def make(device: torch.device, **changes: Any) -> Trainer:
         settings=dataclasses.replace(SETTINGS, **wanted),
         model_config=tiny(**MODEL),
         device=device,
-        rank=0,
-        world_size=1,
         run_folder=folder,
     )
     made.load_weights(None)
@@ -264,7 +262,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
             SETTINGS, sequence_length=1024, local_batch_size_train=8, precision="auto",
             local_batch_size_train_effective=16,
         ),
-        model_config=named_config("125m"), device=device, rank=0, world_size=1,
+        model_config=named_config("125m"), device=device,
     )  # fmt: skip
     made.load_weights(None)
     for _ in range(4):

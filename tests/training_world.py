@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from distributed_training.config.training import TrainingSettings
+from distributed_training.training.layout import Layout
 from distributed_training.training.sizes import llama_config
 from distributed_training.training.trainer import Trainer
 from tests.forked import TESTS, Program
@@ -43,6 +44,8 @@ def trainer(
     world_size: int = 1,
     model: dict[str, Any] | None = None,
     run_folder: Path | None = None,
+    local_ranks: int = 0,
+    across_nodes: bool = False,
     **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
@@ -50,8 +53,7 @@ def trainer(
         settings=dataclasses.replace(SETTINGS, **changes),
         model_config=model or tiny(),
         device=torch.device("cpu"),
-        world_size=world_size,
-        rank=rank,
+        layout=Layout(rank, world_size, local_ranks, across_nodes),
         run_folder=run_folder,
     )
     made.load_weights(None)

@@ -8,8 +8,8 @@ import socket
 from pathlib import Path
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that are free, all different.
+def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
+    """Ports of ``address`` that are free, all different.
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
     these might take a port between now and its use. Another program still may.
@@ -22,12 +22,13 @@ def free_ports(count: int) -> list[int]:
     random.SystemRandom().shuffle(candidates)
     with contextlib.ExitStack() as held:  # until all are found, or one might be found twice
         found: list[int] = []
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for port in candidates:
             if len(found) == count:
                 break
-            probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
+            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((address, port))
             except OSError:
                 continue
             found.append(port)

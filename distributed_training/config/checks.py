@@ -46,6 +46,7 @@ def problems(config: Config) -> list[str]:
 def notices(config: Config) -> list[str]:
     """What an operator should know but need not change."""
     training, world = config.training, config.miner.nproc_per_node
+    world = world and world * config.nodes.most
     micro, effective = training.local_batch_size_train, training.local_batch_size_train_effective
     if micro == "auto" or world is None or not effective % (micro * world):
         return []
@@ -85,6 +86,27 @@ def check_batches(config: Config) -> Iterator[str]:
             f"--neuron.local_batch_size_train {micro} is larger than "
             f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
             f"more than asked: give --neuron.local_batch_size_train {effective} or less"
+        )
+
+
+def check_nodes(config: Config) -> Iterator[str]:
+    nodes = config.nodes
+    if not nodes.several:
+        return
+    if nodes.rdzv_endpoint is None:
+        yield (
+            f"--nnodes {nodes.nnodes} without --rdzv_endpoint, so the nodes cannot meet: give all "
+            "of them HOST:PORT of node 0"
+        )
+    if nodes.node_rank >= nodes.most:
+        yield (
+            f"--node_rank {nodes.node_rank} is not one of {nodes.most} nodes, which count from 0: "
+            f"give --node_rank 0 to {nodes.most - 1}"
+        )
+    if config.training.shard_across_nodes and nodes.least != nodes.most:
+        yield (
+            "--neuron.shard_across_nodes needs every node's part of the model, so training cannot "
+            f"go on with fewer: give --nnodes {nodes.most}"
         )
 
 
@@ -129,6 +151,8 @@ def check_sources(config: Config) -> Iterator[str]:
 
 
 def check_keys(config: Config) -> Iterator[str]:
+    if not config.nodes.leads:
+        return  # nothing is published there
     keys = {f"R2_{name.upper()}": _plain(getattr(config.store, name)) for name in _KEYS}
     missing = [variable for variable, text in keys.items() if not text]
     if missing:
@@ -166,6 +190,7 @@ def _plain(value: SecretStr | str | None) -> str:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network,
     check_batches,
+    check_nodes,
     check_timeouts,
     check_ports,
     check_addresses,

@@ -12,6 +12,7 @@ from .data import DataSettings
 from .diagnostics import DiagnosticsSettings
 from .general import GeneralSettings, NoEffectSettings
 from .miner import MinerSettings
+from .nodes import NodesSettings
 from .store import StoreSettings
 from .swarm import SwarmSettings
 from .telemetry import TelemetrySettings
@@ -27,6 +28,7 @@ class Rooms:
 
     general: GeneralSettings
     miner: MinerSettings
+    nodes: NodesSettings
     training: TrainingSettings
     data: DataSettings
     store: StoreSettings
@@ -41,6 +43,7 @@ class Rooms:
 TITLES: Mapping[str, str] = {
     "general": "General",
     "miner": "Loop and launcher",
+    "nodes": "More than one machine",
     "training": "Training",
     "data": "Data",
     "store": "Object store",

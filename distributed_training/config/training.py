@@ -86,6 +86,9 @@ class TrainingSettings:
     gradient on each GPU) or 'every' micro-batch. 'auto': by memory"""
     keep_unsharded: Literal["auto", "on", "off"] = flag("neuron.keep_unsharded", "auto")
     """keep the gathered weights on each GPU through a step: 'on', 'off' or 'auto' by memory"""
+    shard_across_nodes: bool = flag("neuron.shard_across_nodes", False)
+    """with --nnodes: one copy of the model over all nodes, for models that one node cannot hold;
+    otherwise each node has a copy, and only gradients travel between nodes"""
     wrap: Literal["auto", "block", "root"] = flag("neuron.fsdp_wrap", "auto")
     """what FSDP gathers at once: each 'block', the whole model at its 'root', or 'auto' by size"""
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")

@@ -31,6 +31,7 @@ def main(argv: list[str]) -> int:
     import torch.distributed as dist
 
     from distributed_training.training import Trainer
+    from distributed_training.training.layout import Layout
 
     cuda = config.miner.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")
@@ -41,8 +42,7 @@ def main(argv: list[str]) -> int:
         settings=config.training,
         model_config=order["model"],
         device=device,
-        world_size=me.world_size,
-        rank=me.rank,
+        layout=Layout(me.rank, me.world_size),
     )
     trainer.load_weights(None)
     trainer.begin_epoch(0)

@@ -34,11 +34,12 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark, become_subreaper, is_running, send
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
-from distributed_training.config.telemetry import TelemetrySettings
 from distributed_training.diagnostics.doctor import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
+from distributed_training.miner.nodes import Guest, Host, Plan, join_nodes
 from distributed_training.miner.process import (
     INSTANCE,
+    checkpoint_time,
     forget_ranks,
     launcher_pid,
     listening_ranks,
@@ -63,6 +64,8 @@ TERMINATE_GRACE = timedelta(seconds=5)
 SETTLE = timedelta(seconds=2)
 #: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
+#: Ranks of another node are gone: how long this one's have to notice and end.
+TROUBLE_GRACE = timedelta(seconds=3)
 #: In a row; ranks that then ran for STEADY count as healthy again, and their settings as right.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
@@ -82,7 +85,8 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     try:
         config = load_config("miner", argv)
         print("\n".join(describe(config)), flush=True)
-        require_hotkey(config.chain)
+        if config.nodes.leads:
+            require_hotkey(config.chain)
         folder = make_run_folder(config)
         start_log(config, folder, name="launcher")
         with _lock(folder), StopSignals() as signals:
@@ -104,7 +108,8 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
             watchdog = functools.partial(
                 Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
             )
-            with _page(config.telemetry, folder):
+            nodes = join_nodes(config, ranks=ranks)
+            with _page(config, folder):
                 return _Supervisor(
                     group=group,
                     folder=folder,
@@ -112,6 +117,7 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
                     signals=signals,
                     stop_timeout=config.miner.stop_timeout,
                     watchdog=watchdog,
+                    nodes=nodes,
                 ).run()
     except ConfigError as error:
         return exit_with(error)
@@ -177,9 +183,10 @@ def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def _page(settings: TelemetrySettings, folder: Path) -> Iterator[None]:
+def _page(config: Config, folder: Path) -> Iterator[None]:
     """The page outlives ranks that fail: that is when it is looked at."""
-    if settings.page_port == "off":
+    settings = config.telemetry
+    if settings.page_port == "off" or not config.nodes.leads:
         yield
         return
 
@@ -212,6 +219,7 @@ class _Supervisor:
         signals: StopSignals,
         stop_timeout: timedelta,
         watchdog: Callable[[], Watchdog],
+        nodes: Host | Guest | None = None,
     ) -> None:
         self._group = group
         self._folder = folder
@@ -219,6 +227,10 @@ class _Supervisor:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._new_watchdog = watchdog  # one for each start of the ranks
+        self._nodes = nodes
+        self._regroup_at: float | None = None  # rank 0 was told, but all nodes start again
+        self._trouble_at: float | None = None  # when ranks of other nodes ended
+        self._saved: int | None = None  # the last checkpoint when the ranks were started
         self._told = False  # rank 0, that a stop is wanted
         self._forced = False
         self._hung = False
@@ -226,38 +238,61 @@ class _Supervisor:
         self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
-        backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        proven = False  # ranks of this launcher ran for STEADY
+        status = ExitStatus.BAD_CONFIGURATION  # unless the other nodes let us begin
         try:
-            while True:
-                began = time.monotonic()
-                status = self._run_once()
-                if time.monotonic() - began > STEADY.total_seconds():
-                    backoff.succeeded()
-                    proven = True
-                # A store that answers 403 for an hour, a mount that is away: what was right for
-                # long is refused for a while. pm2 would leave the miner down for good.
-                doubted = proven and status is ExitStatus.BAD_CONFIGURATION
-                if not (doubted or status is ExitStatus.FAULT) or self._signals.stop.is_set():
-                    return status
-                if backoff.failures >= RESTARTS and not doubted:
-                    log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
-                    return status
-                wait = backoff.failed()
-                seconds, tried = wait.total_seconds(), f"{backoff.failures} of {RESTARTS}"
-                if doubted:
-                    tried = "they ran with these settings before, so this is tried until it works"
-                log.warning("Starting the ranks again in %.1f s (%s)", seconds, tried)
-                if self._signals.stop.wait(seconds):
-                    return ExitStatus.STOPPED
+            status = self._run()
         finally:
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
+            if self._nodes is not None:
+                self._nodes.close(status)
+        return status
 
-    def _run_once(self) -> ExitStatus:
+    def _run(self) -> ExitStatus:
+        """Until nothing is to be started again. Raises ConfigError if node 0 refuses this one."""
+        backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+        proven = False  # ranks of this launcher ran for STEADY
+        while True:
+            plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
+            if isinstance(plan, ExitStatus):
+                return plan
+            began = time.monotonic()
+            status = self._run_once(plan)
+            if time.monotonic() - began > STEADY.total_seconds():
+                backoff.succeeded()
+                proven = True
+            if self._nodes is not None and self._meets_again(self._nodes, status):
+                continue
+            # A store that answers 403 for an hour, a mount that is away: what was right for
+            # long is refused for a while. pm2 would leave the miner down for good.
+            doubted = proven and status is ExitStatus.BAD_CONFIGURATION
+            if not (doubted or status is ExitStatus.FAULT) or self._signals.stop.is_set():
+                return status
+            if backoff.failures >= RESTARTS and not doubted:
+                log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
+                return status
+            wait = backoff.failed()
+            seconds, tried = wait.total_seconds(), f"{backoff.failures} of {RESTARTS}"
+            if doubted:
+                tried = "they ran with these settings before, so this is tried until it works"
+            log.warning("Starting the ranks again in %.1f s (%s)", seconds, tried)
+            if self._signals.stop.wait(seconds):
+                return ExitStatus.STOPPED
+
+    def _meets_again(self, nodes: Host | Guest, status: ExitStatus) -> bool:
+        """Whether the ranks ended for another reason than a fault here, or it is node 0 that says
+        what follows."""
+        lost = nodes.ended(status)
+        if self._signals.stop.is_set():
+            return False
+        return lost or (self._regroup_at is not None and status is ExitStatus.STOPPED)
+
+    def _run_once(self, plan: Plan | None) -> ExitStatus:
         forget_ranks(self._folder)
         self._told = self._forced = self._hung = False
+        self._regroup_at = self._trouble_at = None
+        self._saved = checkpoint_time(self._folder)
         try:
-            self._start()
+            self._start(plan)
         except Stopped:
             log.info("Stopped before the ranks were started")
             return ExitStatus.STOPPED
@@ -268,13 +303,13 @@ class _Supervisor:
         self._sweep()
         return self._exit_status()
 
-    def _start(self) -> None:
+    def _start(self, plan: Plan | None) -> None:
         """The server's imports take seconds, in which no flag is looked at: a stop interrupts."""
         self._signals.interrupts = True
         try:
             if self._signals.stop.is_set():
                 raise Stopped
-            self._group.start()
+            self._group.start(plan)
         finally:
             self._signals.interrupts = False
 
@@ -285,7 +320,7 @@ class _Supervisor:
         since, said = 0.0, set[str]()
         while running := self._group.running:
             now = time.monotonic()
-            if self._late(now):
+            if self._late(now) or self._other_nodes(now):
                 return
             if not self._told and watchdog.hangs():
                 self._kill_hung()
@@ -326,11 +361,37 @@ class _Supervisor:
             self._told = True
             log.info("%s received: stopping (at most %.0f s)", signals.name, limit)
             # Rank 0 decides for all. Before it listens there is nothing to save.
-            self._group.signal(signal.SIGTERM, [0] if self._listening else None)
+            if isinstance(self._nodes, Guest) and self._listening:
+                self._nodes.leave()
+            else:
+                self._group.signal(signal.SIGTERM, [0] if self._listening else None)
         if now - signals.asked_at > limit or signals.hurry:
             why = "Asked again" if signals.hurry else f"Not stopped after {limit:.0f} s"
             self._force(f"{why}; ending the ranks by force")
             return True
+        return False
+
+    def _other_nodes(self, now: float) -> bool:
+        """Follow the other nodes; True if the ranks were ended for their sake."""
+        nodes = self._nodes
+        if nodes is None or (self._told and isinstance(nodes, Host)):
+            return False
+        if self._regroup_at is not None:
+            limit = stop_limit(self._folder, self._stop_timeout).total_seconds()
+            if now - self._regroup_at > limit:
+                self._force(f"Not saved after {limit:.0f} s; ending the ranks by force")
+                return True
+        elif (why := nodes.trouble()) is not None:
+            # A rank that lost a peer mostly ends by itself; one that is closing shall.
+            self._trouble_at = self._trouble_at or now
+            if now - self._trouble_at > TROUBLE_GRACE.total_seconds():
+                self._force(f"Ranks of other nodes are gone ({why}); ending those of this one")
+                return True
+        elif nodes.leaving or (nodes.joining and checkpoint_time(self._folder) != self._saved):
+            self._regroup_at = now
+            why = "A node leaves" if nodes.leaving else "A node joins"
+            log.info("%s: saving, then all nodes start again", why)
+            self._group.signal(signal.SIGTERM, [0] if self._listening else None)
         return False
 
     def _check_stop_time(self, now: float) -> None:

@@ -117,6 +117,14 @@ def stop_seconds(run_folder: Path) -> float | None:
     return None if not isinstance(seconds, (int, float)) else 2 * float(seconds) + STOP_SLACK
 
 
+def checkpoint_time(run_folder: Path) -> int | None:
+    """Changes with each checkpoint that is complete. None before the first."""
+    try:
+        return (run_folder / "checkpoints" / "last.json").stat().st_mtime_ns
+    except OSError:
+        return None
+
+
 def forget_ranks(run_folder: Path) -> None:
     """Remove what ranks that ended wrote."""
     for path in [*run_folder.glob("pids/rank-*"), run_folder / "exit_status.json"]:

@@ -45,6 +45,7 @@ from distributed_training.common.processes import (
     send,
 )
 from distributed_training.common.stacks import STACKS, collect_stacks
+from distributed_training.miner.nodes import Plan
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +86,8 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
 
 
 def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
-    """What torch.distributed (``env://``) reads. ``port``: a free one, the same for all ranks."""
+    """What torch.distributed (``env://``) reads where all ranks are on this machine. ``port``: a
+    free one, the same for all ranks."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -127,9 +129,10 @@ class _Rank:
 
 
 class RankGroup:
-    """Starts ``world_size`` ranks, each running ``script`` with ``argv``, and ends them together.
+    """Starts this machine's ranks, each running ``script`` with ``argv``, and ends them together.
 
-    May be started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
+    They are numbered from 0 here, whatever their place among those of several machines is. May be
+    started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
     ``start_limit`` covers :meth:`start`: a server that takes longer hangs, and is ended.
     """
 
@@ -156,16 +159,17 @@ class RankGroup:
         self._tracker: psutil.Process | None = None
         self._scratch = ""  # folder of multiprocessing's sockets
 
-    def start(self) -> None:
+    def start(self, plan: Plan | None = None) -> None:
         """Returns when every rank is forked, which takes seconds the first time (imports).
 
-        Raises OSError or EOFError if the server does not come up.
+        ``plan``: of a miner of several machines; None: of one. Raises OSError or EOFError if the
+        server does not come up.
         """
         late = threading.Timer(self._start_limit.total_seconds(), self._end_server)
         late.daemon = True
         late.start()
         try:
-            self._start()
+            self._start(plan)
         finally:
             late.cancel()
 
@@ -174,21 +178,20 @@ class RankGroup:
         log.error("The fork server hangs: it started no ranks within --neuron.hang_timeout")
         self._mark.end(settle=timedelta(0), grace=timedelta(0))
 
-    def _start(self) -> None:
+    def _start(self, plan: Plan | None) -> None:
         self._ranks = []
         self._ensure_server()
-        port = free_ports(1)[0]
+        port = free_ports(1)[0] if plan is None else plan.port
         # Secrets go to each rank by a pipe: the server has none in its environment, so nobody finds
         # them in /proc, of a rank neither.
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         for number in range(self.world_size):
+            place = rank_variables(number, world_size=self.world_size, port=port)
+            if plan is not None:
+                place = plan.variables(number)
             process = self._context.Process(
                 target=_become_rank,
-                args=(
-                    str(self._script),
-                    self._argv,
-                    secrets | rank_variables(number, world_size=self.world_size, port=port),
-                ),
+                args=(str(self._script), self._argv, secrets | place),
                 name=f"rank {number}",
             )
             process.start()

@@ -8,6 +8,7 @@ on rank 0 (:class:`~.orders.Given`) or is derived from the integers.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -34,12 +35,16 @@ class Ranks:
 
     ``group`` is a gloo group over all ranks (its timeout covers the longest time rank 0 may take
     between two boundaries); ``store`` is the process group's key-value store. With one rank nothing
-    is sent.
+    is sent. ``local_world_size``: ranks on each machine; 0: all are on this one.
     """
 
-    def __init__(self, *, rank: int, world_size: int, group: Any, store: Any) -> None:
+    def __init__(
+        self, *, rank: int, world_size: int, group: Any, store: Any, local_world_size: int = 0
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.local_world_size = local_world_size or world_size
+        self.local_rank = rank % self.local_world_size
         self._group = group
         self._store = store
 
@@ -117,9 +122,13 @@ def join_ranks(
     collective of the default group, which is the model's; None: ``timeout``.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
-    store, rank, world_size = next(
-        iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout))
-    )
+    local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
+    if local == world_size:
+        store, rank, world_size = next(
+            iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout))
+        )
+    else:
+        store = _store_of_nodes(environ, timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("pg", store),
@@ -129,5 +138,28 @@ def join_ranks(
     )
     group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return Ranks(
-        rank=rank, world_size=world_size, group=group, store=dist.PrefixStore("miner", store)
+        rank=rank,
+        world_size=world_size,
+        group=group,
+        store=dist.PrefixStore("miner", store),
+        local_world_size=local,
+    )
+
+
+def _store_of_nodes(environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
+    """As ``env://``, but rank 0 listens on the address of the rendezvous alone, not on all that
+    its machine has."""
+    address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    listener = None
+    if environ["RANK"] == "0":
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family).detach()
+    return dist.TCPStore(
+        address,
+        port,
+        int(environ["WORLD_SIZE"]),
+        is_master=listener is not None,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener,
     )

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.diagnostics import step_warnings
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.start import make_run_folder, start_log
+from distributed_training.node.start import fetch_tokenizer, make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.scoring.background import BackgroundPreview, too_large
 from distributed_training.store.gate import disk_allows
@@ -102,9 +102,9 @@ def run_rank(argv: list[str]) -> int:
         folder = make_run_folder(config)
     except ConfigError as error:
         return exit_with(error)
-    write_pid_file(folder, me.rank)
-    Heartbeat(folder, me.rank)()
-    start_log(config, folder, name="miner", rank=me.rank)
+    write_pid_file(folder, me.local_rank)
+    Heartbeat(folder, me.local_rank)()
+    start_log(config, folder, name="miner", rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason = int(ExitStatus.FAULT), ""
@@ -122,7 +122,7 @@ def run_rank(argv: list[str]) -> int:
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = f"{type(error).__name__}: {error}"
         log.exception("%s", lines.training_loop_failed(error))
-    if me.rank == 0:
+    if me.local_rank == 0:
         write_exit_status(folder, status, reason)
     return status
 
@@ -143,7 +143,7 @@ def _run(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
     place = Place(config, folder, device, ranks, stop.events, stack, argv)
-    with Heartbeat(folder, me.rank).steady():
+    with Heartbeat(folder, me.local_rank).steady():
         outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
     if facts.problem:
         return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
@@ -157,7 +157,7 @@ def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside 
     """The network first, and only on rank 0: what is wrong shows before a model is built."""
     ranks = place.ranks
     if ranks.rank != 0:
-        return None, Facts(**ranks.share("start", None))
+        return None, _on_this_node(place, Facts(**ranks.share("start", None)))
     try:
         outside = network.connect(place.config, place.folder, place.stack, wanted=wanted)
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
@@ -165,6 +165,24 @@ def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside 
         raise
     ranks.share("start", asdict(outside.facts))
     return outside, outside.facts
+
+
+def _on_this_node(place: Place, facts: Facts) -> Facts:
+    """Other machines than rank 0's have the tokenizer in a folder of their own."""
+    ranks = place.ranks
+    node, found = ranks.rank // ranks.local_world_size, None
+    if node == 0 or facts.problem:
+        return facts
+    if ranks.local_rank == 0:
+        path, eos_id = fetch_tokenizer(place.config, place.folder)
+        if eos_id != facts.eos_id:
+            raise ConfigError(
+                f"--neuron.global_tokenizer_name is another tokenizer than node 0's (its text ends "
+                f"with {eos_id}, not {facts.eos_id}), so this node would train on other tokens: "
+                "remove its folder, and start again"
+            )
+        found = {"path": str(path)}
+    return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 # --- every rank ---------------------------------------------------------------------------------
@@ -179,17 +197,22 @@ class Miner:
     def __init__(self, place: Place, facts: Facts, outside: Outside | None) -> None:
         from distributed_training.data import DataPipeline, WorkerSpec
         from distributed_training.training import Checkpointer, Trainer
+        from distributed_training.training.layout import Layout
 
         config, ranks, device = place.config, place.ranks, place.device
-        alive = Heartbeat(place.folder, ranks.rank)
+        alive = Heartbeat(place.folder, ranks.local_rank)
 
         # training
         self.trainer = Trainer(
             settings=config.training,
             model_config=facts.model_config,
             device=device,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
+            layout=Layout(
+                ranks.rank,
+                ranks.world_size,
+                ranks.local_world_size,
+                config.training.shard_across_nodes,
+            ),
             utilization=utilization_of(device),
             run_folder=place.folder,
         )
@@ -413,7 +436,7 @@ class RankZero:
             place.folder,
             needed=self._bytes_needed()
             + checkpoint_bytes(s for _, s in self._miner.trainer.schema),
-            gpus=place.ranks.world_size if on_gpu else 0,
+            gpus=place.ranks.local_world_size if on_gpu else 0,
         )
         metrics = Metrics(
             trackers=[opened(closing(tracker)) for tracker in trackers],
@@ -475,7 +498,7 @@ class RankZero:
             blocks=self.blocks,
             publisher=self.publisher,
             disk_problem=lambda: disk_allows(self._place.folder, needed),
-            world_size=self._place.ranks.world_size,
+            world_size=self._miner.trainer.stream.layout.shards,
         )
 
     def _tell_server(self, event: ev.Event, state: MinerState) -> None:

@@ -7,6 +7,11 @@ moment leaves the one before intact. torch.distributed.checkpoint could do this 
 saves no work here: every state is rows of the first dimension, so loading at another world size is
 reading other rows, and no rank has to plan with another.
 
+Each node writes into a folder of its own, under the same names. Where nodes hold copies of the
+model, its folder is whole; a node that lacks a checkpoint has the state from the first copy then,
+without what was its ranks' alone (data cursor, random state). Sharded across nodes, a folder holds
+its ranks' rows, and loads where the ranks are laid out the same.
+
 Epoch-start weights and outer momentum change once per outer step. They are written once, into a
 folder named by the epoch's identity, which checkpoints refer to.
 """
@@ -55,6 +60,10 @@ _BY_EPOCH = ("epoch_start", "momentum")
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
 
+#: State of this rank at this layout, progress and extra, and whether the layout is the same.
+_Read = tuple[dict[str, Any], dict[str, Any], bool]
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message says why."""
 
@@ -62,8 +71,9 @@ class CheckpointError(ValueError):
 class Checkpointer:
     """One per rank; all ranks call the same methods in the same order.
 
-    ``folder`` is on a file system all ranks share. ``keep``: complete checkpoints to leave there.
-    ``ranks_timeout`` covers rank 0's wait for the other ranks' files before it deletes older ones.
+    ``folder`` is on a file system that the ranks of this node share. ``keep``: complete checkpoints
+    to leave there. ``ranks_timeout`` covers the wait for the other ranks' files before older ones
+    are deleted.
     """
 
     def __init__(
@@ -78,6 +88,8 @@ class Checkpointer:
         self.seconds: float | None = None  # what the last one took this rank, held and written
         self.last_error: str | None = None
         self._trainer = trainer
+        self._layout = trainer.stream.layout
+        self._lead = self._layout.shard == self._layout.shards_here.start  # of this folder
         self._folder = folder
         self._keep = max(1, keep)
         self._timeout = ranks_timeout.total_seconds()
@@ -110,7 +122,7 @@ class Checkpointer:
     def _next_name(self) -> str:
         """Rank 0: later than all there are, also where the clock was set back. What a rank could
         not write whole is deleted, or a disk that was full for a moment would stay full."""
-        if self._trainer.rank != 0:
+        if not self._lead:
             return ""
         names = self._names()
         for name in names:
@@ -154,10 +166,12 @@ class Checkpointer:
                 ArithmeticError,
             ) as error:  # a manifest without a digest may hold anything
                 problem = f"{type(error).__name__}: {error}"
-            problem = self._trainer.stream.first_error(problem)
+            problem, lacking = self._agree(problem)
             if problem is not None:
                 log.warning("Checkpoint %s is skipped, the one before is tried: %s", name, problem)
                 continue
+            if lacking is not None:
+                read = self._from_first_copy(read, lacking)
             assert read is not None
             state, content, same = read
             load_state(self._trainer, state, same_world_size=same)
@@ -168,6 +182,42 @@ class Checkpointer:
                 np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
             return Progress(**content["progress"]), content["extra"]
         return None
+
+    def _agree(self, problem: str | None) -> tuple[str | None, str | None]:
+        """Why nobody can load it, and why a copy must have it from the first one."""
+        stream, shards = self._trainer.stream, self._layout.shards
+        first = stream.first_error(problem if self._layout.rank < shards else None)
+        return first, None if first else stream.first_error(problem)
+
+    def _from_first_copy(self, read: _Read | None, lacking: str) -> _Read:
+        """What the ranks of the first copy have read, on all; the pending micro-batches of a step
+        are nobody's then, as at another world size."""
+        log.info("The state comes from the first node, since another has none: %s", lacking)
+        stream = self._trainer.stream
+        first = self._layout.rank < self._layout.shards
+        plain, content = {}, {}
+        if read is not None and first:
+            plain = {k: v for k, v in read[0].items() if not isinstance(v, Tensor | dict)}
+            plain["schedule"] = read[0]["schedule"]
+            plain["kinds"] = [k for k, rows in read[0]["tensors"].items() if rows is not None]
+            content = read[1]
+        plain, progress = cast(
+            "tuple[dict[str, Any], dict[str, Any]]",
+            stream.from_rank_0((plain, content.get("progress"))),
+        )
+        tensors: dict[str, Any] = dict.fromkeys((*_BY_STEP, *_BY_EPOCH))
+        for kind in plain.pop("kinds"):
+            if read is not None and first:
+                tensors[kind] = [rows.contiguous() for rows in read[0]["tensors"][kind]]
+            else:
+                tensors[kind] = [
+                    torch.empty_like(s.local, device="cpu") for s in self._trainer.sharded.shards
+                ]
+            for rows in tensors[kind]:
+                stream.replicate(rows)
+        state = {**plain, "tensors": tensors, "pending": None, "cuda_rng": None}
+        extra = {} if read is None else read[1]["extra"]
+        return state, {"progress": progress, "extra": extra}, False
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
         """:meth:`restore` after NaN or Inf, then half the learning rate for a while. Collective."""
@@ -204,10 +254,10 @@ class Checkpointer:
                 self._folder,
             )
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
-                for path in (self._folder / name).glob(f"rank-{self._trainer.rank}.*"):
+                for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
             return
-        if self._trainer.rank == 0:
+        if self._lead:
             try:
                 self._prune(name)
                 # Read by the launcher: a stop must have the time for one.
@@ -216,7 +266,7 @@ class Checkpointer:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 
     def _write_files(self, folder: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
-        rank, world = self._trainer.rank, self._trainer.world_size
+        rank, world = self._layout.shard, self._layout.shards
         epoch = self._folder / f"epoch-{state['epoch_id']}-of-{world}"
         if not (epoch / f"rank-{rank}.json").exists():
             self._write_part(epoch, self._named(state, _BY_EPOCH), {})
@@ -238,13 +288,16 @@ class Checkpointer:
 
     def _write_part(self, folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        rank = self._trainer.rank
+        layout = self._layout
+        rank, here = layout.shard, layout.shards_here
         path = folder / f"rank-{rank}.safetensors"
         digest = write_safetensors(path, tensors)
         manifest = {
             "format": FORMAT,
             "rank": rank,
-            "world_size": self._trainer.world_size,
+            "world_size": layout.shards,
+            "replicas": layout.replicas,
+            "here": [here.start, here.stop],
             "size": path.stat().st_size,
             "sha256": digest,
         }
@@ -278,7 +331,7 @@ class Checkpointer:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
         used = set()
         for name in keep:
-            manifest = _manifest(self._folder / name / "rank-0.json")
+            manifest = _lead_manifest(self._folder / name)
             used.add(f"epoch-{manifest['state']['epoch_id']}-of-{manifest['world_size']}")
         for folder in self._folder.glob("epoch-*-of-*"):
             if folder.name not in used:
@@ -286,10 +339,10 @@ class Checkpointer:
 
     def _complete(self, name: str) -> bool:
         try:
-            world = _manifest(self._folder / name / "rank-0.json")["world_size"]
+            here = _parts_here(_lead_manifest(self._folder / name))
         except CheckpointError:
             return False
-        return all((self._folder / name / f"rank-{r}.json").exists() for r in range(world))
+        return all((self._folder / name / f"rank-{r}.json").exists() for r in here)
 
     def _names(self) -> list[str]:
         """Newest first."""
@@ -297,7 +350,7 @@ class Checkpointer:
 
     # --- reading --------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> tuple[dict[str, Any], dict[str, Any], bool]:
+    def _read(self, name: str) -> _Read:
         """State of this rank at this world size, progress and extra, and whether ranks match."""
         folder = self._folder / name
         if not self._complete(name):
@@ -305,10 +358,13 @@ class Checkpointer:
                 "it is incomplete: the miner stopped while writing it, or the "
                 "disk lost a part of it"
             )
-        lead = _manifest(folder / "rank-0.json")
-        world, rank = int(lead["world_size"]), self._trainer.rank
-        same = world == self._trainer.world_size
-        mine = _manifest(folder / f"rank-{rank}.json") if rank < world else {}
+        lead = _lead_manifest(folder)
+        layout, here = self._layout, _parts_here(lead)
+        world, rank = int(lead["world_size"]), layout.shard
+        same = (world, lead.get("replicas", 1)) == (layout.shards, layout.replicas)
+        if len(here) < world and not (same and here == layout.shards_here):
+            raise CheckpointError("it was sharded across nodes, and over other ranks than now")
+        mine = _manifest(folder / f"rank-{rank}.json") if rank in here else {}
         epoch = self._folder / f"epoch-{lead['state']['epoch_id']}-of-{world}"
         tensors: dict[str, Any] = {
             **self._rows(folder, world, _BY_STEP),
@@ -328,7 +384,7 @@ class Checkpointer:
         self, folder: Path, world: int, kinds: Sequence[str]
     ) -> dict[str, list[Tensor] | None]:
         """This rank's rows of every parameter, out of the parts that hold them."""
-        ours, rank = self._trainer.world_size, self._trainer.rank
+        ours, rank = self._layout.shards, self._layout.shard
         overlap: list[list[tuple[int, int, int]]] = []  # per parameter: part, first, last of part
         for _, shape in self._trainer.schema:
             start, stop = row_range(shape[0], ours, rank)
@@ -339,10 +395,11 @@ class Checkpointer:
                 if low < high:
                     pieces.append((part, low - first, high - first))
             overlap.append(pieces)
-        needed = sorted({part for pieces in overlap for part, _, _ in pieces} | {0})
+        first = _parts_here(_lead_manifest(folder)).start
+        needed = sorted({part for pieces in overlap for part, _, _ in pieces} | {first})
         files = {part: _checked(folder, part) for part in needed}
         result: dict[str, list[Tensor] | None] = {}
-        present = set(files[0].keys())
+        present = set(files[first].keys())
         for kind in kinds:
             if not any(key.startswith(f"{kind}/") for key in present):
                 result[kind] = None
@@ -372,6 +429,18 @@ def _manifest(path: Path) -> dict[str, Any]:
             f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
         )
     return content
+
+
+def _lead_manifest(folder: Path) -> dict[str, Any]:
+    """Of the lowest rank there is. Raises CheckpointError."""
+    ranks = [path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json")]
+    lowest = min((int(rank) for rank in ranks if rank.isdigit()), default=0)
+    return _manifest(folder / f"rank-{lowest}.json")
+
+
+def _parts_here(manifest: dict[str, Any]) -> range:
+    """The ranks' parts that the folder holds when it is complete."""
+    return range(*manifest.get("here", (0, manifest["world_size"])))
 
 
 def _digest(manifest: dict[str, Any]) -> str:

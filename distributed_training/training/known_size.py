@@ -19,6 +19,7 @@ from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config.training import TrainingSettings
 
 from .sharding import ShardedModel
+from .shards import RowStream
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,14 @@ class KnownSize:
         same = content.get("facts") == self._facts
         self.most = _positive(content.get("most")) if same else None
         self.fastest = _positive(content.get("fastest")) if same else None
+
+    def agree(self, stream: RowStream) -> None:
+        """Nodes have files of their own: the smallest of what they say. All ranks call this."""
+        answers = stream.answers((self.most, self.fastest))
+        most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
+        self.most = min(most, default=None)
+        # One node that found nothing out: all measure.
+        self.fastest = min(fastest) if len(fastest) == len(answers) else None
 
     def ran_out(self, sequences: int) -> int:
         """``sequences`` at once did not fit; how many are to be tried. Any rank may call it."""

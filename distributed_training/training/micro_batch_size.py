@@ -67,7 +67,7 @@ def measured_micro_batch(
         largest=min(largest, known.most or largest),
         budget=DeviceBudget(device) if device.type == "cuda" else None,
     )
-    if stream.rank == 0:
+    if stream.rank % stream.layout.local == 0:
         known.measured(found)
     return found
 

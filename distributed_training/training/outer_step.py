@@ -36,6 +36,10 @@ def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
+def _empty(shard: ParameterShard) -> Tensor:
+    return torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
+
+
 @dataclass(frozen=True)
 class _Prepared:
     weights: list[Tensor]
@@ -82,6 +86,10 @@ class OuterStep:
                 problem = "the swarm's memory has no path"
             elif self._stream.rank == 0:
                 window = list(buffers or ())
+            elif not self._stream.layout.on_node_0:
+                window = []  # a copy of node 0's rows, or no memory in common
+                if self._stream.layout.replicas == 1:
+                    problem = "ranks are sharded across nodes"
             else:
                 window = _map(shared, [shard.shape for shard in self._shards])
         except (OSError, RuntimeError) as error:
@@ -93,7 +101,8 @@ class OuterStep:
             log.info("Pseudo-gradients go through rank 0: %s", problem)
 
     def _own_rows(self, buffers: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """This rank's rows of rank 0's ``buffers``, in place; None if no window shows them."""
+        """This rank's rows of rank 0's ``buffers``, in place, or none on other nodes than its; None
+        if no window shows them."""
         window = self._window
         if window is None:
             return None
@@ -102,6 +111,8 @@ class OuterStep:
         )
         if self._stream.sum([float(seen)])[0] < self._stream.world_size:
             return None
+        if not window:
+            return []
         return [whole[s.start : s.stop] for whole, s in zip(window, self._shards, strict=True)]
 
     def current(self) -> list[Tensor]:
@@ -181,12 +192,12 @@ class OuterStep:
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
             rows = start - on_host(shard.local)
             square += float(torch.linalg.vector_norm(rows)) ** 2
-            if own is not None:
+            if own:
                 own[i].copy_(rows)
-            else:
+            elif own is None:
                 self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
         # Also: no rank returns before all have written.
-        total = self._stream.sum([square])[0]
+        total = self._stream.sum_of_rows(square)
         if not math.isfinite(total):
             raise AllReduceError(AllReduceFault.LOCAL, "the pseudo-gradient holds NaN or Inf")
         return math.sqrt(total)
@@ -205,7 +216,13 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.SCHEMA, problem)
         if self.epoch_start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "begin_epoch was not called")
-        average = self._own_rows(averaged) or self._scatter(averaged, borrow=True)
+        average = self._own_rows(averaged)
+        if average is None:
+            average = self._scatter(averaged, borrow=True)
+        elif self._stream.layout.replicas > 1:
+            average = average or [_empty(shard) for shard in self._shards]
+            for rows in average:
+                self._stream.replicate(rows)
         norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)
@@ -258,8 +275,7 @@ class OuterStep:
                 self._stream.scatter(shard.shape, whole, None)
                 rows = whole[shard.start : shard.stop]
             else:
-                shape = (shard.stop - shard.start, *shard.shape[1:])
-                rows = torch.empty(shape, dtype=torch.float32)
+                rows = _empty(shard)
                 self._stream.scatter(shard.shape, whole, rows)
             result.append(rows)
         return result

@@ -120,12 +120,13 @@ class Publication:
         config: Mapping[str, Any],
         metadata: Mapping[str, Any],
     ) -> SnapshotState:
-        shards, optimizer = self._sharded.shards, self._optimizer
+        shards, optimizer, layout = self._sharded.shards, self._optimizer, self._stream.layout
         rate = self._schedule.rate(steps)
         names = [item.name for item in shards]
         return SnapshotState(
-            rank=self._stream.rank,
-            world_size=self._stream.world_size,
+            rank=layout.shard,
+            world_size=layout.shards,
+            writes=layout.rank < layout.shards,
             shards=shards,
             weights=current,
             directions=directions,
@@ -152,6 +153,8 @@ class Publication:
         Collective, at an inner step's boundary; rank 0 must have seen ``handle.done()``. Nothing of
         the training state changes.
         """
+        if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
+            handle.join()
         wanted = batches * micro_batch
         usable = self._held is not None and len(self._held) >= wanted > 0
         problem = float(not handle.codes or handle.epoch_id != self._outer.epoch_id)

@@ -25,6 +25,7 @@ from distributed_training.config.flags import ConfigError
 from distributed_training.config.training import TrainingSettings
 
 from . import attention
+from .layout import Layout
 from .loss import CausalLoss, ChunkedLoss, choose_loss_kernel
 from .model import Schema, blocks_of, build_meta_model, schema_of, tied_names
 from .plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
@@ -42,7 +43,7 @@ class ShardedModel:
     shards: list[ParameterShard]  # in state-dict order
     schema: Schema
     tied: dict[str, str]  # other names of tied parameters -> the name in the schema
-    mesh: DeviceMesh
+    mesh: DeviceMesh  # of the ranks that hold one copy
     device: torch.device
     compute_dtype: torch.dtype
     plan: MemoryPlan
@@ -74,8 +75,7 @@ def build_sharded_model(
     model_config: Mapping[str, Any],
     *,
     device: torch.device,
-    rank: int,
-    world_size: int,
+    layout: Layout,
     micro_batch: int,
     say: Callable[[str], None],
 ) -> ShardedModel:
@@ -98,7 +98,7 @@ def build_sharded_model(
     plan = plan_memory(
         settings,
         model_config=config.to_dict(),
-        world_size=world_size,
+        world_size=layout.shards,
         micro_batch=micro_batch,
         device_bytes=memory,
     )
@@ -116,17 +116,18 @@ def build_sharded_model(
     )
     say(line)
     root = CausalLoss(model, kernel)
-    mesh = _make_mesh(device, world_size)
+    mesh = _make_mesh(device, layout)
     modules = _shard(root, model, mesh=mesh, device=device, plan=plan, compute_dtype=dtype)
-    say(f"FSDP: {len(modules)} group(s) over {world_size} rank(s)")
+    copies = f", a copy on each of {layout.nodes} nodes" if layout.replicas > 1 else ""
+    say(f"FSDP: {len(modules)} group(s) over {layout.shards} rank(s){copies}")
     return ShardedModel(
         model=model,
         root=root,
         modules=modules,
-        shards=shards_of(model, world_size=world_size, rank=rank),
+        shards=shards_of(model, world_size=layout.shards, rank=layout.shard),
         schema=schema,
         tied=tied,
-        mesh=mesh,
+        mesh=mesh if layout.replicas == 1 else mesh["shard"],
         device=device,
         compute_dtype=dtype,
         plan=plan,
@@ -177,17 +178,22 @@ def _compile_blocks(model: nn.Module, device: torch.device, mode: str) -> str | 
     return None
 
 
-def _make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """One dimension over all ranks. A rank alone gets a process group if there is none."""
+def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
+    """One dimension over the ranks of a copy; where nodes hold copies, those are the first of two.
+    A rank alone gets a process group if there is none."""
     if not dist.is_initialized():
-        if world_size != 1:
+        if layout.world_size != 1:
             raise ConfigError(
-                f"world size {world_size} but no process group, so ranks cannot meet: start the "
-                "miner through its launcher or torchrun"
+                f"world size {layout.world_size} but no process group, so ranks cannot meet: start "
+                "the miner through its launcher or torchrun"
             )
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return init_device_mesh(device.type, (world_size,))
+    if layout.replicas == 1:
+        return init_device_mesh(device.type, (layout.world_size,))
+    return init_device_mesh(
+        device.type, (layout.replicas, layout.shards), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def _shard(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .layout import Layout
 from .model import plain_name
 
 Result = TypeVar("Result")
@@ -66,6 +68,18 @@ def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[Parameter
     return result
 
 
+def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
+    """``timeout`` covers each of its collectives. All ranks call this."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    peers = None
+    for shard in range(layout.shards if layout.replicas > 1 else 0):
+        same = list(range(shard, layout.world_size, layout.shards))
+        made = dist.new_group(same, backend="gloo", timeout=timeout)  # by all, whoever is in it
+        peers = made if layout.rank in same else peers
+    assert group is not None
+    return RowStream(group=group, layout=layout, peers=peers)
+
+
 class RankFailedError(RuntimeError):
     """What all ranks do together failed on one of them; raised on all alike."""
 
@@ -74,44 +88,59 @@ class RowStream:
     """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
 
     Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
-    destination, so nothing is held twice.
+    destination, so nothing is held twice. Where nodes hold copies (:class:`~.layout.Layout`), what
+    comes from rank 0 goes on from each rank of node 0 to its peers, which hold the same rows.
     """
 
-    def __init__(self, *, group: dist.ProcessGroup, world_size: int, rank: int) -> None:
+    def __init__(
+        self, *, group: dist.ProcessGroup, layout: Layout, peers: dist.ProcessGroup | None = None
+    ) -> None:
         self.group = group
-        self.world_size = world_size
-        self.rank = rank
+        self.layout = layout
+        self.rank, self.world_size = layout.rank, layout.world_size
+        self._peers = peers  # the ranks with this rank's rows, node 0's first
 
     def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
         """Each rank's contiguous host ``rows`` -> ``destination`` on rank 0 (None elsewhere)."""
+        shards = self.layout.shards
+        if self.rank >= shards:
+            return  # the rows of a copy: rank 0 has them from the first
         if self.rank != 0:
             if rows.numel():
                 dist.send(rows, group=self.group, group_dst=0)
             return
         assert destination is not None
-        start, stop = row_range(shape[0], self.world_size, 0)
+        start, stop = row_range(shape[0], shards, 0)
         destination[start:stop].copy_(rows)
-        for rank in range(1, self.world_size):
-            start, stop = row_range(shape[0], self.world_size, rank)
+        for rank in range(1, shards):
+            start, stop = row_range(shape[0], shards, rank)
             if stop > start:
                 dist.recv(destination[start:stop], group=self.group, group_src=rank)
 
     def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
         """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``; rank 0 may give None
         and use its rows of ``source`` where they are."""
-        if self.rank != 0:
-            assert rows is not None
-            if rows.numel():
-                dist.recv(rows, group=self.group, group_src=0)
-            return
-        assert source is not None
-        start, stop = row_range(shape[0], self.world_size, 0)
-        if rows is not None:
-            rows.copy_(source[start:stop])
-        for rank in range(1, self.world_size):
-            start, stop = row_range(shape[0], self.world_size, rank)
-            if stop > start:
-                dist.send(source[start:stop].contiguous(), group=self.group, group_dst=rank)
+        shards = self.layout.shards
+        if self.rank == 0:
+            assert source is not None
+            start, stop = row_range(shape[0], shards, 0)
+            if rows is None:
+                rows = source[start:stop]
+            else:
+                rows.copy_(source[start:stop])
+            for rank in range(1, shards):
+                start, stop = row_range(shape[0], shards, rank)
+                if stop > start:
+                    dist.send(source[start:stop].contiguous(), group=self.group, group_dst=rank)
+        assert rows is not None
+        if 0 < self.rank < shards and rows.numel():
+            dist.recv(rows, group=self.group, group_src=0)
+        self.replicate(rows)
+
+    def replicate(self, rows: Tensor) -> None:
+        """The contiguous host ``rows`` of the first copy into those of the others."""
+        if self._peers is not None and rows.numel():
+            dist.broadcast(rows, group=self._peers, group_src=0)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks, in float64: the same bits on every rank."""
@@ -119,14 +148,24 @@ class RowStream:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
+    def sum_of_rows(self, value: float) -> float:
+        """As :meth:`sum`, of what each rank computed from its rows: every row counts once, however
+        many copies there are."""
+        return self.sum([value])[0] / self.layout.replicas
+
     def first_error(self, message: str | None) -> str | None:
         """A vote: None when no rank has a ``message``, else the lowest rank's, on all ranks."""
         if self.sum([float(message is not None)])[0] == 0:
             return None
-        answers: list[str | None] = [None] * self.world_size
-        dist.all_gather_object(answers, message, group=self.group)
+        answers = self.answers(message)
         rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
         return text if self.world_size == 1 else f"rank {rank}: {text}"
+
+    def answers(self, value: Result) -> list[Result]:
+        """Every rank's ``value``, on all ranks (pickled; small things only)."""
+        found: list[Result] = [value] * self.world_size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
 
     def together(self, work: Callable[[], Result]) -> Result:
         """``work()``, in which no rank waits for another; all ranks go on, or none.

@@ -42,7 +42,9 @@ _INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page
 class SnapshotState:
     """What the training thread hands over; nothing in it changes any more. Host memory.
 
-    ``directions``: what may be published; the first is written to ``gradients.pt``.
+    ``directions``: what may be published; the first is written to ``gradients.pt``. ``rank`` of
+    the ``world_size`` that hold one copy of the model; ``writes``: False where another node writes
+    the same.
     """
 
     rank: int
@@ -59,6 +61,7 @@ class SnapshotState:
     steps: int
     param_group: Mapping[str, Any]
     scheduler_state: Mapping[str, Any]
+    writes: bool = True
 
 
 class SnapshotHandle:
@@ -90,14 +93,18 @@ class SnapshotHandle:
         """True when this rank's files are all there, or writing failed (see ``error``)."""
         return self._thread is not None and not self._thread.is_alive()
 
+    def join(self) -> None:
+        """Until it is done."""
+        if self._thread is not None:
+            self._thread.join()
+
     def cancel(self) -> None:
         """Give it up, unless it is done. Returns when the thread has ended.
 
         A process must not end with the thread still in it: the interpreter would abort.
         """
         self._cancelled.set()
-        if self._thread is not None:
-            self._thread.join()
+        self.join()
 
     def check(self) -> None:
         """For the writing thread, now and then. Raises RuntimeError after :meth:`cancel`."""
@@ -136,6 +143,9 @@ def write_snapshot(
     ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
     RuntimeError (another rank failed).
     """
+    if not state.writes:  # the error feedback advances here as well, and previews need the codes
+        handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
+        return
     folder = handle.folder
     parts = folder / _PARTS
     ready = parts / f"rank-{state.rank}.ready.json"

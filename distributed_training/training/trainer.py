@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from distributed_training.config.training import TrainingSettings
@@ -24,6 +23,7 @@ from . import weights
 from .feedback import Codec, ErrorFeedback
 from .inner_optimizer import InnerOptimizer
 from .known_size import KnownSize, facts_of
+from .layout import Layout
 from .micro_batch_size import measured_micro_batch
 from .micro_batches import MicroBatches
 from .model import Schema
@@ -33,7 +33,7 @@ from .profile import StepProfiler
 from .publication import Publication
 from .schedule import CosineSchedule
 from .sharding import ShardedModel, build_sharded_model
-from .shards import RowStream
+from .shards import RowStream, open_stream
 from .snapshot import SnapshotHandle
 from .step_meter import StepMeter
 from .throughput import DeviceGauge
@@ -79,17 +79,16 @@ class Trainer:
         settings: TrainingSettings,
         model_config: Mapping[str, Any],
         device: torch.device,
-        rank: int,
-        world_size: int,
+        layout: Layout | None = None,
         utilization: Callable[[], float | None] = lambda: None,
         say: Callable[[str], None] = log.info,
         run_folder: Path | None = None,
     ) -> None:
         self.settings = settings
         self.device = device
-        self.rank = rank
-        self.world_size = world_size
-        self._say = say if rank == 0 else log.debug
+        layout = layout or Layout()
+        self.rank, self.world_size = layout.rank, layout.world_size
+        self._say = say if self.rank == 0 else log.debug
 
         wanted = settings.local_batch_size_train
         self.plan_micro_batches(1 if isinstance(wanted, str) else wanted)
@@ -98,14 +97,11 @@ class Trainer:
             settings,
             model_config,
             device=device,
-            rank=rank,
-            world_size=world_size,
+            layout=layout,
             micro_batch=self.micro_batch_size,
             say=self._say,
         )
-        group = dist.new_group(backend="gloo", timeout=STREAM_TIMEOUT)
-        assert group is not None
-        self.stream = RowStream(group=group, world_size=world_size, rank=rank)
+        self.stream = open_stream(layout, STREAM_TIMEOUT)
         self._build_optimizers()
         self.publication = Publication(
             settings=settings,
@@ -123,10 +119,10 @@ class Trainer:
         self._meter = StepMeter(
             gauge=DeviceGauge(device, utilization),
             flops_per_token=self.sharded.flops_per_token,
-            world_size=world_size,
+            world_size=self.world_size,
         )
         self._profiler = StepProfiler(
-            steps=settings.profile_steps, start=settings.profile_start, rank=rank
+            steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
         )
         if isinstance(wanted, str):
             self.plan_micro_batches(measured_micro_batch(self.step, settings, say=self._say))
@@ -169,6 +165,8 @@ class Trainer:
             from .pcgrad import SurgeryMicroBatches as kind
         path = None if run_folder is None else run_folder / "micro-batch.json"
         known = KnownSize(path, facts_of(self.sharded, self.settings))
+        if self.stream.layout.nodes > 1:
+            known.agree(self.stream)
         self.step = kind(sharded=self.sharded, stream=self.stream, known=known, say=self._say)
 
     # --- batch arithmetic ----------------------------------------------------------------------
@@ -308,6 +306,7 @@ class Trainer:
         square = torch.stack([n.double() for n in norms]).square().sum()
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
         total_loss, total_square = self.stream.sum(sums)
+        total_square /= self.stream.layout.replicas  # each copy has the same gradient
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
 

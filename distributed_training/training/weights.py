@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,18 +17,20 @@ from .shards import ParameterShard, RowStream
 
 @torch.no_grad()
 def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
-    """Collective; ``path`` is rank 0's, None for initial weights. All ranks are on one machine:
-    each reads its own rows. Raises ValueError on all ranks alike, changing nothing."""
+    """Collective; ``path`` is rank 0's, None for initial weights. The ranks of its node read their
+    own rows there, and other nodes have theirs from them. Raises ValueError on all ranks alike,
+    changing nothing."""
     shards, tied = sharded.shards, sharded.tied
     shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", 0.02)
         _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
         return
-    error, problem = None, None
+    error, problem, layout = None, None, stream.layout
     try:
-        with safe_open(shared, "pt") as file:
-            problem = _mismatch(shards, file, tied)
+        if layout.on_node_0:
+            with safe_open(shared, "pt") as file:
+                problem = _mismatch(shards, file, tied)
     except (OSError, SafetensorError) as failure:
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
@@ -35,10 +38,27 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
     error = stream.first_error(error)
     if error is not None:
         raise ValueError(error)
-    with safe_open(shared, "pt") as file:
-        for shard in shards:
-            rows = file.get_slice(_stored_name(shard.name, set(file.keys()), tied))
-            shard.local.copy_(rows[shard.start : shard.stop])
+    with safe_open(shared, "pt") if layout.on_node_0 else nullcontext() as opened:
+        _copy(sharded, opened, stream)
+
+
+def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
+    """``file``: open on node 0, None elsewhere."""
+    present = set(file.keys()) if file is not None else set()
+    across = stream.layout.shards > stream.layout.local
+    for shard in sharded.shards:
+        rows, whole = torch.empty((shard.stop - shard.start, *shard.shape[1:])), None
+        if file is not None:
+            stored = _stored_name(shard.name, present, sharded.tied)
+            if not across:
+                rows = file.get_slice(stored)[shard.start : shard.stop].float()
+            elif stream.rank == 0:
+                whole = file.get_tensor(stored).float()
+        if across:
+            stream.scatter(shard.shape, whole, rows)
+        else:
+            stream.replicate(rows)
+        shard.local.copy_(rows)
 
 
 def _stored_name(name: str, present: set[str], tied: Mapping[str, str]) -> str:

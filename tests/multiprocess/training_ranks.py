@@ -40,6 +40,16 @@ def losses(folder: Path) -> None:
         (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
 
 
+def losses_of_nodes(folder: Path) -> None:
+    """WORLD nodes of one rank, each with a copy of the model."""
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=1)
+    reports = train(made, 0, 20)
+    evaluated = evaluate(made, sequences(99, count=3))
+    if RANK == 0:
+        content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
+        (folder / f"nodes-{WORLD}.json").write_text(json.dumps(content))
+
+
 def out_of_memory(folder: Path) -> None:
     """The last rank's GPU holds one sequence at once, though micro-batches have two. The first
     start ends there; the next one knows."""

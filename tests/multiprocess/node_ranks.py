@@ -1,0 +1,62 @@
+"""One rank of a miner of several machines; the launcher starts it. Everything is the product's but
+the network of rank 0, which is that of :mod:`miner_ranks`. NODE_SCENARIO says what rank 0 does
+there, NODE_STEPS after how many inner steps in all it stops.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import miner_ranks
+import torch
+from training_world import tiny, whole_weights
+
+from distributed_training.common.processes import leave
+from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.miner import events as ev
+from distributed_training.miner import start
+from distributed_training.miner.network import Facts
+from distributed_training.node.start import fetch_tokenizer
+
+STEPS = int(os.environ.get("NODE_STEPS", "0"))
+
+
+def connect(config: Any, folder: Path, stack: Any, *, wanted: Any) -> Any:
+    network: Any = miner_ranks.Network(upload_steps=4)
+    tokenizer, eos = fetch_tokenizer(config, folder)
+    network.facts = Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0)
+    return network
+
+
+class Miner(start.Miner):
+    def __init__(self, place: Any, facts: Any, outside: Any) -> None:
+        self.place = place
+        super().__init__(place, facts, outside)
+        if self.rank_zero is not None:
+            blocks = self.rank_zero.blocks
+            outside.last_requested = lambda: blocks._last_requested
+            self.rank_zero.leader._tick = 0.001
+            self.rank_zero.leader.subscribe(self.see)
+
+    def see(self, event: ev.Event, state: Any) -> None:
+        if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
+            self.place.events.put(ev.StopRequested("the test is over"))
+
+    def run(self) -> tuple[int, str]:
+        ended = super().run()
+        layout = self.trainer.stream.layout
+        rows = [shard.local.clone() for shard in self.trainer.sharded.shards]
+        torch.save(rows, self.place.folder / f"rows-{layout.rank % layout.local}.pt")
+        whole = whole_weights(self.trainer)
+        if whole is not None:
+            torch.save(whole, self.place.folder / "whole.pt")
+        return ended
+
+
+if __name__ == "__main__":
+    start.network.connect = connect  # type: ignore[assignment]
+    start.Miner = Miner  # type: ignore[misc]
+    leave(start.run_rank(sys.argv[1:]))

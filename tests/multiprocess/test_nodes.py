@@ -1,0 +1,164 @@
+"""A miner of two machines: network namespaces with run folders of their own, the real launcher."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training.miner.process import mark_of
+from distributed_training.telemetry import read_events
+from tests.multiprocess.test_launcher_tree import COMMON, KEYS
+from tests.namespaces import Machine, machines
+
+pytestmark = pytest.mark.timeout(240)
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = (
+    "import pathlib, sys\n"
+    "from distributed_training.miner import launcher\n"
+    "script = pathlib.Path('tests/multiprocess/node_ranks.py')\n"
+    "sys.exit(launcher.launch(sys.argv[1:], script=script))\n"
+)
+FLAGS = {  # as miner_ranks.FLAGS
+    "neuron.device": "cpu",
+    "neuron.sequence_length": "32",
+    "neuron.precision": "fp32",
+    "neuron.local_batch_size_train": "2",
+    "neuron.local_batch_size_train_effective": "16",
+    "neuron.learning_rate": "0.002",
+    "neuron.warmup_steps": "3",
+    "neuron.total_steps": "100",
+    "neuron.checkpoint_steps": "5",
+    "neuron.global_tokenizer_name": "bytes",
+    "data.source": "stdlib",
+    "data.pages_per_block": "1",
+    "data.rows_per_page": "1",
+    "data.prefetch_blocks": "1",
+    "data.max_prefetch_blocks": "1",
+    "diagnostics.start_check": "false",
+    "node_timeout": "6",
+}
+
+
+class Node:
+    """One launcher, in a namespace or here."""
+
+    def __init__(self, folder: Path, *, machine: Machine | None, flags: dict[str, str]) -> None:
+        self.folder, self._machine, self._flags = folder, machine, flags
+        self.log = folder.with_suffix(".log")
+        self.steps = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, steps: int = 0, **changes: str) -> Node:
+        """``steps``: inner steps after which the miner stops."""
+        hotkey = self.folder.with_suffix(".wallets") / "default" / "hotkeys" / "default"
+        if self._flags.get("node_rank", "0") == "0":
+            hotkey.parent.mkdir(parents=True, exist_ok=True)
+            hotkey.touch()
+        flags = FLAGS | self._flags | {"neuron.run_folder": str(self.folder)} | changes
+        arguments = [part for name, text in flags.items() for part in (f"--{name}", text)]
+        secret = KEYS if self._flags.get("node_rank", "0") == "0" else {}
+        prefix = self._machine.prefix if self._machine else []
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*prefix, sys.executable, "-c", LAUNCH, *COMMON, *arguments],
+                env=os.environ
+                | secret
+                | {"BT_WALLET_PATH": str(hotkey.parents[2]), "NODE_STEPS": str(steps)}
+                | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests"
+                   f"{os.pathsep}{ROOT}/tests/multiprocess"},
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        return self
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait(self, seconds: float = 120) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"{self.folder.name} runs on:\n{self.output[-6000:]}")
+
+    def inner_steps(self) -> dict[int, float]:
+        """Step in all -> loss, of the last time it was taken."""
+        path = self.folder / "events.jsonl"
+        if not path.exists():
+            return {}
+        found = read_events(path, "step")
+        return {e["total_inner_steps"]: e["loss"] for e in found}
+
+    def kill(self) -> None:
+        """As a machine that loses its power: launcher and ranks at once."""
+        assert self.process is not None
+        if mark := mark_of(self.folder):
+            for process in mark.processes():
+                process.kill()
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+        if mark := mark_of(self.folder):
+            mark.end(settle=timedelta(0), grace=timedelta(0))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    made: list[Node] = []
+
+    def node(name: str, machine: Machine | None = None, **flags: str) -> Node:
+        made.append(Node(tmp_path / name, machine=machine, flags=flags))
+        return made[-1]
+
+    yield node
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def two(nodes: Callable[..., Node]) -> Iterator[Callable[..., list[Node]]]:
+    """Two nodes, each a machine with one rank unless flags say otherwise."""
+    with machines(2) as found:
+
+        def pair(**flags: str) -> list[Node]:
+            own = {"nnodes": "2", "rdzv_endpoint": f"{found[0].address}:29400"}
+            own |= {"nproc_per_node": "1"} | flags
+            return [nodes(f"node{i}", m, node_rank=str(i), **own) for i, m in enumerate(found)]
+
+        yield pair
+
+
+def test_two_nodes_train_as_one_with_as_many_ranks(
+    nodes: Callable[..., Node], two: Callable[..., list[Node]]
+) -> None:
+    pair = two()
+    for node in reversed(pair):  # whoever is first waits
+        node.start(steps=12)
+    for node in pair:
+        assert node.wait() == 0, node.output
+    one = nodes("one", nproc_per_node="2").start(steps=12)
+    assert one.wait() == 0, one.output
+    # To the bit, but for the norm that gradients are clipped to: its squares are added up by shard.
+    assert pair[0].inner_steps() == pytest.approx(one.inner_steps(), abs=1e-5)
+    assert len(one.inner_steps()) == 12
+    rows = [torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair]
+    whole = torch.load(one.folder / "whole.pt", weights_only=True)
+    for a, b, c in zip(*rows, whole, strict=True):
+        assert torch.equal(a, b), "the copies differ"
+        assert torch.allclose(a, c, atol=1e-6)
+    assert not (pair[1].folder / "events.jsonl").exists()
+    assert not list((pair[1].folder / "snapshots").glob("*"))
