@@ -155,8 +155,12 @@ class _Line:
         self._file = connection.makefile("rb")
         self._writing = threading.Lock()
         self._closed = threading.Event()
-        connection.settimeout(silence.total_seconds())
+        self.expect(silence)
+
+    def expect(self, silence: timedelta) -> None:
+        """From here on ``silence`` ends it."""
         self._silence = silence
+        self._socket.settimeout(silence.total_seconds())
 
     def run(self, got: Callable[[dict[str, Any]], None], ended: Callable[[str], None]) -> None:
         threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
@@ -343,7 +347,7 @@ class Host:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             line.close()  # a port scanner, or another program
             return
-        connection.settimeout(self._settings.node_timeout.total_seconds())
+        line.expect(self._settings.node_timeout)
         if problem is not None:
             log.warning("Node %d is refused: %s", node, problem)
             line.send(refused=problem)

@@ -1,0 +1,234 @@
+"""The launchers of several nodes: who is taken in, what they tell each other, and bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from distributed_training.common.exits import ExitStatus
+from distributed_training.common.ports import free_ports
+from distributed_training.config import ConfigError, load_config
+from distributed_training.config.nodes import NodesSettings, parse_endpoint
+from distributed_training.miner.nodes import Guest, Host, Plan, difference, facts_of
+from tests.waiting import wait_for
+
+GO = threading.Event()  # never set
+FACTS = {"version": "1", "--neuron.seed": "7"}
+
+
+class World:
+    """Node 0 and others, in this process; :meth:`meet` answers in a thread."""
+
+    def __init__(self, nnodes: str, **settings: Any) -> None:
+        self.settings = NodesSettings(
+            nnodes=nnodes,
+            rdzv_endpoint=f"127.0.0.1:{free_ports(1)[0]}",
+            node_timeout=timedelta(seconds=3),
+            **{"node_wait": timedelta(0), "rdzv_timeout": timedelta(seconds=2)} | settings,
+        )
+        self.pool = ThreadPoolExecutor(8)
+        self.stop = threading.Event()
+        self.host = Host(self.settings, FACTS, ranks=2)
+        self.guests: list[Guest] = []
+
+    def guest(self, node: int, facts: dict[str, str] = FACTS) -> Guest:
+        settings = dataclasses.replace(self.settings, node_rank=node)
+        self.guests.append(Guest(settings, facts, ranks=2))
+        return self.guests[-1]
+
+    def meet(self, side: Host | Guest) -> Future[Plan | ExitStatus]:
+        return self.pool.submit(side.meet, self.stop)
+
+    def close(self) -> None:
+        self.stop.set()
+        self.host.close(0)
+        for guest in self.guests:
+            guest.close(0)
+        self.pool.shutdown()
+
+
+@pytest.fixture
+def world() -> Iterator[Callable[..., World]]:
+    made: list[World] = []
+
+    def make(*arguments: Any, **settings: Any) -> World:
+        made.append(World(*arguments, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def test_all_nodes_get_one_plan_and_numbers_of_their_own(world: Callable[..., World]) -> None:
+    here = world("3")
+    sides = [here.host, here.guest(2), here.guest(1)]
+    plans = [f.result(20) for f in [here.meet(side) for side in sides]]
+    assert [p.node for p in plans] == [0, 2, 1]
+    assert {(p.nodes, p.port, p.world_size) for p in plans} == {((0, 1, 2), plans[0].port, 6)}
+    ranks = [p.variables(n) for p in plans for n in range(2)]
+    assert sorted(int(r["RANK"]) for r in ranks) == list(range(6))
+    assert {r["GLOO_SOCKET_IFNAME"] for r in ranks} == {"lo"}
+
+
+def test_the_end_of_the_miner_is_that_of_all_nodes(world: Callable[..., World]) -> None:
+    here = world("2")
+    guest = here.guest(1)
+    for future in [here.meet(here.host), here.meet(guest)]:
+        future.result(20)
+    assert not here.host.ended(ExitStatus.DEREGISTERED)
+    guest.ended(ExitStatus.STOPPED)
+    waiting = here.meet(guest)
+    here.host.close(ExitStatus.DEREGISTERED)
+    assert waiting.result(20) is ExitStatus.DEREGISTERED
+
+
+def test_a_lost_node_ends_the_ranks_and_the_rest_goes_on(world: Callable[..., World]) -> None:
+    here = world("1:2", node_wait=timedelta(seconds=1))
+    guest = here.guest(1)
+    for future in [here.meet(here.host), here.meet(guest)]:
+        future.result(20)
+    assert here.host.trouble() is None and not here.host.joining
+    guest.close(0)
+    wait_for(here.host.trouble, "node 0 hears of it")
+    assert here.host.ended(ExitStatus.FAULT), "no fault of node 0"
+    assert here.meet(here.host).result(20).world_size == 2
+    back = here.guest(1)
+    joining = here.meet(back)
+    wait_for(lambda: here.host.joining, "it is back")
+    here.host.ended(ExitStatus.STOPPED)
+    assert here.meet(here.host).result(20).world_size == joining.result(20).world_size == 4
+    back.leave()
+    wait_for(lambda: here.host.leaving, "it was asked to stop")
+
+
+def test_ranks_that_failed_elsewhere_are_a_fault_that_counts(world: Callable[..., World]) -> None:
+    here = world("2")
+    guest = here.guest(1)
+    for future in [here.meet(here.host), here.meet(guest)]:
+        future.result(20)
+    guest.ended(ExitStatus.FAULT)
+    again = here.meet(guest)
+    wait_for(here.host.trouble, "node 0 hears of it")
+    assert not here.host.ended(ExitStatus.FAULT)
+    assert here.meet(here.host).result(20) == dataclasses.replace(again.result(20), node=0)
+
+
+def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World]) -> None:
+    here = world("1:2", node_wait=timedelta(minutes=1))
+    with socket.create_connection(("127.0.0.1", here.host._port)) as dead:
+        hello = {"node": 1, "facts": FACTS, "time": time.time()}
+        dead.sendall(json.dumps(hello).encode() + b'\n{"ready": true, "time": 0}\n')
+        assert here.meet(here.host).result(20).nodes == (0, 1)
+        began = time.monotonic()
+        why = wait_for(here.host.trouble, "silence is noticed")
+        assert "nothing was heard of it for 3 s" in why
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("node", "changes", "line"),
+    [
+        (1, {"version": "2"}, "version is 2 on this node and 1 on node 0"),
+        (1, {"--neuron.seed": "8"}, "--neuron.seed is 8 on this node and 7 on node 0"),
+        (1, {"--nproc_per_node": "4"}, "--nproc_per_node is 4 on this node and None on node 0"),
+        (2, {}, "--node_rank 2 is node 0's or beyond --nnodes 2"),
+    ],
+)
+def test_a_node_that_is_wrong_is_told_and_ends(
+    world: Callable[..., World], node: int, changes: dict[str, str], line: str
+) -> None:
+    here = world("2")
+    waiting = here.meet(here.host)
+    with pytest.raises(ConfigError, match=line) as error:
+        here.meet(here.guest(node, FACTS | changes)).result(20)
+    assert "\n" not in str(error.value)
+    here.meet(here.guest(1)).result(20)
+    assert waiting.result(20).nodes == (0, 1), "the others go on"
+
+
+@pytest.mark.parametrize("apart", [3600, -3600, 5])
+def test_clocks_far_apart_are_told(world: Callable[..., World], apart: float) -> None:
+    here = world("2")
+    with socket.create_connection(("127.0.0.1", here.host._port)) as other:
+        hello = {"node": 1, "facts": FACTS, "time": time.time() + apart}
+        other.sendall(json.dumps(hello).encode() + b"\n")
+        answer = json.loads(other.makefile("rb").readline())
+    if apart == 5:
+        assert answer["welcome"]
+    else:
+        assert f"the clock of this node is {apart:+d} s from node 0's" in answer["refused"]
+
+
+def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
+    port = free_ports(1)[0]
+    settings = NodesSettings(
+        nnodes="2",
+        node_rank=1,
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_timeout=timedelta(seconds=1),
+    )
+    with pytest.raises(ConfigError, match="was not reached within --rdzv_timeout"):
+        Guest(settings, FACTS, ranks=1).meet(GO)
+    away = dataclasses.replace(settings, rdzv_endpoint="192.0.2.1:29400", node_rank=0)
+    with pytest.raises(ConfigError, match="no network interface of this machine"):
+        Host(away, FACTS, ranks=1)
+
+
+def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
+    here = world("2")
+    waiting = here.meet(here.host)
+    for hostile in (
+        b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 70_000, b"[]\n", b"{}\n", b'{"node": 1}\n',
+        b'{"node": {}, "facts": 3, "time": 1}\n', b'{"node": 1, "facts": {}, "time": "x"}\n', b"",
+    ):  # fmt: skip
+        with socket.create_connection(("127.0.0.1", here.host._port)) as one:
+            one.sendall(hostile)
+            one.shutdown(socket.SHUT_WR)
+            one.settimeout(10)
+            assert one.recv(1) == b""
+    here.meet(here.guest(1)).result(20)
+    assert waiting.result(20).nodes == (0, 1)
+
+
+@given(some.text(min_size=1, max_size=40))
+def test_any_text_is_an_endpoint_or_refused(text: str) -> None:
+    try:
+        host, _, port = parse_endpoint(text).rpartition(":")
+    except ValueError:
+        return
+    assert host and 0 <= int(port) <= 65535 and "," not in host
+
+
+@pytest.mark.parametrize(
+    ("listed", "first"),
+    [("gpu[03-07,12]", "gpu03"), ("a1,b[1-2]", "a1"), ("b[1,4],c", "b1"), ("n1,n2", "n1")],
+)
+def test_slurms_variables_are_read_by_themselves(listed: str, first: str) -> None:
+    environ = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": listed}
+    config = load_config("miner", ["--preset", "local"], environ=environ, dotenv=None)
+    settings = config.nodes
+    assert (settings.most, settings.node_rank, settings.leads) == (2, 1, False)
+    assert settings.rdzv_endpoint == f"{first}:29400"
+
+
+def test_what_must_be_equal_is_what_decides_the_training() -> None:
+    def facts(*argv: str) -> dict[str, str]:
+        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        return facts_of(config, ranks=2)
+
+    assert difference(facts(), facts("--data.workers", "7", "--neuron.run_folder", "x")) is None
+    for flag, value in (("neuron.learning_rate", "0.5"), ("data.source", "stdlib")):
+        line = difference(facts(), facts(f"--{flag}", value))
+        assert line is not None and line.startswith(f"--{flag} is {value} on this node")
