@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +19,7 @@ from distributed_training.miner.process import mark_of
 from distributed_training.telemetry import read_events
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.namespaces import Machine, machines
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -162,3 +166,121 @@ def test_two_nodes_train_as_one_with_as_many_ranks(
         assert torch.allclose(a, c, atol=1e-6)
     assert not (pair[1].folder / "events.jsonl").exists()
     assert not list((pair[1].folder / "snapshots").glob("*"))
+
+
+def _step(nodes: list[Node]) -> int:
+    return max(nodes[0].inner_steps(), default=0)
+
+
+def _copies_are_equal(pair: list[Node]) -> None:
+    rows = [torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair]
+    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+
+
+@pytest.mark.long
+def test_a_killed_node_comes_back_and_all_go_on_exactly(
+    two: Callable[..., list[Node]], nodes: Callable[..., Node]
+) -> None:
+    """Killed three steps past a checkpoint: the losses are those of a miner that was never killed,
+    and training goes on within 60 s."""
+    pair = two()
+    for node in pair:
+        node.start(steps=30)
+    wait_for(lambda: _step(pair) >= 8, "steps", seconds=90)
+    before = pair[0].inner_steps()
+    pair[1].kill()
+    killed = time.monotonic()
+    pair[1].start(steps=30)
+    wait_for(lambda: "Resumed at outer step 0, inner step 5" in pair[0].output, "again", seconds=60)
+    wait_for(lambda: _step(pair) > max(before) + 1, "training again", seconds=60)
+    assert time.monotonic() - killed < 60
+    for node in pair:
+        assert node.wait() == 0, node.output
+    straight = nodes("one", nproc_per_node="2").start(steps=30)
+    assert straight.wait() == 0, straight.output
+    assert pair[0].inner_steps() == pytest.approx(straight.inner_steps(), abs=1e-4)
+    _copies_are_equal(pair)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "unplugged"])
+def test_the_rest_goes_on_and_takes_the_node_in_again(
+    two: Callable[..., list[Node]], how: str
+) -> None:
+    """``--nnodes 1:2``. Unplugged, nothing tells node 0 but silence."""
+    pair = two(nnodes="1:2", node_wait="5")
+    for node in reversed(pair):
+        node.start(steps=60)
+    wait_for(lambda: "Nodes 0, 1: 2 ranks" in pair[0].output, "both", seconds=60)
+    wait_for(lambda: _step(pair) >= 7, "steps", seconds=90)
+    machine = pair[1]._machine
+    assert machine is not None
+    if how == "killed":
+        pair[1].kill()
+    else:
+        machine.unplug()
+    gone = time.monotonic()
+    wait_for(lambda: "Nodes 0: 1 ranks" in pair[0].output, "alone", seconds=60)
+    alone = _step(pair)
+    wait_for(lambda: _step(pair) > alone, "training again", seconds=60)
+    assert time.monotonic() - gone < 60, pair[0].output[-3000:]
+    if how == "killed":
+        pair[1].start(steps=60)
+    else:
+        machine.plug()
+    wait_for(lambda: pair[0].output.count("Nodes 0, 1: 2 ranks") == 2, "taken in", seconds=90)
+    assert "A node joins: saving, then all nodes start again" in pair[0].output
+    for node in pair:
+        assert node.wait() == 0, node.output
+    assert set(pair[0].inner_steps()) == set(range(1, 61)), "no step is missing"
+    _copies_are_equal(pair)
+
+
+@pytest.mark.long
+def test_a_node_that_is_stopped_saves_first_and_node_0_says_what_all_end_with(
+    two: Callable[..., list[Node]],
+) -> None:
+    pair = two()
+    for node in pair:
+        node.start(steps=40)
+    wait_for(lambda: _step(pair) >= 7, "steps", seconds=90)
+    assert pair[1].process is not None
+    pair[1].process.send_signal(signal.SIGTERM)
+    assert pair[1].wait() == 0, pair[1].output
+    saved = max(pair[0].inner_steps())
+    assert "A node leaves: saving, then all nodes start again" in pair[0].output
+    pair[1].start(steps=40)
+    wait_for(lambda: f"inner step {saved}" in pair[0].output, "no step is lost", seconds=60)
+    other = pair[1].wait, pair[0].wait
+    assert [wait() for wait in other] == [0, 0], pair[0].output
+    assert set(pair[0].inner_steps()) == set(range(1, 41))
+    _copies_are_equal(pair)
+
+
+@pytest.mark.long
+def test_a_node_without_its_checkpoints_has_the_state_from_node_0(
+    two: Callable[..., list[Node]],
+) -> None:
+    pair = two()
+    for node in pair:
+        node.start(steps=6)
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output
+    shutil.rmtree(pair[1].folder)
+    for node in pair:
+        node.start(steps=12)
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output
+    assert "The state comes from the first node" in pair[1].output
+    assert set(pair[0].inner_steps()) == set(range(1, 13))
+    _copies_are_equal(pair)
+
+
+@pytest.mark.long
+def test_a_node_with_other_flags_ends_alone_with_a_line(two: Callable[..., list[Node]]) -> None:
+    pair = two()
+    pair[0].start(steps=4)
+    pair[1].start(**{"neuron.seed": "9"})
+    assert pair[1].wait() == 2
+    assert "--neuron.seed is 9 on this node and 42 on node 0" in pair[1].output
+    assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
+    pair[1].start(steps=4)
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output
