@@ -1,4 +1,5 @@
-"""One finding of the doctor, and the checks that need neither torch nor network."""
+"""One finding of the doctor (``distributed_training.doctor``), and the checks that need neither
+torch nor network: those of the machine that a miner's start asks too."""
 
 from __future__ import annotations
 
@@ -6,10 +7,14 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from distributed_training.config import Config
+from distributed_training.config.flags import ConfigError
+from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -32,6 +37,36 @@ class Check:
 
 def failed(checks: Sequence[Check]) -> bool:
     return any(check.status == "fail" for check in checks)
+
+
+class ProbeError(Exception):
+    """A probe found what it checks broken. The text is the finding."""
+
+
+def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
+    """``probe`` returns its finding, or raises ProbeError, ConfigError or OSError."""
+    try:
+        return Check(name, "ok", probe())
+    except (ProbeError, ConfigError, OSError) as error:
+        finding = (
+            " ".join(str(error).split()) or type(error).__name__
+        )  # libraries' texts have lines
+        return Check(name, "fail", finding, remedy)
+
+
+def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:
+    """What a look at the machine tells before anything is started: no torch, no network, < 1 s.
+
+    The miner's launcher refuses to start on a failure unless ``--diagnostics.start_check false``.
+    """
+    needed = round(config.diagnostics.minimum_disk_gb * 1e9)
+    ports = [
+        check_port(name, config.get(name))
+        for name in ("axon.port", "dht.port")
+        if isinstance(config.get(name), int)
+    ]
+    gpus = check_gpus(wanted=ranks, device=config.miner.device)
+    return [*gpus, check_disk(folder, needed_bytes=needed), *ports]
 
 
 def check_port(flag: str, port: int, *, udp: bool = False) -> Check:
@@ -85,3 +120,48 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     if free < 2 * needed_bytes:
         return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
     return Check("disk", "ok", finding)
+
+
+def check_gpus(*, wanted: int, device: str) -> list[Check]:
+    """``wanted``: ranks. ``device``: ``--neuron.device``."""
+    count = visible_gpu_count()
+    if device == "cpu":
+        return [Check("gpu", "ok", "not used: --neuron.device cpu")]
+    if count == 0:
+        finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
+        if device == "cuda":
+            return [
+                Check(
+                    "gpu",
+                    "fail",
+                    finding,
+                    "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu",
+                )
+            ]
+        remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return [Check("gpu", "warn", finding, remedy)]
+    if wanted > count:
+        return [
+            Check(
+                "gpu",
+                "fail",
+                f"{wanted} ranks on {count} visible GPU(s), so ranks would share one",
+                f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES",
+            )
+        ]
+    return [_check_gpu(index) for index in range(wanted)]
+
+
+def _check_gpu(index: int) -> Check:
+    name = f"gpu {index}"
+    sampler = NvmlSampler.open(index)
+    sample = sampler.sample() if sampler else None
+    if sampler:
+        sampler.close()
+    if sample is None:
+        return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
+    used, total = sample.memory_used_gb, sample.memory_total_gb
+    finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+    if used > 0.1 * total:
+        return Check(name, "warn", finding, "another program holds memory: nvidia-smi shows which")
+    return Check(name, "ok", finding)

@@ -14,18 +14,11 @@ from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.diagnostics import Check
-from distributed_training.diagnostics.doctor import (
-    ProbeError,
-    StepEstimate,
-    check_batch,
-    check_gpus,
-    check_python,
-    check_speed,
-    check_torch,
-)
+from distributed_training.diagnostics.checks import ProbeError, check_gpus
 from distributed_training.doctor import machine
 from distributed_training.doctor.measure import measure
 from distributed_training.doctor.outside import outside_checks
+from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 
 
 @dataclass(frozen=True)
@@ -47,7 +40,7 @@ class Examination:
         checks = [_configuration(line) for line in problems(config)] or [
             Check("configuration", "ok", f"preset {config.preset}, {self.ranks} rank(s)")
         ]
-        checks += [check_python(), check_torch()]
+        checks += [machine.check_python(), machine.check_torch()]
         checks += check_gpus(wanted=self.ranks, device=config.miner.device)
         micro = training.local_batch_size_train
         known = micro if isinstance(micro, int) else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import resource
 import shutil
 import tempfile
@@ -16,6 +17,8 @@ import psutil
 
 from distributed_training.common.memory import (
     Arrangement,
+    DeviceMemory,
+    HostMemory,
     ModelShape,
     device_memory,
     disk_space,
@@ -25,14 +28,44 @@ from distributed_training.common.memory import (
 from distributed_training.config import Config
 from distributed_training.diagnostics import Check
 from distributed_training.diagnostics.checks import check_disk, check_port
-from distributed_training.diagnostics.doctor import check_memory
-from distributed_training.diagnostics.nvml import NvmlSampler
+from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
 from distributed_training.miner.process import mark_of
 
 _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections besides those of the signed server
+
+
+def check_python() -> Check:
+    return Check("python", "ok", f"{platform.python_version()}, {os.cpu_count()} cores")
+
+
+def check_torch(*, gpus: int | None = None) -> Check:
+    """The torch build against what the driver shows. ``gpus``: visible by NVML, None to look."""
+    seen = visible_gpu_count() if gpus is None else gpus
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"torch cannot be imported ({error})", "make setup")
+    build = f"torch {torch.__version__}"
+    build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
+    if seen and not torch.version.cuda:
+        return Check(
+            "torch",
+            "fail",
+            f"{build}, but the driver shows {seen} GPU(s), which would stay idle",
+            "rm -rf .venv && DT_TORCH=cuda make setup",
+        )
+    if seen and not torch.cuda.is_available():
+        return Check(
+            "torch",
+            "fail",
+            f"{build} cannot use the {seen} GPU(s) of driver {driver_version() or '?'}",
+            "upgrade the NVIDIA driver (nvidia-smi shows its CUDA version), or install a torch "
+            "built for it",
+        )
+    return Check("torch", "ok", build)
 
 
 def memory_checks(
@@ -57,6 +90,43 @@ def memory_checks(
         device_bytes=gpu,
         host_bytes=host_bytes(),
     )
+
+
+def check_memory(
+    device: DeviceMemory, host: HostMemory, *, device_bytes: int | None, host_bytes: int | None
+) -> list[Check]:
+    """The estimates against what is there; ``device_bytes`` None without a GPU."""
+    checks = []
+    if device_bytes is not None:
+        checks.append(
+            _fits(
+                "gpu memory",
+                device.total,
+                device_bytes,
+                "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
+                "--neuron.offload_optimizer on, or more GPUs",
+            )
+        )
+    if host_bytes is not None:
+        remedy = "use a machine with more memory, or --neuron.offload_optimizer off if it is on"
+        check = _fits("host memory", host.needed, host_bytes, remedy)
+        if check.status == "ok" and host.peak > host_bytes:
+            finding = (
+                f"{check.finding}, but {host.peak / 1e9:.1f} GB when a snapshot, a checkpoint and "
+                "a round come together"
+            )
+            check = Check(check.name, "warn", finding, remedy)
+        checks.append(check)
+    return checks
+
+
+def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
+    finding = f"about {needed / 1e9:.1f} of {there / 1e9:.1f} GB needed"
+    if needed > 1.15 * there:  # the estimate is not exact enough to refuse a near miss
+        return Check(name, "fail", f"{finding}, so training would run out of memory", remedy)
+    if needed > 0.9 * there:
+        return Check(name, "warn", f"{finding}: tight", remedy)
+    return Check(name, "ok", finding)
 
 
 def disk_checks(config: Config, shape: ModelShape | None) -> list[Check]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from distributed_training.common.environment import without_secrets
 from distributed_training.common.ports import free_ports
-from distributed_training.diagnostics.doctor import ProbeError
+from distributed_training.diagnostics.checks import ProbeError
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 
 # Loading torch and the model on every rank, before the measured time begins.

@@ -34,7 +34,7 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark, become_subreaper, is_running, send
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
-from distributed_training.diagnostics.doctor import start_checks
+from distributed_training.diagnostics.checks import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
 from distributed_training.miner.nodes import Guest, Host, Plan, join_nodes
 from distributed_training.miner.process import (

@@ -1,6 +1,7 @@
 """``kill -9`` of processes of running miners: told at once, mended, everybody in the next round.
 
-The long one is ``bench/kills.py`` for six minutes; the short one kills three in a row.
+The short one kills three in a row. The long ones are ``bench/kills.py`` for six minutes, and the
+table of ``bench/kill_table.py``: every kind of process in every phase.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import kills
+from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
@@ -83,3 +84,18 @@ def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
     for kill in outcome.kills:
         if kill.kind not in kills.ENDS_RANKS and kill.told_after is not None:
             assert kill.told_after < 5, (kill.kind, kill.told_after)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_every_kind_of_process_in_every_phase(tmp_path: Path) -> None:
+    cells, outcome = kill_table.run(tmp_path, seed=1)
+    kill_table.show(cells)
+    assert outcome.problems == []
+    assert {(cell.kind, cell.phase) for cell in cells} == {
+        (kind, phase) for kind in kills.KINDS for phase in kill_table.PHASES
+    }
+    for cell in cells:
+        assert cell.kill is not None and cell.kill.step_after is not None and cell.rounds >= 1
+        if cell.kind != "launcher":  # which tells when it is started again
+            assert cell.kill.told_after is not None and cell.kill.told_after < 5, cell

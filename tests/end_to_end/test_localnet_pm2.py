@@ -120,6 +120,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1500)
 def test_a_life_under_pm2(tmp_path: Path) -> None:
     gather = ("--neuron.min_matchmaking_time", "10")  # a stop comes in time to be in mid-round
     options = SubnetOptions(

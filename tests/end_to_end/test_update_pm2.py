@@ -118,7 +118,7 @@ class Machine:
         assert self.subnet.services is not None
         plan = self.miner.plan
         wallet = self.subnet.services.wallet(self.subnet.validator.plan)
-        request = RoundRequest(caller=wallet.ss58, received_at=time.time())
+        request = RoundRequest(wallet.ss58, time.time(), timeout=timedelta(seconds=20))
         hotkey = self.subnet.services.wallet(plan).ss58
         neuron = Neuron(uid=plan.uid, hotkey=hotkey, ip="127.0.0.1", port=plan.axon_port)
         replies = SignedClient(wallet=wallet).sweep_all_reduce([neuron], request)

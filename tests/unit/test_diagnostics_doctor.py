@@ -21,16 +21,9 @@ from distributed_training.diagnostics import (
     failed,
     nvml,
 )
-from distributed_training.diagnostics.doctor import (
-    ProbeError,
-    StepEstimate,
-    check_batch,
-    check_gpus,
-    check_memory,
-    check_speed,
-    check_torch,
-    run_probe,
-)
+from distributed_training.diagnostics.checks import ProbeError, check_gpus, run_probe
+from distributed_training.doctor.machine import check_memory, check_torch
+from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 from distributed_training.training.sizes import named_config
 
 pytestmark = pytest.mark.timeout(60)
