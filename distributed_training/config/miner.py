@@ -32,10 +32,10 @@ class MinerSettings:
     ended by force; at least twice what the last checkpoint took. pm2's kill_timeout must be
     longer"""
     hang_timeout: Duration = flag("neuron.hang_timeout", 1200 * SECOND, ge=SECOND, le=DAY)
-    """ranks that come to no micro-batch boundary for so long hang: the stacks of all processes are
-    written to stacks.txt in the run folder, and the ranks start again from their last checkpoint.
-    Waiting for data, a round or an upload does not count; compiling, loading weights and waiting
-    until a checkpoint is written do"""
+    """ranks that come to no micro-batch boundary for so long, or no further in their start, hang:
+    the stacks of all processes are written to stacks.txt in the run folder, and the ranks start
+    again from their last checkpoint. Waiting for data, a round or an upload does not count;
+    compiling, loading weights and waiting until a checkpoint is written do"""
     epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
     """read by the validator only: blocks between two times it writes its weights to the chain"""
     blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
