@@ -7,7 +7,7 @@ PY := .venv/bin/python
 # A file's tests stay together: what they share is started once. Long files come first (conftest.py).
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup run test test-quick test-long gpu lint house pm2 clean
+.PHONY: help setup run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -34,10 +34,16 @@ gpu:
 house: setup
 	@$(PY) -m bench.house $(ARGS)
 
-lint: setup
+lint: lint-ruff lint-mypy lint-imports
+
+lint-ruff: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+
+lint-mypy: setup
 	.venv/bin/mypy
+
+lint-imports: setup
 	.venv/bin/lint-imports
 
 # pm2 for the tests that need it, in build/node, not on the machine

@@ -1,4 +1,4 @@
-"""``python -m distributed_training doctor``: bad surroundings, a running miner, another's port."""
+"""``python -m distributed_training doctor``: bad surroundings, another's port."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,9 @@ from typing import Any
 import pytest
 
 from distributed_training.config import ConfigError
-from distributed_training.doctor.command import main, report
+from distributed_training.doctor.command import report
 from distributed_training.doctor.outside import check_chain_clock
 from distributed_training.doctor.reach import host_and_port, probe
-from distributed_training.localnet.plan import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -103,53 +100,6 @@ def test_what_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) 
     assert needed > 300  # checkpoints, snapshots and global states of common.memory, not 10
     if checks["disk"]["status"] == "fail":
         assert checks["disk speed"]["status"] == "skip"
-
-
-@pytest.fixture(scope="module")
-def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
-    folder = tmp_path_factory.mktemp("doctor") / "subnet"
-    options = SubnetOptions(folder=folder, ranks=(1,), blocks_per_allreduce=100_000)
-    with LocalSubnet(options=options) as running:
-        (miner,) = running.miners
-        running.wait_until(lambda: bool(miner.state.losses), timedelta(seconds=180), "a step")
-        yield running
-
-
-@pytest.mark.slow
-def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) -> None:
-    (miner,) = subnet.miners
-    assert subnet.services is not None
-    metrics = miner.plan.folder / "metrics.prom"
-    subnet.wait_until(
-        lambda: metrics.exists() and 'kind="IsAlive"' in metrics.read_text(),
-        timedelta(seconds=60),
-        "a call in the metrics",
-    )
-    flags = subnet.services.arguments(miner.plan)[1:]
-    status, checks, _ = doctor(
-        *flags,
-        "--diagnostics.measure=0",
-        folder=tmp_path,
-        environ=subnet.services.environment(miner.plan),
-    )
-    assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
-    wanted = ("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "clock")
-    assert checks["chain clock"]["status"] == "ok", checks["chain clock"]
-    for name in (*wanted, "line", "calls", "port axon.port", "port dht.port"):
-        assert checks[name]["status"] == "ok", checks[name]
-    assert "the running miner listens there" in checks["port axon.port"]["finding"]
-    assert f"uid {miner.plan.uid}" in checks["hotkey"]["finding"]
-
-
-@pytest.mark.slow
-def test_a_second_machine_dials_a_miner_back(
-    subnet: LocalSubnet, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (miner,) = subnet.miners
-    assert main(["--probe", f"127.0.0.1:{miner.plan.axon_port}"]) == 0
-    assert "an HTTP server answers" in capsys.readouterr().out
-    assert main(["--probe", f"127.0.0.1:{miner.plan.dht_port}"]) == 0
-    assert "a libp2p peer answers" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
