@@ -1,7 +1,8 @@
 """A real miner of a local subnet under a real pm2: it trains, stops cleanly, goes on afterwards.
 
 The long test does to it what happens in a life: a restart in mid-upload, a stop in mid-round, a
-killed launcher, a reboot. After each it takes the next round with everybody.
+killed launcher, a reboot. After each it takes the next round with everybody. At last it is
+deregistered, and pm2 leaves it down.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import json
 import os
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from typing import Any
 import pytest
 
 from bench import kills
+from distributed_training.chain.local import LocalChain
+from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import kill_tree
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
@@ -142,8 +147,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
             stop_in_mid_round(subnet, pm2)
             kill_the_launcher(subnet, pm2)
             reboot(subnet, pm2)
-            pm2("stop", NAME)
-            assert pm2.events("stop")[-1]["exit_status"] == 0
+            lose_the_registration(subnet, pm2)
         finally:
             pm2("kill")
     assert subnet.problems == []
@@ -214,3 +218,15 @@ def reboot(subnet: LocalSubnet, pm2: Pm2) -> None:
     kills.clean_round(subnet)
     assert pm2.state == ("online", 0)
     assert pm2.events("start")[-1]["resumed"]
+
+
+def lose_the_registration(subnet: LocalSubnet, pm2: Pm2) -> None:
+    (miner,), services = subnet.miners, subnet.services
+    assert services is not None
+    with closing(LocalChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))) as us:
+        us.deregister()
+    wait_for(lambda: pm2.state[0] != "online", "the end", 60)
+    assert pm2.events("stop")[-1]["exit_status"] == ExitStatus.DEREGISTERED
+    time.sleep(2.5)  # its restart, if there were one, would have come by now: after 1 s
+    status, restarts = pm2.state
+    assert status != "online" and restarts == 0
