@@ -240,13 +240,13 @@ class Miner:
             device=device,
         )
         place.stack.callback(self.data.close)
-        self.first_block = 0 if self.checkpointer.has_any() else facts.first_block
-        if self.first_block:
-            self.data.request(self.first_block)  # prepared while the model and the swarm come
 
         # where it stood: what this rank kept in its checkpoint, empty after a fresh start
         self.kept = self._resume(facts, outside.global_folder if outside else None)
         self.data.restore(self.kept.get("data", {}))
+        self.first_block = 0 if self.kept else facts.first_block
+        if self.first_block:
+            self.data.request(self.first_block)  # prepared while the swarm comes
         alive()
 
         # what rank 0 has besides

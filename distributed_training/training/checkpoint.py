@@ -131,10 +131,6 @@ class Checkpointer:
         last = max((int(n) for name in names if (n := name.partition("-")[2]).isdigit()), default=0)
         return f"checkpoint-{max(last + 1, time.time_ns() // 1_000_000):015d}"
 
-    def has_any(self) -> bool:
-        """Whether there is something that :meth:`restore` would try."""
-        return bool(self._names())
-
     def wait(self) -> None:
         """Until this rank's write under way is over."""
         if self._thread is not None:
