@@ -19,12 +19,13 @@ from bench.freshness import LEAD, STEPS_OF_A_BLOCK, World, our_miner, public_min
 from bench.small_model import EFFECTIVE, MICRO, new_trainer
 from distributed_training.protocol import keys, names, schedule
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata, build_payload, save_payload
+from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.pages import PageReader
 from distributed_training.store.interface import ObjectInfo
 from distributed_training.training.feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.preview import Preview
+from tests.gradient_file import build_payload
 
 HELD_SEQUENCES = 16  # as many as four ranks hold back by default
 TRAINED = 40  # sequences of a block: 2.4 inner steps, of which validators judge two of five pages
@@ -236,7 +237,7 @@ class Miner:
             upload.blocks[-1], upload.inner_step, upload.outer_step, upload.loss
         )
         file = io.BytesIO()
-        save_payload(build_payload(codes, about), file)
+        torch.save(build_payload(codes, about), file)
         return file.getvalue()
 
     def end_outer_step(self, averaged: Sequence[Tensor]) -> None:

@@ -217,7 +217,8 @@ def honest_gradients() -> bytes:
     import torch
 
     from distributed_training.protocol.gradients import encode
-    from distributed_training.protocol.payload import GradientMetadata, build_payload
+    from distributed_training.protocol.payload import GradientMetadata
+    from tests.gradient_file import build_payload
 
     codes = {name: encode(torch.randn(shape)) for name, shape in SCHEMA}
     return torch_bytes(build_payload(codes, GradientMetadata(9, 5, 3, 2.5)))

@@ -20,10 +20,11 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import encode
 from distributed_training.protocol.metadata import ConfigExtras
-from distributed_training.protocol.payload import GradientMetadata, build_payload, save_payload
+from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
+from tests.gradient_file import build_payload
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 RUN = 5
@@ -92,7 +93,7 @@ def write_snapshot(
     codes = {
         name: encode(torch.randn(value.shape, generator=generator)) for name, value in model.items()
     }
-    save_payload(build_payload(codes, place), folder / keys.GRADIENTS)
+    torch.save(build_payload(codes, place), folder / keys.GRADIENTS)
     extras = ConfigExtras(blocks, revision.inner_step)
     (folder / keys.CONFIG).write_bytes(extras.merge_into({"model_type": "llama"}))
     files = {0: [keys.CONFIG, keys.MODEL, keys.GRADIENTS]}

@@ -15,18 +15,11 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
-from .gradients import (
-    TARGET_CHUNK,
-    TOPK,
-    check_code,
-    decode,
-    encoded_shape,
-    layout,
-)
+from .gradients import check_code, decode, encoded_shape, layout
 from .pt_file import PtFileError, read_pt, refuse_calls
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
@@ -48,21 +41,6 @@ class GradientMetadata:
     inner_step: int
     outer_step: int
     loss: float
-
-    def plain(self) -> dict[str, int | float]:
-        """Plain Python numbers only: a numpy scalar makes the whole file unreadable to others.
-
-        Raises ValueError for a loss that is not finite.
-        """
-        loss = float(self.loss)
-        if not math.isfinite(loss):
-            raise ValueError(f"the loss is {loss}, so this pseudo-gradient is not for publication")
-        return {
-            "block": int(self.block),
-            "inner_step": int(self.inner_step),
-            "outer_step": int(self.outer_step),
-            "loss": loss,
-        }
 
     @classmethod
     def parse(cls, raw: Any) -> GradientMetadata:
@@ -92,73 +70,25 @@ class GradientPayload:
     metadata: GradientMetadata
     codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
-    def decode(
-        self,
-        name: str,
-        shape: Sequence[int],
-        *,
-        target_chunk: int = TARGET_CHUNK,
-        use_dct: bool = False,
-    ) -> torch.Tensor | None:
+    def decode(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """The parameter's float32 pseudo-gradient, None if it was not sent."""
         code = self.codes.get(name)
         if code is None:
             return None
-        return decode(*code, shape, target_chunk=target_chunk, use_dct=use_dct)
+        return decode(*code, shape)
 
 
-def build_payload(
-    codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]], metadata: GradientMetadata
-) -> dict[str, Any]:
-    """What ``torch.save`` writes. Tensors are moved to the CPU and made contiguous.
-
-    Raises ValueError for a wrong type, a name that clashes, or values that are not finite: others
-    would reset such an upload, so it is better not made.
-    """
-    payload: dict[str, Any] = {_METADATA: metadata.plain()}
-    for name, (idxs, vals) in codes.items():
-        if idxs.dtype != torch.int16 or vals.dtype != torch.float32:
-            raise ValueError(f"{name}: a code is int16 and float32, not {idxs.dtype}, {vals.dtype}")
-        if idxs.shape != vals.shape:
-            raise ValueError(f"{name}: idxs and vals differ in shape")
-        if not bool(torch.isfinite(vals).all()):
-            raise ValueError(f"{name}: the pseudo-gradient holds NaN or Inf")
-        for suffix, tensor in (("idxs", idxs), ("vals", vals)):
-            if name + suffix in payload:
-                raise ValueError(f"two entries of the payload are called {name + suffix}")
-            # clone: a view would drag its whole storage into the file
-            payload[name + suffix] = tensor.detach().cpu().contiguous().clone()
-    return payload
-
-
-def save_payload(payload: Mapping[str, Any], file: Path | IO[bytes]) -> None:
-    """Write it. The caller chooses a temporary name, syncs and renames."""
-    torch.save(dict(payload), file)
-
-
-def max_payload_bytes(
-    schema: Schema,
-    *,
-    topk: int = TOPK,
-    target_chunk: int = TARGET_CHUNK,
-    use_dct: bool = False,
-) -> int:
+def max_payload_bytes(schema: Schema) -> int:
     """More than any honest ``gradients.pt`` of that model takes; check it before downloading."""
     total = 64 * 1024
     for name, shape in schema:
-        code = encoded_shape(shape, topk=topk, target_chunk=target_chunk, use_dct=use_dct)
-        total += math.prod(code) * _BYTES_PER_ENTRY + 2 * (_BYTES_PER_RECORD + 8 * len(name))
+        total += math.prod(encoded_shape(shape)) * _BYTES_PER_ENTRY + 2 * (
+            _BYTES_PER_RECORD + 8 * len(name)
+        )
     return total
 
 
-def load_payload(
-    source: Path | bytes,
-    schema: Schema,
-    *,
-    topk: int = TOPK,
-    target_chunk: int = TARGET_CHUNK,
-    use_dct: bool = False,
-) -> GradientPayload:
+def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
     """Read and check a ``gradients.pt`` for a model with the parameters of ``schema``.
 
     Follows what the network's validators accept: parameters may be missing, rows and entries fewer
@@ -166,8 +96,7 @@ def load_payload(
     PayloadError for everything validators reset an upload for: too large, unreadable, no metadata,
     wrong type or shape, an index out of range, NaN or Inf.
     """
-    limit = max_payload_bytes(schema, topk=topk, target_chunk=target_chunk, use_dct=use_dct)
-    raw = _read(source, limit)
+    raw = _read(source, max_payload_bytes(schema))
     metadata = GradientMetadata.parse(raw.get(_METADATA))
     codes = {}
     for name, shape in schema:
@@ -177,7 +106,7 @@ def load_payload(
         if not _plain_tensor(idxs) or not _plain_tensor(vals):
             raise PayloadError(f"{name}: idxs and vals are not both dense tensors on the CPU")
         try:
-            check_code(idxs, vals, layout(shape, target_chunk=target_chunk, use_dct=use_dct))
+            check_code(idxs, vals, layout(shape, use_dct=False))
         except ValueError as error:
             raise PayloadError(f"{name}: {error}") from None
         if not bool(torch.isfinite(vals).all()):

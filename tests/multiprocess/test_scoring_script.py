@@ -30,7 +30,7 @@ from distributed_training.node.peers import PeerBuckets
 from distributed_training.protocol import gradients, keys, names
 from distributed_training.protocol.commitment import BucketCredentials, build_commitment
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata, build_payload
+from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.model import EvaluationModel
@@ -42,6 +42,7 @@ from distributed_training.validator.initial import initial_weights, small_llama
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.standings import Standings
 from tests.forked import Program
+from tests.gradient_file import build_payload
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)

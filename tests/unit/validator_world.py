@@ -32,7 +32,7 @@ from distributed_training.protocol.commitment import (
     parse_commitment,
 )
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata, Schema, build_payload
+from distributed_training.protocol.payload import GradientMetadata, Schema
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -49,6 +49,7 @@ from distributed_training.validator.global_state import GlobalState
 from distributed_training.validator.parts import Parts
 from distributed_training.validator.program import build
 from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.gradient_file import build_payload
 from tests.memory_store import MemoryObjectStore
 
 RUN = 5
