@@ -19,6 +19,8 @@ from openskill.models import PlackettLuce
 # (before, after) that writes relative = absolute = 0, as validators do for an invalid upload.
 RESET = (0.0, 0.0)
 EMA_ALPHA = 0.6  # of the published score
+ASSIGNED_ALPHA = 0.05  # of the assigned score: weight of the newest comparison
+TRAIN_WEIGHT = 0.75  # of the total; the all-reduce score has the rest
 MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force the score to 0
 
 
@@ -32,22 +34,11 @@ def relative_improvement(before: float, after: float) -> float:
 
 
 class ScoreBoard:
-    """Scores of a fixed set of uids, as one validator keeps them.
+    """Scores of a fixed set of uids, as one validator keeps them. A rating's mu starts at 25, its
+    sigma at 25/3."""
 
-    ``beta``, ``tau``: of the rating model, whose mu starts at 25 and sigma at 25/3.
-    ``assigned_alpha``: weight of the newest assigned comparison.
-    """
-
-    def __init__(
-        self,
-        uids: Iterable[int],
-        *,
-        beta: float = 7,
-        tau: float = 0.1,
-        assigned_alpha: float = 0.05,
-    ) -> None:
-        self._model = PlackettLuce(beta=beta, tau=tau)
-        self._assigned_alpha = assigned_alpha
+    def __init__(self, uids: Iterable[int]) -> None:
+        self._model = PlackettLuce(beta=7, tau=0.1)
         self._ratings: dict[int, Any] = {}
         self._assigned: dict[int, float] = {}
         for uid in uids:
@@ -90,10 +81,10 @@ class ScoreBoard:
             )
             for uid, (rating,) in zip(random, rated, strict=True):
                 self._ratings[uid] = rating
-        alpha = self._assigned_alpha
         for uid, pair in random.items():
             better = absolute_improvement(*assigned.get(uid, RESET)) > absolute_improvement(*pair)
-            self._assigned[uid] = (1 - alpha) * self._assigned[uid] + alpha * float(better)
+            before = self._assigned[uid]
+            self._assigned[uid] = moving_average(before, float(better), alpha=ASSIGNED_ALPHA)
 
     def rating(self, uid: int) -> tuple[float, float]:
         """(mu, sigma)."""
@@ -113,12 +104,7 @@ class ScoreBoard:
         return max(0.0, self.random_score(uid) * self._assigned[uid])
 
     def total_scores(
-        self,
-        *,
-        all_reduce: Mapping[int, float],
-        repo_valid: Mapping[int, float],
-        train_weight: float = 0.75,
-        all_reduce_weight: float = 0.25,
+        self, *, all_reduce: Mapping[int, float], repo_valid: Mapping[int, float]
     ) -> dict[int, float]:
         """Total of each uid on the board; a uid missing from either mapping counts as 0 there.
 
@@ -129,9 +115,9 @@ class ScoreBoard:
         reduce_sum = sum(abs(float(all_reduce.get(uid, 0))) for uid in self._ratings)
         totals = {}
         for uid, score in train.items():
-            total = train_weight * score / train_sum if train_sum else 0.0
+            total = TRAIN_WEIGHT * score / train_sum if train_sum else 0.0
             if reduce_sum:
-                total += all_reduce_weight * float(all_reduce.get(uid, 0)) / reduce_sum
+                total += (1 - TRAIN_WEIGHT) * float(all_reduce.get(uid, 0)) / reduce_sum
             totals[uid] = total * float(repo_valid.get(uid, 0))
         return totals
 
@@ -153,6 +139,7 @@ class ScoreBoard:
             self._assigned[uid] = float(entry["assigned"])
 
 
-def moving_average(previous: float, total: float, *, alpha: float = EMA_ALPHA) -> float:
-    """The published score after one more total."""
-    return alpha * total + (1 - alpha) * previous
+def moving_average(previous: float, newest: float, *, alpha: float = EMA_ALPHA) -> float:
+    """``previous`` after one more value, whose weight is ``alpha``: by default the published score
+    after one more total."""
+    return alpha * newest + (1 - alpha) * previous
