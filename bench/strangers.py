@@ -31,7 +31,7 @@ IP_BIND_ADDRESS_NO_PORT = 24
 
 
 def wallet(uri: str) -> Wallet:
-    return Wallet(uri, uri, Keypair.create_from_uri(uri), None)
+    return Wallet(Keypair.create_from_uri(uri), None)
 
 
 @cache

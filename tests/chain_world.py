@@ -26,7 +26,7 @@ MINER_IP = "127.0.0.1"
 
 def wallet_of(uri: str) -> Wallet:
     keypair = Keypair.create_from_uri(uri)
-    return Wallet(uri, uri, keypair, None)
+    return Wallet(keypair, None)
 
 
 MINER = wallet_of("//miner")

@@ -159,16 +159,11 @@ def sign_legacy(
     port: int,
     timeout: float,
     nonce: int | None = None,
-    uuid: str | None = None,
-    body_hash: str = LEGACY_BODY_HASH,
 ) -> dict[str, str]:
     """Headers of a legacy call of synapse ``route``."""
     nonce = time.time_ns() if nonce is None else nonce
-    uuid = str(uuids.uuid1()) if uuid is None else uuid
-    sender = wallet.ss58
-    text = legacy_signed_text(
-        nonce=nonce, sender=sender, receiver=receiver, uuid=uuid, body_hash=body_hash
-    )
+    uuid, sender = str(uuids.uuid1()), wallet.ss58
+    text = legacy_signed_text(nonce=nonce, sender=sender, receiver=receiver, uuid=uuid)
     signature = wallet.hotkey.sign(text.encode())
     return {
         "name": route,
@@ -184,7 +179,7 @@ def sign_legacy(
         "bt_header_dendrite_signature": "0x" + bytes(signature).hex(),
         "header_size": "0",
         "total_size": "0",
-        "computed_body_hash": body_hash,
+        "computed_body_hash": LEGACY_BODY_HASH,
     }
 
 

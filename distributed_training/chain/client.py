@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -25,15 +25,9 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 1024
 PARALLEL = 25  # calls at a time, as the public validator's sweeps
+MOST_CALLED = 64  # to one round
 # The acknowledgement of an AllReduce call; its timeout field speaks of the round.
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
-
-
-@dataclass(frozen=True)
-class AllReduceReply:
-    """``running``: the miner's word on the round it is already in; None when it took the call."""
-
-    running: str | None
 
 
 Reply = tuple[int, dict[str, Any]]  # status and fields
@@ -44,39 +38,28 @@ class SignedClient:
     a running event loop. Nothing is raised for a miner that does not answer or answers nonsense."""
 
     def __init__(self, *, wallet: Wallet, scheme: Literal["btauth", "legacy"] = "btauth") -> None:
-        if scheme not in (auth.BTAUTH, auth.LEGACY):
-            raise ValueError(f"unknown scheme {scheme!r}")
         self._wallet = wallet
         self._scheme = scheme
 
     def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta, *, parallel: int = PARALLEL
+        self, neurons: Sequence[Neuron], timeout: timedelta
     ) -> dict[int, IsAliveReply | None]:
         """Replies by uid; None: no valid one. ``timeout`` covers each call, not the sweep."""
-        replies = self._sweep(
-            neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout, parallel=parallel
-        )
+        replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
         return {uid: _is_alive(reply) for uid, reply in replies.items()}
 
     def sweep_all_reduce(
-        self,
-        neurons: Sequence[Neuron],
-        request: RoundRequest,
-        timeout: timedelta = ACKNOWLEDGE_TIMEOUT,
-        *,
-        parallel: int = 64,
-    ) -> dict[int, AllReduceReply | None]:
-        """Call all of a round at once. Replies by uid; None: not acknowledged.
-
-        ``timeout`` covers each call, not the round.
-        """
+        self, neurons: Sequence[Neuron], request: RoundRequest
+    ) -> dict[int, str | None]:
+        """Call all of a round at once. By uid: the miner's word on the round it is already in,
+        empty when it took the call; None when it did not acknowledge it."""
         replies = self._sweep(
             neurons,
             synapses.ALL_REDUCE,
             synapses.build_all_reduce(request),
-            timeout,
+            ACKNOWLEDGE_TIMEOUT,
             announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
-            parallel=parallel,
+            parallel=MOST_CALLED,
         )
         return {uid: _acknowledged(reply) for uid, reply in replies.items()}
 
@@ -102,7 +85,7 @@ class SignedClient:
         timeout: timedelta,
         *,
         announced: timedelta | None = None,
-        parallel: int = 1,
+        parallel: int = PARALLEL,
     ) -> dict[int, Reply | None]:
         """Call all ``neurons``. ``announced`` goes into the legacy timeout header."""
         body = json.dumps(fields).encode()
@@ -178,8 +161,8 @@ def _is_alive(reply: Reply | None) -> IsAliveReply | None:
         return None
 
 
-def _acknowledged(reply: Reply | None) -> AllReduceReply | None:
+def _acknowledged(reply: Reply | None) -> str | None:
     if reply is None or reply[0] != 200:
         return None
     answer = reply[1].get("answer")
-    return AllReduceReply(answer if isinstance(answer, str) else None)
+    return answer if isinstance(answer, str) else ""

@@ -22,8 +22,6 @@ class Wallet:
     Cannot be pickled (the key cannot): load it in the process that needs it.
     """
 
-    name: str
-    hotkey_name: str
     hotkey: Keypair = field(repr=False)
     sdk: Any = field(repr=False)  # bittensor.Wallet
 
@@ -84,15 +82,16 @@ def load_wallet(settings: ChainSettings) -> Wallet:
             f"the hotkey at {file.path} is not a bittensor key file ({type(error).__name__}), so "
             "the miner has no identity: restore it with `btcli wallet regen-hotkey`"
         ) from None
-    return Wallet(settings.wallet_name, settings.wallet_hotkey, keypair, sdk)
+    return Wallet(keypair, sdk)
 
 
-def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
+def create_wallet(folder: Path, name: str) -> Wallet:
     """A wallet with a new unencrypted hotkey and no coldkey below ``folder``: for local subnets.
 
-    An existing hotkey of that name is used again. The mnemonic is neither printed nor kept.
+    The hotkey is called ``default``; an existing one is used again. The mnemonic is neither printed
+    nor kept.
     """
-    sdk = _open(name, hotkey, str(folder))
+    sdk = _open(name, "default", str(folder))
     if not sdk.hotkey_file.exists_on_device():
         sdk.create_new_hotkey(use_password=False, suppress=True)
-    return Wallet(name, hotkey, sdk.hotkey, sdk)
+    return Wallet(sdk.hotkey, sdk)

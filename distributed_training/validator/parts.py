@@ -58,10 +58,9 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         sequences=config.validator.held_out_sequences,
         sequence_length=config.training.sequence_length,
     )
-    scheme = "legacy" if config.chain.client_scheme == "legacy" else "btauth"
     return Parts(
         member=member,
-        client=SignedClient(wallet=member.wallet, scheme=scheme),  # type: ignore[arg-type]
+        client=SignedClient(wallet=member.wallet, scheme=config.chain.client_scheme),
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain).of_miner,
         pages=PageReader.from_settings(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
-from distributed_training.chain.client import SignedClient
+from distributed_training.chain.client import MOST_CALLED, SignedClient
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.config.validator import ValidatorSettings
 from distributed_training.node.peers import Reader
@@ -40,7 +40,6 @@ from distributed_training.validator.run import Run
 
 log = logging.getLogger(__name__)
 
-MAX_CALLED = 64
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
@@ -143,7 +142,7 @@ class RoundCaller:
         candidates = self._rank([n for n in neurons if n.uid in attendance.alive])
         ranked = {c.neuron.uid for c in candidates}
         unranked = [n for n in neurons if n.uid in attendance.alive and n.uid not in ranked]
-        called = ([c.neuron for c in candidates] + unranked)[:MAX_CALLED]
+        called = ([c.neuron for c in candidates] + unranked)[:MOST_CALLED]
         top = self._contribute(state, candidates)
         uids_of = {c.metadata.peer_id: c.neuron.uid for c in candidates if c.metadata.peer_id}
         base = RoundOutcome(attendance, called=tuple(n.uid for n in called), top_uid=top)

@@ -45,7 +45,7 @@ def test_a_round_called_by_a_validator(server: World, scheme) -> None:
     reply = client.sweep_is_alive([neuron(server)], SECOND)[7]
     assert reply is not None and reply.alive and reply.epoch == EPOCH
     first = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
-    assert first is not None and first.running is None
+    assert first == ""
     (event,) = server.events
     assert (event.caller, event.timeout, event.min_group_size, event.allreduce_timeout) == (
         VALIDATOR.ss58,
@@ -54,7 +54,7 @@ def test_a_round_called_by_a_validator(server: World, scheme) -> None:
         REQUEST.allreduce_timeout,
     )
     again = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
-    assert again is not None and again.running is not None
+    assert again and again.startswith("round running")
     assert len(server.events) == 1
 
 
