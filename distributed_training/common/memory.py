@@ -30,6 +30,7 @@ Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return sum(_count(shape) for shape in self.tensors)
+        return sum(map(math.prod, self.tensors))
 
     @property
     def embedding_parameters(self) -> int:
@@ -244,7 +245,7 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
 def checkpoint_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
     """On disk, of a model with parameters of these shapes: one checkpoint, and the epoch's start
     and outer momentum that the first one of an outer step writes besides."""
-    return (16 + 8) * sum(map(_count, tensors))
+    return (16 + 8) * sum(map(math.prod, tensors))
 
 
 def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
@@ -252,18 +253,11 @@ def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
     AdamW, and ``gradients.pt`` with the ranks' parts of it that it is put together from."""
     shapes = list(tensors)
     published = sum(_VALUE * _published_values(shape) for shape in shapes)
-    return 12 * sum(_count(shape) for shape in shapes) + 2 * published
+    return 12 * sum(map(math.prod, shapes)) + 2 * published
 
 
 def _published_values(shape: tuple[int, ...]) -> int:
     """At most; a vector is cut into chunks of up to 64, of which ``TOPK`` values each are sent."""
     if len(shape) == 1:
         return shape[0]
-    return _count(shape[:-1]) * min(TOPK, shape[-1])
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
+    return math.prod(shape[:-1]) * min(TOPK, shape[-1])

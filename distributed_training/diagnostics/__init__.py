@@ -1,30 +1,6 @@
-"""What an operator should know before and while training: GPU block, warnings, doctor.
+"""What an operator should know before and while training.
 
-Importing this package imports neither torch nor a driver; the functions that need them do.
+``checks`` (one finding, and those a start asks for), ``report`` (the GPU block at start, the
+warnings after a step), ``nvml`` (GPUs as the driver sees them). Nothing is imported here: neither
+torch nor a driver.
 """
-
-from __future__ import annotations
-
-from distributed_training.diagnostics.checks import Check, check_disk, check_port, failed
-from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
-from distributed_training.diagnostics.report import (
-    CudaState,
-    accumulation_steps,
-    cuda_state,
-    gpu_report_lines,
-    step_warnings,
-)
-
-__all__ = [
-    "Check",
-    "CudaState",
-    "NvmlSampler",
-    "accumulation_steps",
-    "check_disk",
-    "check_port",
-    "cuda_state",
-    "failed",
-    "gpu_report_lines",
-    "step_warnings",
-    "visible_gpu_count",
-]

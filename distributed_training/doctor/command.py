@@ -29,7 +29,7 @@ from rich.text import Text
 
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.arguments import Parser, argument, ranged
-from distributed_training.diagnostics import Check, failed
+from distributed_training.diagnostics.checks import Check, failed
 from distributed_training.doctor.examination import Examination, model_config
 from distributed_training.doctor.reach import host_and_port, probe
 from distributed_training.miner.launcher import default_ranks

@@ -13,8 +13,7 @@ from typing import Any
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError, problems
-from distributed_training.diagnostics import Check
-from distributed_training.diagnostics.checks import ProbeError, check_gpus
+from distributed_training.diagnostics.checks import Check, ProbeError, check_gpus
 from distributed_training.doctor import machine
 from distributed_training.doctor.measure import measure
 from distributed_training.doctor.outside import outside_checks

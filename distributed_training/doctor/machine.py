@@ -26,8 +26,7 @@ from distributed_training.common.memory import (
     loss_chunk,
 )
 from distributed_training.config import Config
-from distributed_training.diagnostics import Check
-from distributed_training.diagnostics.checks import check_disk, check_port
+from distributed_training.diagnostics.checks import Check, check_disk, check_port
 from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
 from distributed_training.miner.process import mark_of
 

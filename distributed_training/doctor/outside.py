@@ -20,8 +20,7 @@ from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.wallet import load_wallet
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics import Check
-from distributed_training.diagnostics.checks import ProbeError, run_probe
+from distributed_training.diagnostics.checks import Check, ProbeError, run_probe
 from distributed_training.doctor.speed import MAXIMUM_UPLOAD_AGE
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.chain import follow_chain, seconds_per_block

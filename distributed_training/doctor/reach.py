@@ -10,7 +10,7 @@ import socket
 from datetime import timedelta
 
 from distributed_training.config import ConfigError
-from distributed_training.diagnostics import Check
+from distributed_training.diagnostics.checks import Check
 
 _TIMEOUT = timedelta(seconds=5)
 _P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled

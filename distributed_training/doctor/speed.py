@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-from distributed_training.diagnostics import Check
+from distributed_training.diagnostics.checks import Check
 from distributed_training.diagnostics.report import accumulation_steps
 
 # Gradients older than this are worth nothing to validators (protocol page, section 7).

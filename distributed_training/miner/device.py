@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics import NvmlSampler, cuda_state, gpu_report_lines
+from distributed_training.diagnostics.nvml import NvmlSampler
+from distributed_training.diagnostics.report import cuda_state, gpu_report_lines
 
 log = logging.getLogger(__name__)
 

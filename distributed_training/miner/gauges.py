@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from distributed_training.diagnostics import NvmlSampler
+from distributed_training.diagnostics.nvml import NvmlSampler
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import unix_time
 

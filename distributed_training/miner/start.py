@@ -31,7 +31,7 @@ from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
-from distributed_training.diagnostics import step_warnings
+from distributed_training.diagnostics.report import step_warnings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.start import fetch_tokenizer, make_run_folder, start_log
 from distributed_training.protocol import lines

@@ -13,15 +13,17 @@ from distributed_training.common.memory import (
     device_memory,
     host_memory,
 )
-from distributed_training.diagnostics import (
+from distributed_training.diagnostics import nvml
+from distributed_training.diagnostics.checks import (
     Check,
-    NvmlSampler,
+    ProbeError,
     check_disk,
+    check_gpus,
     check_port,
     failed,
-    nvml,
+    run_probe,
 )
-from distributed_training.diagnostics.checks import ProbeError, check_gpus, run_probe
+from distributed_training.diagnostics.nvml import NvmlSampler
 from distributed_training.doctor.machine import check_memory, check_torch
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 from distributed_training.training.sizes import named_config
