@@ -130,7 +130,6 @@ class Ours:
     def round(self) -> Sample:
         request = RoundRequest(
             caller="",
-            received_at=0.0,
             timeout=timedelta(seconds=TIMEOUT),
             min_group_size=self._group,
             min_matchmaking_time=timedelta(seconds=PEER_MATCHMAKING),

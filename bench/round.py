@@ -99,7 +99,6 @@ def swarm_of(schema: Schema, folder: Path, peers: tuple[str, ...]) -> HivemindSw
 def request() -> RoundRequest:
     return RoundRequest(
         caller="",
-        received_at=time.time(),
         timeout=timedelta(minutes=5),
         min_group_size=2,
         min_matchmaking_time=MATCHMAKING,

@@ -35,7 +35,6 @@ SETTINGS = SwarmSettings(
 )
 REQUEST = RoundRequest(
     caller="5V",
-    received_at=0.0,
     timeout=timedelta(seconds=12),
     min_group_size=2,
     min_matchmaking_time=timedelta(seconds=1.5),

@@ -21,7 +21,7 @@ from typing import Any
 
 from distributed_training.config.chain import ChainSettings
 from distributed_training.protocol import lines, synapses
-from distributed_training.protocol.synapses import RoundBounds, SynapseError
+from distributed_training.protocol.synapses import SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
@@ -276,7 +276,6 @@ class SignedServer:
             request = synapses.parse_all_reduce(
                 fields,
                 caller=claim.hotkey,
-                received_at=self._clock() / 1e9,
                 timeout=claim.header_timeout,
                 bounds=self._bounds,
             )
@@ -325,18 +324,13 @@ def _oldest_call(settings: ChainSettings) -> timedelta:
     )
 
 
-def round_bounds(settings: ChainSettings) -> RoundBounds:
-    """The bounds of the settings (seconds) as the synapses' parser takes them."""
-
-    def seconds(bounds: tuple[float, float]) -> tuple[timedelta, timedelta]:
-        return timedelta(seconds=bounds[0]), timedelta(seconds=bounds[1])
-
-    low, high = settings.clamp_min_group_size
-    return RoundBounds(
-        timeout=seconds(settings.clamp_round_timeout),
-        group_size=(int(low), int(high)),
-        request_timeout=seconds(settings.clamp_request_timeout),
-        allreduce_timeout=seconds(settings.clamp_allreduce_timeout),
-        next_chunk_timeout=seconds(settings.clamp_next_chunk_timeout),
-        min_matchmaking_time=seconds(settings.clamp_min_matchmaking_time),
-    )
+def round_bounds(settings: ChainSettings) -> dict[str, tuple[float, float]]:
+    """``--clamp.*`` by the names of the call's fields."""
+    return {
+        "timeout": settings.clamp_round_timeout,
+        "min_group_size": settings.clamp_min_group_size,
+        "request_timeout": settings.clamp_request_timeout,
+        "allreduce_timeout": settings.clamp_allreduce_timeout,
+        "next_chunk_timeout": settings.clamp_next_chunk_timeout,
+        "min_matchmaking_time": settings.clamp_min_matchmaking_time,
+    }

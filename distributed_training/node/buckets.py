@@ -8,7 +8,7 @@ committed to the chain for everybody to see; the write keys never leave this mac
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 
 from pydantic import SecretStr
@@ -33,7 +33,7 @@ from distributed_training.store.read_key import check_read_key
 from distributed_training.store.retry import deadline_in, retrying
 from distributed_training.store.s3 import S3ObjectStore
 
-BUCKET_CHECK = timedelta(seconds=30)
+BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
 
 
 def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> S3ObjectStore:
@@ -64,11 +64,8 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
     whether these keys can read ``bucket`` and cannot write it. Raises ConfigError, NetworkFailure.
     """
     text = commitment_text(settings)
-    reader = open_own(settings, bucket, write=False)
-    try:
-        refuse_writing_key(reader)
-    finally:
-        reader.close()
+    with closing(open_own(settings, bucket, write=False)) as reader, _errors_of_a_start(bucket):
+        check_read_key(reader, timeout=BUCKET_CHECK)
     return text
 
 
@@ -86,15 +83,6 @@ def commitment_text(settings: StoreSettings) -> str:
             f"the read keys do not fit into a commitment ({error}), so nobody could read this "
             "bucket: correct R2_ACCOUNT_ID, R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY"
         ) from None
-
-
-def refuse_writing_key(reader: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
-    """``reader`` is open with the key that will be published. Raises ConfigError, NetworkFailure.
-
-    ``timeout`` covers the attempts to read and to write with it.
-    """
-    with _errors_of_a_start(reader.bucket):
-        check_read_key(reader, timeout=timeout)
 
 
 @contextmanager

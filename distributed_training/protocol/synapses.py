@@ -39,27 +39,6 @@ class SynapseError(ValueError):
     """A body that is not of the synapse. Answer 400."""
 
 
-@dataclass(frozen=True)
-class RoundBounds:
-    """Between what a caller may move a round's settings. Each pair is (least, most)."""
-
-    timeout: tuple[timedelta, timedelta] = (timedelta(seconds=5), timedelta(seconds=1800))
-    group_size: tuple[int, int] = (2, 256)
-    request_timeout: tuple[timedelta, timedelta] = (timedelta(seconds=1), timedelta(seconds=120))
-    allreduce_timeout: tuple[timedelta, timedelta] = (
-        timedelta(seconds=5),
-        timedelta(seconds=1800),
-    )
-    next_chunk_timeout: tuple[timedelta, timedelta] = (timedelta(seconds=1), timedelta(seconds=300))
-    min_matchmaking_time: tuple[timedelta, timedelta] = (
-        timedelta(seconds=0.5),
-        timedelta(seconds=300),
-    )
-
-
-DEFAULT_BOUNDS = RoundBounds()
-
-
 def legacy_signed_text(
     *, nonce: int, sender: str, receiver: str, uuid: str, body_hash: str = LEGACY_BODY_HASH
 ) -> str:
@@ -126,11 +105,11 @@ def parse_all_reduce(
     body: Mapping[str, Any],
     *,
     caller: str,
-    received_at: float,
     timeout: float | None = None,
-    bounds: RoundBounds = DEFAULT_BOUNDS,
+    bounds: Mapping[str, tuple[float, float]],
 ) -> RoundRequest:
-    """The round a verified ``caller`` asks for, every value clamped to ``bounds``.
+    """The round a verified ``caller`` asks for, every value clamped to ``bounds``: least and
+    most of each field by name, durations in seconds.
 
     ``timeout``: seconds, from the call's header if there is one; else the body's field is used.
     Absent or null fields become None (use the configured value). Raises SynapseError for a value
@@ -141,23 +120,20 @@ def parse_all_reduce(
     size = _optional_number(body, "min_group_size")
     if size is not None and size != int(size):
         raise SynapseError(f"AllReduce: min_group_size {size!r} is not an integer")
-    durations = {
-        name: _clamp(_optional_number(body, name), getattr(bounds, name)) for name in _SECONDS
-    }
-    low, high = bounds.group_size
+    durations = {name: _clamp(_optional_number(body, name), bounds[name]) for name in _SECONDS}
+    low, high = map(int, bounds["min_group_size"])
     return RoundRequest(
         caller=caller,
-        received_at=received_at,
-        timeout=_clamp(header if header is not None else from_body, bounds.timeout),
+        timeout=_clamp(header if header is not None else from_body, bounds["timeout"]),
         min_group_size=None if size is None else min(max(int(size), low), high),
         **durations,
     )
 
 
-def _clamp(seconds: float | None, between: tuple[timedelta, timedelta]) -> timedelta | None:
+def _clamp(seconds: float | None, between: tuple[float, float]) -> timedelta | None:
     if seconds is None:
         return None
-    low, high = (t.total_seconds() for t in between)
+    low, high = between
     return timedelta(seconds=min(max(seconds, low), high))
 
 

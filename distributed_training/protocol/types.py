@@ -70,7 +70,6 @@ class RoundRequest:
     """An accepted AllReduce call. ``None`` means: use the configured value."""
 
     caller: str  # hotkey, ss58; verified by the server
-    received_at: float  # time.time()
     timeout: timedelta | None = None  # of the whole round
     min_group_size: int | None = None
     request_timeout: timedelta | None = None

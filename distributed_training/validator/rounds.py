@@ -248,7 +248,6 @@ class RoundCaller:
         began = time.monotonic()
         request = RoundRequest(
             caller=self._caller,
-            received_at=time.time(),
             timeout=self._swarm_settings.round_timeout,
             min_group_size=self._swarm_settings.min_group_size,
         )

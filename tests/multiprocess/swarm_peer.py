@@ -41,7 +41,6 @@ def main() -> None:
             result = swarm.average(
                 RoundRequest(
                     caller="5V",
-                    received_at=0.0,
                     timeout=timedelta(seconds=order["timeout"]),
                     min_group_size=2,
                     min_matchmaking_time=timedelta(seconds=2),

@@ -82,7 +82,6 @@ def test_a_stock_averager_of_the_right_name_averages_with_ours(
         result = ours.average(
             RoundRequest(
                 caller="5V",
-                received_at=0.0,
                 timeout=timedelta(seconds=40),
                 min_group_size=2,
                 min_matchmaking_time=timedelta(seconds=2),

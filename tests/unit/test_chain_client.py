@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(60)
 SECOND = timedelta(seconds=1)
 REQUEST = RoundRequest(
     caller=VALIDATOR.ss58,
-    received_at=0.0,
     timeout=timedelta(seconds=90),
     min_group_size=3,
     allreduce_timeout=timedelta(seconds=60),

@@ -30,7 +30,7 @@ from distributed_training.protocol.types import (
 )
 
 RULES = Rules(reload_seconds=2640, checkpoint_steps=10)
-CALL = RoundRequest(caller="5Validator", received_at=1e9)
+CALL = RoundRequest(caller="5Validator")
 RESULT = AllReduceResult(
     peers=("a", "b", "c"),
     failed_peers=(),

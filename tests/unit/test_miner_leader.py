@@ -129,7 +129,7 @@ class Rig:
 
 
 def call() -> ev.AllReduceCalled:
-    return ev.AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
+    return ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
 
 
 def step(inner_step: int) -> ev.InnerStepDone:

@@ -88,7 +88,7 @@ def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
     """Else it answers the validator that a round is running, until a restart."""
     server = Server()
     rank_zero: Any = SimpleNamespace(server=server)
-    call = ev.AllReduceCalled(RoundRequest(caller="5V", received_at=1e9), 1000.0)
+    call = ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
     state = MinerState(mode=mode, outer_step=4)
     start.RankZero._tell_server(rank_zero, call, state)
     after, _ = decide(state, call, Rules(reload_seconds=60, checkpoint_steps=10))

@@ -7,7 +7,9 @@ from datetime import timedelta
 import pytest
 
 from distributed_training.config import ConfigError
-from distributed_training.node.buckets import check_own, refuse_writing_key
+from distributed_training.config.store import StoreSettings
+from distributed_training.node import buckets
+from distributed_training.node.buckets import check_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.store.errors import (
     AccessDeniedError,
@@ -40,6 +42,12 @@ def test_only_what_passes_by_itself_is_tried_again_by_pm2(
         check_own(MemoryObjectStore("bucket", before=before), timeout=timedelta(seconds=1))
 
 
-def test_a_read_key_that_can_write_ends_the_start_for_good() -> None:
+def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch) -> None:
+    store = MemoryObjectStore("bucket")
+    store.close = lambda: None
+    monkeypatch.setattr(buckets, "open_own", lambda *_, write: store)
+    settings = StoreSettings(
+        account_id="a" * 32, read_access_key_id="b" * 32, read_secret_access_key="c" * 64
+    )
     with pytest.raises(ConfigError, match="R2_READ_ACCESS_KEY_ID can write"):
-        refuse_writing_key(MemoryObjectStore("bucket"))
+        own_commitment(settings, "bucket")

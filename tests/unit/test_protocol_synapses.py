@@ -35,11 +35,21 @@ def test_the_recorded_signatures_cover_our_text(request_: dict) -> None:
     assert sp_core.verify(text.encode(), signature, headers["bt_header_dendrite_hotkey"])
 
 
+BOUNDS = {
+    "timeout": (5.0, 1800.0),
+    "min_group_size": (2.0, 256.0),
+    "request_timeout": (1.0, 120.0),
+    "allreduce_timeout": (5.0, 1800.0),
+    "next_chunk_timeout": (1.0, 300.0),
+    "min_matchmaking_time": (0.5, 300.0),
+}
+
+
 def test_recorded_bodies_are_understood() -> None:
     by_path = {r["path"]: json.loads(r["body"]) for r in RECORDED}
     assert set(by_path) == set(synapses.ROUTES)
     request = synapses.parse_all_reduce(
-        by_path[synapses.ALL_REDUCE_ROUTE], caller="5X", received_at=1.0
+        by_path[synapses.ALL_REDUCE_ROUTE], caller="5X", bounds=BOUNDS
     )
     assert request.caller == "5X" and request.timeout == timedelta(seconds=840)
     reply = synapses.answer_is_alive(by_path[synapses.IS_ALIVE_ROUTE], epoch=4)
@@ -49,7 +59,6 @@ def test_recorded_bodies_are_understood() -> None:
 def test_all_reduce_round_trip() -> None:
     request = RoundRequest(
         caller="5X",
-        received_at=2.0,
         timeout=timedelta(seconds=60),
         min_group_size=3,
         request_timeout=timedelta(seconds=3),
@@ -59,13 +68,13 @@ def test_all_reduce_round_trip() -> None:
     )
     body = json.loads(json.dumps(synapses.build_all_reduce(request)))
     assert body["completion"] is False
-    assert synapses.parse_all_reduce(body, caller="5X", received_at=2.0) == request
+    assert synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS) == request
     assert synapses.answer_all_reduce({})["completion"] is False
 
 
 def test_absent_values_mean_configured_ones() -> None:
-    request = synapses.parse_all_reduce({"min_group_size": None}, caller="5X", received_at=0.0)
-    assert request == RoundRequest("5X", 0.0)
+    request = synapses.parse_all_reduce({"min_group_size": None}, caller="5X", bounds=BOUNDS)
+    assert request == RoundRequest("5X")
 
 
 numbers = st.one_of(st.integers(-(10**9), 10**9), st.floats(-1e12, 1e12))
@@ -74,12 +83,11 @@ numbers = st.one_of(st.integers(-(10**9), 10**9), st.floats(-1e12, 1e12))
 @given(size=st.integers(-(10**9), 10**9), seconds=numbers, header=numbers)
 def test_every_value_is_clamped(size: int, seconds: float, header: float) -> None:
     body = {"min_group_size": size, "allreduce_timeout": seconds, "min_matchmaking_time": seconds}
-    request = synapses.parse_all_reduce(body, caller="5X", received_at=0.0, timeout=header)
-    bounds = synapses.DEFAULT_BOUNDS
-    assert bounds.group_size[0] <= request.min_group_size <= bounds.group_size[1]
+    request = synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS, timeout=header)
+    assert 2 <= request.min_group_size <= 256
     for name in ("timeout", "allreduce_timeout", "min_matchmaking_time"):
-        low, high = getattr(bounds, name)
-        assert low <= getattr(request, name) <= high
+        low, high = BOUNDS[name]
+        assert low <= getattr(request, name).total_seconds() <= high
 
 
 @pytest.mark.parametrize(
@@ -96,7 +104,7 @@ def test_every_value_is_clamped(size: int, seconds: float, header: float) -> Non
 )
 def test_bad_all_reduce(body: dict) -> None:
     with pytest.raises(synapses.SynapseError):
-        synapses.parse_all_reduce(body, caller="5X", received_at=0.0)
+        synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS)
 
 
 @pytest.mark.parametrize("epoch", [-1, True, "3", 2.0])
