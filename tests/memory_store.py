@@ -45,6 +45,9 @@ class MemoryObjectStore:
         self._count = 0
 
     @property
+    def close(self) -> None:
+        pass
+
     def bucket(self) -> str:
         return self._bucket
 

@@ -43,9 +43,7 @@ def test_only_what_passes_by_itself_is_tried_again_by_pm2(
 
 
 def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch) -> None:
-    store = MemoryObjectStore("bucket")
-    store.close = lambda: None
-    monkeypatch.setattr(buckets, "open_own", lambda *_, write: store)
+    monkeypatch.setattr(buckets, "open_own", lambda *_, write: MemoryObjectStore("bucket"))
     settings = StoreSettings(
         account_id="a" * 32, read_access_key_id="b" * 32, read_secret_access_key="c" * 64
     )
