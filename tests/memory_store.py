@@ -44,10 +44,10 @@ class MemoryObjectStore:
         self._lock = threading.RLock()
         self._count = 0
 
-    @property
     def close(self) -> None:
         pass
 
+    @property
     def bucket(self) -> str:
         return self._bucket
 
