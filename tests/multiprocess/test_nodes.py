@@ -24,12 +24,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.timeout(240)
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = (
-    "import pathlib, sys\n"
-    "from distributed_training.miner import launcher\n"
-    "script = pathlib.Path('tests/multiprocess/node_ranks.py')\n"
-    "sys.exit(launcher.launch(sys.argv[1:], script=script))\n"
-)
+LAUNCH = ROOT / "tests" / "multiprocess" / "node_launch.py"
 FLAGS = {  # as miner_ranks.FLAGS
     "neuron.device": "cpu",
     "neuron.sequence_length": "32",
@@ -72,7 +67,7 @@ class Node:
         prefix = self._machine.prefix if self._machine else []
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-c", LAUNCH, *COMMON, *arguments],
+                [*prefix, sys.executable, str(LAUNCH), *COMMON, *arguments],
                 env=os.environ
                 | secret
                 | {"BT_WALLET_PATH": str(hotkey.parents[2]), "NODE_STEPS": str(steps)}

@@ -1,0 +1,29 @@
+# Runs the miner with the flags in "$@" on the nodes of this job, until it ends for good.
+#
+# Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints, and Slurm queues the
+# job again. Before the job's time is over (--signal above, 180 s) this script does the same. Exit
+# status 1 is a fault: the miner is started again, as pm2 does; 2 (bad configuration) and 3
+# (deregistered) end the job.
+
+again=""
+save() {
+    again=yes
+    scancel --signal=TERM "$SLURM_JOB_ID.$step"
+}
+trap save USR1
+
+step=-1
+while :; do
+    step=$((step + 1))
+    # Each task is one node's launcher, and reads SLURM_NNODES and SLURM_NODEID by itself.
+    srun --kill-on-bad-exit=0 --wait=0 bash -c 'exec "${@//%n/$SLURM_NODEID}"' miner \
+        ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
+    until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
+    [ -n "$again" ] || [ "$status" != 1 ] && break
+    echo "The miner failed; it is started again in ${DT_PAUSE:-10} s"
+    sleep "${DT_PAUSE:-10}"
+done
+if [ -n "$again" ] && [ "$status" = 0 ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

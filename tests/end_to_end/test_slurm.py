@@ -1,0 +1,88 @@
+"""The scripts of ops/slurm under a real Slurm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distributed_training.common.ports import free_ports
+from distributed_training.telemetry import read_events
+from tests.multiprocess.test_launcher_tree import COMMON, KEYS
+from tests.multiprocess.test_nodes import FLAGS, LAUNCH, ROOT
+from tests.slurm_world import Slurm, slurm
+from tests.waiting import wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Slurm]:
+    with slurm(tmp_path / "slurm") as world:
+        (world.folder / "ops").symlink_to(ROOT / "ops")
+        for hotkey in ("default", "h0", "h1"):
+            path = world.folder / "wallets" / "default" / "hotkeys" / hotkey
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        yield world
+
+
+def _submit(cluster: Slurm, script: str, *options: str, flags: list[str], **more: str) -> str:
+    arguments = [part for name, text in FLAGS.items() for part in (f"--{name}", text)]
+    environment = {
+        "DT_MINER": f"{sys.executable} {LAUNCH}",
+        "BT_WALLET_PATH": str(cluster.folder / "wallets"),
+        "OMP_NUM_THREADS": "1",
+        **KEYS,
+        **more,
+    }
+    command = ["sbatch", "--parsable", "--cpus-per-task=1", *options, f"ops/slurm/{script}.sbatch"]
+    return cluster.run(
+        *command, *COMMON, *arguments, "--nproc_per_node", "1", *flags, **environment
+    )
+
+
+def _losses(folder: Path) -> dict[int, float]:
+    events = folder / "events.jsonl"
+    found = read_events(events, "step") if events.exists() else []
+    return {e["total_inner_steps"]: e["loss"] for e in found}
+
+
+def _output(cluster: Slurm) -> str:
+    return "\n".join(p.read_text() for p in cluster.folder.glob("miner-*.log"))
+
+
+def _ended(cluster: Slurm, job: str) -> None:
+    wait_for(
+        lambda: cluster.job(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"),
+        "the job's end",
+        seconds=240,
+        every=1.0,
+    )
+    assert cluster.job(job)["JobState"] == "COMPLETED", _output(cluster)[-5000:]
+
+
+def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slurm) -> None:
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"  # n0 is no name that this machine resolves
+    job = _submit(cluster, "several-nodes", flags=[], RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
+    folder = cluster.folder / "runs" / "miner-node0"
+    wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
+    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", seconds=90, every=0.5)
+    saved = max(_losses(folder))
+    assert saved < 60
+    _ended(cluster, job)
+    assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
+    output = _output(cluster)
+    assert f"Resumed at outer step 0, inner step {saved}" in output
+    assert "Nodes 0, 1: 2 ranks" in output
+    assert (cluster.folder / "runs" / "miner-node1" / "checkpoints").is_dir()
+
+
+def test_an_array_runs_a_miner_for_each_hotkey(cluster: Slurm) -> None:
+    job = _submit(cluster, "one-node", "--array=0-1", flags=[], DT_HOTKEYS="h0 h1", NODE_STEPS="4")
+    for index in range(2):
+        _ended(cluster, f"{job}_{index}")
+        assert len(_losses(cluster.folder / "runs" / f"miner-h{index}")) == 4
