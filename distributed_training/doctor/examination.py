@@ -16,6 +16,7 @@ from distributed_training.config import Config, ConfigError, problems
 from distributed_training.diagnostics.checks import Check, ProbeError, check_gpus
 from distributed_training.doctor import machine
 from distributed_training.doctor.measure import measure
+from distributed_training.doctor.nodes import check_nodes
 from distributed_training.doctor.outside import outside_checks
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 
@@ -55,8 +56,11 @@ class Examination:
             machine.check_descriptors(config.chain.max_connections),
             machine.check_shared_memory(ranks=self.ranks, gpu=on_gpu),
             *machine.check_ports(config),
+            *check_nodes(config, offline=self.offline),
         ]
-        if self.offline:
+        if not config.nodes.leads:
+            checks.append(Check("network", "skip", "node 0 alone asks chain, bucket and peers"))
+        elif self.offline:
             checks.append(Check("network", "skip", "--offline: chain, bucket, data are not asked"))
         else:
             checks += outside_checks(config, uid=self.uid, shape=shape, tell=self.tell)

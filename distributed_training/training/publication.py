@@ -22,6 +22,7 @@ from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
 from .feedback import Direction
+from .hand_over import hand_over
 from .host_copies import to_host
 from .inner_optimizer import InnerOptimizer
 from .outer_step import OuterStep
@@ -34,7 +35,7 @@ from .snapshot import (
     SnapshotState,
     prepare_folder,
     publish_instead,
-    write_snapshot,
+    write_snapshots,
 )
 
 log = logging.getLogger(__name__)
@@ -108,8 +109,9 @@ class Publication:
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
         directions = self._outer.feedback.directions(start, current, self._outer.learning_rate)
         state = self._state(directions, current, steps, config, metadata)
+        states = hand_over(state, self._stream)
         handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
-        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
+        handle.start(partial(write_snapshots, states, parts_timeout=PARTS_TIMEOUT))
         return handle
 
     def _state(

@@ -44,7 +44,7 @@ class SnapshotState:
 
     ``directions``: what may be published; the first is written to ``gradients.pt``. ``rank`` of
     the ``world_size`` that hold one copy of the model; ``writes``: False where another node writes
-    the same.
+    the same; ``own``: False for what this rank writes for one of another node.
     """
 
     rank: int
@@ -62,6 +62,7 @@ class SnapshotState:
     param_group: Mapping[str, Any]
     scheduler_state: Mapping[str, Any]
     writes: bool = True
+    own: bool = True
 
 
 class SnapshotHandle:
@@ -153,7 +154,8 @@ def write_snapshot(
     try:
         layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
         codes = {each.name: each.encode(handle.check) for each in state.directions}
-        handle.codes = codes
+        if state.own:
+            handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
     except BaseException as error:
@@ -191,6 +193,14 @@ def write_snapshot(
     sync_folder(folder)
     done = {"rank": state.rank, "world_size": state.world_size, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
+
+
+def write_snapshots(
+    states: Sequence[SnapshotState], handle: SnapshotHandle, *, parts_timeout: timedelta
+) -> None:
+    """:func:`write_snapshot` of each."""
+    for state in states:
+        write_snapshot(state, handle, parts_timeout=parts_timeout)
 
 
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:

@@ -57,10 +57,12 @@ class Node:
 
     def start(self, *, steps: int = 0, **changes: str) -> Node:
         """``steps``: inner steps after which the miner stops."""
-        hotkey = self.folder.with_suffix(".wallets") / "default" / "hotkeys" / "default"
+        wallets = self.folder.with_suffix(".wallets")
         if self._flags.get("node_rank", "0") == "0":
-            hotkey.parent.mkdir(parents=True, exist_ok=True)
-            hotkey.touch()
+            for name, key in (("default", "default"), ("W", "H")):
+                hotkey = wallets / name / "hotkeys" / key
+                hotkey.parent.mkdir(parents=True, exist_ok=True)
+                hotkey.touch()
         flags = FLAGS | self._flags | {"neuron.run_folder": str(self.folder)} | changes
         arguments = [part for name, text in flags.items() for part in (f"--{name}", text)]
         secret = KEYS if self._flags.get("node_rank", "0") == "0" else {}
@@ -70,7 +72,7 @@ class Node:
                 [*prefix, sys.executable, str(LAUNCH), *COMMON, *arguments],
                 env=os.environ
                 | secret
-                | {"BT_WALLET_PATH": str(hotkey.parents[2]), "NODE_STEPS": str(steps)}
+                | {"BT_WALLET_PATH": str(wallets), "NODE_STEPS": str(steps)}
                 | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests"
                    f"{os.pathsep}{ROOT}/tests/multiprocess"},
                 cwd=ROOT,
@@ -141,10 +143,25 @@ def two(nodes: Callable[..., Node]) -> Iterator[Callable[..., list[Node]]]:
         yield pair
 
 
-def test_two_nodes_train_as_one_with_as_many_ranks(
-    nodes: Callable[..., Node], two: Callable[..., list[Node]]
-) -> None:
-    pair = two()
+def _flags_of_the_guide() -> list[dict[str, str]]:
+    """What docs/several-machines.md has people type on each node."""
+    page = (ROOT / "docs" / "several-machines.md").read_text()
+    found = [line.split() for line in page.splitlines() if line.startswith("python neurons/miner")]
+    return [
+        {name.removeprefix("--"): value for name, value in zip(w[2::2], w[3::2], strict=True)}
+        for w in found
+    ]
+
+
+def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Callable[..., Node]) -> None:
+    """Started with the guide's commands."""
+    with machines(2) as found:
+        flags = [one | {"nproc_per_node": "1"} for one in _flags_of_the_guide()]
+        pair = [nodes(f"node{i}", m, **flags[i]) for i, m in enumerate(found)]
+        _train_as_one(pair, nodes)
+
+
+def _train_as_one(pair: list[Node], nodes: Callable[..., Node]) -> None:
     for node in reversed(pair):  # whoever is first waits
         node.start(steps=12)
     for node in pair:

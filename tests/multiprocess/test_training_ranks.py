@@ -63,8 +63,10 @@ def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(120)
-def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
-    Ranks("snapshot", 2, tmp_path).finish()
+@pytest.mark.parametrize("scenario", ["snapshot", "snapshot_across"])
+def test_snapshot_of_two_ranks_is_that_of_the_whole_model(scenario: str, tmp_path: Path) -> None:
+    Ranks(scenario, 2, tmp_path).finish()
+    assert not (tmp_path / "no file system in common").exists()
     for mode in ("upload", "off", "best"):
         folder = tmp_path / mode
         kept = torch.load(tmp_path / f"{mode}.pt", weights_only=True)

@@ -11,6 +11,7 @@ import sys
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -178,15 +179,21 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
     same(before, whole_weights(made))
 
 
-def snapshot(folder: Path) -> None:
+def snapshot_across(folder: Path) -> None:
+    """Two nodes with one rank each, and one copy of the model."""
+    snapshot(folder, local_ranks=1, across_nodes=True)
+
+
+def snapshot(folder: Path, **layout: Any) -> None:
     for mode in ("upload", "off", "best"):
-        made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
+        made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode, **layout)
         start = whole_weights(made)
         train(made, 0, 2)
         now = whole_weights(made)
         for _ in range(2):
+            place = folder if RANK == 0 or not layout else folder / "no file system in common"
             handle = made.snapshot(
-                folder / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
+                place / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
             )
             train(made, 2, 3)  # goes on while files are written
             handle.wait(timedelta(seconds=60))

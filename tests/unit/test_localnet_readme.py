@@ -21,7 +21,15 @@ PAGES = sorted(
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     if path.name in ("README.md", "CONTRIBUTING.md")
-    or path.stem in ("operator-guide", "tuning", "troubleshooting", "protocol", "architecture")
+    or path.stem
+    in (
+        "operator-guide",
+        "several-machines",
+        "tuning",
+        "troubleshooting",
+        "protocol",
+        "architecture",
+    )
 )
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)

@@ -20,6 +20,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
+from distributed_training.doctor.nodes import check_nodes
 from distributed_training.miner.nodes import Guest, Host, difference, facts_of
 from tests.waiting import wait_for
 
@@ -232,3 +233,25 @@ def test_what_must_be_equal_is_what_decides_the_training() -> None:
     for flag, value in (("neuron.learning_rate", "0.5"), ("data.source", "stdlib")):
         line = difference(facts(), facts(f"--{flag}", value))
         assert line is not None and line.startswith(f"--{flag} is {value} on this node")
+
+
+def test_the_doctor_says_whether_nodes_can_meet(
+    world: Callable[..., World],
+) -> None:
+    here = world("2")
+
+    def findings(*flags: str) -> dict[str, tuple[str, str]]:
+        argv = ["--nnodes", "2", *flags]
+        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        return {c.name: (c.status, c.finding) for c in check_nodes(config, offline=False)}
+
+    endpoint = here.settings.rdzv_endpoint
+    assert endpoint is not None
+    for node in ("0", "1"):
+        found = findings("--node_rank", node, "--rdzv_endpoint", endpoint)
+        assert found["nodes"][0] == found["nodes' firewall"][0] == "ok"
+        assert "interface lo" in found["nodes"][1]
+    away = f"127.0.0.1:{free_ports(1)[0]}"
+    assert findings("--node_rank", "1", "--rdzv_endpoint", away)["nodes"][0] == "warn"
+    assert findings("--rdzv_endpoint", "192.0.2.1:1")["nodes"][0] == "fail"
+    assert findings() == {}

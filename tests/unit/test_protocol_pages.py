@@ -64,7 +64,7 @@ def test_negative_arguments_are_an_error() -> None:
         _select(block=-1)
 
 
-@given(world_size=some.integers(1, 33), n_pages=some.integers(1, 9))
+@given(world_size=some.integers(1, 512), n_pages=some.integers(1, 9))
 def test_every_judged_page_is_read_once_whatever_the_world_size(
     world_size: int, n_pages: int
 ) -> None:
