@@ -117,21 +117,31 @@ class Node:
             mark.end(settle=timedelta(0), grace=timedelta(0))
 
 
+class Nodes:
+    """Makes nodes of one test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: list[Node] = []
+
+    def __call__(self, name: str, machine: Machine | None = None, **flags: str) -> Node:
+        self._made.append(Node(self._folder / name, machine=machine, flags=flags))
+        return self._made[-1]
+
+    def close(self) -> None:
+        for one in self._made:
+            one.close()
+
+
 @pytest.fixture
-def nodes(tmp_path: Path) -> Iterator[Callable[..., Node]]:
-    made: list[Node] = []
-
-    def node(name: str, machine: Machine | None = None, **flags: str) -> Node:
-        made.append(Node(tmp_path / name, machine=machine, flags=flags))
-        return made[-1]
-
-    yield node
-    for one in made:
-        one.close()
+def nodes(tmp_path: Path) -> Iterator[Nodes]:
+    made = Nodes(tmp_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def two(nodes: Callable[..., Node]) -> Iterator[Callable[..., list[Node]]]:
+def two(nodes: Nodes) -> Iterator[Callable[..., list[Node]]]:
     """Two nodes, each a machine with one rank unless flags say otherwise."""
     with machines(2) as found:
 
@@ -141,6 +151,7 @@ def two(nodes: Callable[..., Node]) -> Iterator[Callable[..., list[Node]]]:
             return [nodes(f"node{i}", m, node_rank=str(i), **own) for i, m in enumerate(found)]
 
         yield pair
+        nodes.close()  # or the namespaces live on with what runs in them
 
 
 def _flags_of_the_guide() -> list[dict[str, str]]:
@@ -153,15 +164,16 @@ def _flags_of_the_guide() -> list[dict[str, str]]:
     ]
 
 
-def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Callable[..., Node]) -> None:
+def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
     """Started with the guide's commands."""
     with machines(2) as found:
         flags = [one | {"nproc_per_node": "1"} for one in _flags_of_the_guide()]
         pair = [nodes(f"node{i}", m, **flags[i]) for i, m in enumerate(found)]
         _train_as_one(pair, nodes)
+        nodes.close()
 
 
-def _train_as_one(pair: list[Node], nodes: Callable[..., Node]) -> None:
+def _train_as_one(pair: list[Node], nodes: Nodes) -> None:
     for node in reversed(pair):  # whoever is first waits
         node.start(steps=12)
     for node in pair:
@@ -191,7 +203,7 @@ def _copies_are_equal(pair: list[Node]) -> None:
 
 @pytest.mark.long
 def test_a_killed_node_comes_back_and_all_go_on_exactly(
-    two: Callable[..., list[Node]], nodes: Callable[..., Node]
+    two: Callable[..., list[Node]], nodes: Nodes
 ) -> None:
     """Killed three steps past a checkpoint: the losses are those of a miner that was never killed,
     and training goes on within 60 s."""

@@ -66,7 +66,7 @@ def help_of(script: str) -> str:
 
 
 def test_there_are_pages_with_commands() -> None:
-    assert len(PAGES) == 7
+    assert len(PAGES) == 8
     assert sum(len(commands(page)) for page in PAGES) > 15
 
 
