@@ -8,7 +8,7 @@ import socket
 from datetime import timedelta
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics import Check
+from distributed_training.diagnostics.checks import Check
 from distributed_training.miner.nodes import address_of, interface_of
 
 _TIMEOUT = timedelta(seconds=5)
