@@ -1,6 +1,8 @@
 """All-reduce over loopback: ours, one of ours among stock peers, stock hivemind, and raw TCP.
 
     python -m bench.all_reduce --peers 2 --parameters 10 --repeats 3
+    python -m bench.all_reduce --suite                  30 M and 100 M, 2 and 4 peers, with goals
+    python -m bench.all_reduce --line 1000 --parameters 30     our peers on lines of 1 Gbit/s
 
 Each peer is a process of its own; the ways take turns, medians are printed with their ratio to
 stock hivemind. Transfer is what the peers do after the group was found; matchmaking is apart.
@@ -9,6 +11,9 @@ and frames) apart from Python (serialization, sums, asyncio), with the ratio of 
 stock's for as many bytes, and Python's minor page faults (first touches of fresh memory).
 Raw TCP moves what one all-reduce moves through one peer (2 (n-1)/n of the model out, as much in)
 from n sending processes to n threads of one that receives, with no sums and no serialization.
+
+With ``--line`` our peers alone, each in a network namespace behind a line of so many Mbit/s in each
+direction (``bench.links``; root): how much of the line a transfer fills, with and without headers.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.links import Links
 from distributed_training.config.swarm import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
@@ -105,8 +111,10 @@ class Ours:
         known: Sequence[str] = (),
         group: int | None = None,
         run_id: str = "ours",
+        links: Links | None = None,
     ) -> None:
-        """``group``: of how many peers a round is, if not all are of this object."""
+        """``group``: of how many peers a round is, if not all are of this object. ``links``: where
+        each peer is, if not all are on loopback."""
         self._group = group or peers
         settings = SwarmSettings(
             dht_port=0,
@@ -118,11 +126,14 @@ class Ours:
         )
         self._swarms: list[HivemindSwarm] = []
         for i in range(peers):
-            swarm = HivemindSwarm(
-                settings=settings,
-                schema=[(str(t), (size // TENSORS,)) for t in range(TENSORS)],
-                run_folder=folder / str(i),
-            )
+            with contextlib.nullcontext() if links is None else links.inside(i):
+                if links is not None:
+                    settings = replace(settings, dht_listen_ip=links.addresses[i])
+                swarm = HivemindSwarm(
+                    settings=settings,
+                    schema=[(str(t), (size // TENSORS,)) for t in range(TENSORS)],
+                    run_folder=folder / str(i),
+                )
             self._swarms.append(swarm)
             known = known or self._swarms[0].visible_maddrs
             settings = replace(settings, initial_peers=tuple(known))
@@ -277,11 +288,86 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--part-size", type=int, default=SwarmSettings().part_size)
     parser.add_argument("--compression", default="none", help="ours")
+    parser.add_argument("--suite", action="store_true", help="the sizes with goals, as one table")
+    parser.add_argument("--line", type=float, default=0.0, help="Mbit/s of each peer's own line")
     args = parser.parse_args()
+    if args.suite:
+        suite(args)
+        return
     size = args.parameters * 1_000_000
     with tempfile.TemporaryDirectory(prefix="bench-all-reduce-") as name:
+        if args.line:
+            on_a_line(Path(name), size, args)
+            return
         samples, costs = measure(Path(name), size, args)
     report(samples, costs, size, args)
+
+
+def on_a_line(folder: Path, size: int, args: argparse.Namespace) -> None:
+    """Our peers alone. What the line carried counts from its own counters."""
+    payload = 4 * size * 2 * (args.peers - 1) / args.peers
+    shares: list[tuple[float, float]] = []
+    with ExitStack() as stack:
+        links = stack.enter_context(Links([args.line] * args.peers))
+        ours = Ours(folder, args.peers, size, args, links=links)
+        stack.callback(ours.close)
+        for number in range(args.repeats + 1):
+            before = links.counters()
+            _, transfer = ours.round()
+            after = links.counters()
+            carried = statistics.mean(b.sent - a.sent for a, b in zip(before, after, strict=True))
+            could = args.line * 1e6 / 8 * transfer
+            print(
+                f"transfer {transfer:6.2f} s: {100 * carried / could:5.1f} % of the line carried, "
+                f"{100 * payload / could:5.1f} % values" + ("" if number else " (not counted)"),
+                flush=True,
+            )
+            shares.append((carried / could, payload / could))
+    with_headers, values = (statistics.median(s) for s in zip(*shares[1:], strict=True))
+    print(
+        f"{args.peers} peers, {args.parameters} M parameters, lines of {args.line:.0f} Mbit/s: "
+        f"{100 * with_headers:.1f} % of the line filled (goal 95), {100 * values:.1f} % with values"
+    )
+
+
+SUITE = ((30, 2, 3), (30, 4, 3), (100, 2, 2), (100, 4, 2))  # million parameters, peers, repeats
+
+
+def suite(args: argparse.Namespace) -> None:
+    lines = []
+    for millions, peers, repeats in SUITE:
+        args.parameters, args.peers, args.repeats = millions, peers, repeats
+        with tempfile.TemporaryDirectory(prefix="bench-all-reduce-") as name:
+            samples, costs = measure(Path(name), millions * 1_000_000, args)
+        report(samples, costs, millions * 1_000_000, args)
+        lines.append(suite_line(samples, costs, millions, peers))
+    print(
+        f"\n{'M values':>8} {'peers':>5} {'stock':>8} {'ours':>8} {'gain':>7} {'one of ours':>12} "
+        f"{'gain':>7} {'CPU':>7} {'faults':>12}"
+    )
+    print("\n".join(lines))
+    print(
+        f"{'goal':>8} {'':5} {'':8} {'':8} {'>=1.3x':>7} {'':12} {'>=1.0x':>7} {'<=0.6x':>7}   "
+        "(CPU: ours to stock's for as many bytes; faults: million, stock and ours)",
+        flush=True,
+    )
+
+
+def suite_line(
+    samples: dict[str, list[Sample]],
+    costs: dict[str, list[dict[str, float]]],
+    millions: int,
+    peers: int,
+) -> str:
+    seconds = {way: statistics.median(t for _, t in taken) for way, taken in samples.items()}
+    cpu = {way: statistics.median(c["p2pd"] + c["python"] for c in costs[way]) for way in costs}
+    faults = {way: statistics.median(c["faults"] for c in costs[way]) / 1e6 for way in costs}
+    stock, ours, one = seconds["stock"], seconds["ours"], seconds["one of ours"]
+    return (
+        f"{millions:8} {peers:5} {stock:6.2f} s {ours:6.2f} s {stock / ours:6.2f}x {one:10.2f} s "
+        f"{stock / one:6.2f}x {cpu['ours'] / cpu['stock']:6.2f}x "
+        f"{faults['stock']:5.2f} {faults['ours']:6.2f}"
+    )
 
 
 def measure(

@@ -42,15 +42,16 @@ _TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of t
 
 class HostLaunch:
     """A host's process that does not know yet what it is to do, and imports meanwhile: seconds that
-    a start uses otherwise. ``log``: file for what hivemind prints. Raises OSError."""
+    a start uses otherwise. ``log``: file for what hivemind prints; ``module``: the host's program.
+    Raises OSError."""
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, module: str = "distributed_training.swarm.host") -> None:
         self._ended = False
         log.parent.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = socket.socketpair()
         with theirs, log.open("ab") as log_file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "distributed_training.swarm.host", str(theirs.fileno())],
+                [sys.executable, "-m", module, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,

@@ -57,6 +57,13 @@ def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
         load_config("miner", argv, environ=KEYS, dotenv=None)
 
 
+@pytest.mark.parametrize("compression", ["uint8", "uniform_8bit", "quantile_8bit", "bfloat16", ""])
+def test_a_compression_that_parts_of_few_values_break_is_refused(compression: str) -> None:
+    with pytest.raises(ConfigError, match="all_reduce_compression"):
+        config("--neuron.all_reduce_compression", compression)
+    assert config("--neuron.all_reduce_compression", "float16").swarm.compression == "float16"
+
+
 @pytest.mark.parametrize(
     ("argv", "text"),
     [
