@@ -171,7 +171,8 @@ def play(sizes: Sequence[int], calibration: Calibration, seeds: int) -> list[Out
 def outcome(design: str, world: World, count: int, costs: Costs, seeds: int) -> Outcome:
     """Of a network of ``count`` peers; large ones play fewer seeds, since more peers vary less."""
     taken: list[tuple[float, float, float, float]] = []
-    for seed in range(max(1, min(seeds, seeds * 512 // count)) if design != "today" else seeds * 4):
+    most = 4 * seeds
+    for seed in range(most if design == "today" else max(1, min(most, seeds * 512 // count))):
         peers = population(count, world, random.Random(f"{seed} {count} {world.name}"))
         rules = replace(RULES, min_group=min(RULES.min_group, count // 2))
         done, clock = DESIGNS[design](peers, costs, rules)

@@ -102,6 +102,7 @@ def designs(path: Path, outcomes: Sequence[Outcome]) -> None:
         sizes = _draw(axes, outcomes, WORLDS[0].name, value)
         _axis(axes, sizes, title, unit)
         axes.set_ylim(bottom=0)
+    all_axes[0][0].set_ylim(top=1.1 * RULES.round_deadline)
     all_axes[0][0].axhline(RULES.round_deadline, color="gray", linestyle=":", linewidth=1)
     all_axes[0][0].text(16, RULES.round_deadline, " deadline", fontsize=8, va="bottom")
     all_axes[0][1].legend(fontsize=8)
