@@ -37,7 +37,6 @@ from distributed_training.training.trainer import Trainer
 Compression = Literal["none", "float16"]
 REQUEST = RoundRequest(
     caller="",
-    received_at=0.0,
     timeout=timedelta(minutes=2),
     min_matchmaking_time=timedelta(seconds=3),
     request_timeout=timedelta(seconds=1),

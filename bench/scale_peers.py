@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -91,7 +90,6 @@ def _open(
 def _round(swarms: Sequence[HivemindSwarm], links: Links, folder: Path, terms: Terms) -> Seen:
     request = RoundRequest(
         caller="",
-        received_at=time.time(),
         timeout=timedelta(minutes=5),
         min_group_size=len(swarms),
         min_matchmaking_time=timedelta(seconds=terms.matchmaking),
