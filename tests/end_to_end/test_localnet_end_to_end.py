@@ -62,7 +62,9 @@ def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("subnet")
     buckets = tmp_path_factory.mktemp("buckets")
-    subnet = LocalSubnet(options=SubnetOptions(folder=folder, outer_steps=OUTER_STEPS))
+    subnet = LocalSubnet(
+        options=SubnetOptions(folder=folder, outer_steps=OUTER_STEPS, blocks_per_allreduce=40)
+    )
     with subnet:
         subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
         subnet.wait_for_figures(timedelta(seconds=30))

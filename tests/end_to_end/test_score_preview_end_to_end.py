@@ -69,7 +69,7 @@ def _look(subnet: LocalSubnet, random_block: int) -> dict[str, Any]:
     command = [sys.executable, str(ROOT / "scripts" / "score.py"), "--subnet", str(subnet.folder)]
     options = ["--all", "--json", "--passes", "1", "--random-block", str(random_block)]
     flags = ["--neuron.blocks_per_allreduce", "900"]
-    done = subprocess.run([*command, *options, *flags], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *options, *flags], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -79,9 +79,9 @@ def _look(subnet: LocalSubnet, random_block: int) -> dict[str, Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=tmp_path_factory.mktemp("subnet"),
-        ranks=(1, 1),
+        ranks=(1,),  # two uploads beside each other: test_scoring_script.py
         blocks_per_allreduce=900,
-        miner_flags=("--neuron.score_preview", "own", "--neuron.upload_steps", "20"),
+        miner_flags=("--neuron.score_preview", "own", "--neuron.upload_steps", "10"),
     )
     with LocalSubnet(options=options) as subnet:
         uids = [miner.plan.uid for miner in subnet.miners]
