@@ -62,9 +62,16 @@ def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("subnet")
     buckets = tmp_path_factory.mktemp("buckets")
-    subnet = LocalSubnet(
-        options=SubnetOptions(folder=folder, outer_steps=OUTER_STEPS, blocks_per_allreduce=40)
+    options = SubnetOptions(
+        folder=folder,
+        outer_steps=OUTER_STEPS,
+        blocks_per_allreduce=40,
+        miner_flags=(
+            "--neuron.stop_timeout",
+            "60",
+        ),  # on a busy machine a checkpoint takes its time
     )
+    subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=90))
     with subnet:
         subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
         subnet.wait_for_figures(timedelta(seconds=30))
