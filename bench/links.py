@@ -19,7 +19,6 @@ from pathlib import Path
 _SUBNET = "10.217.0"
 _CLONE_NEWNET = 0x40000000
 _HEADERS = 1600  # bytes a bucket must hold at least: one whole frame
-LATENCY = "400ms"  # of the queue before a line: then packets are lost
 #: Loss-based, as most of the network's; bbr, which some machines use, leaves much of a line that
 #: several peers share unused.
 _CONGESTION = "net.ipv4.tcp_congestion_control=reno"
@@ -82,7 +81,15 @@ class Links:
         """Give a peer's line another rate, in Mbit/s and in both directions."""
         # What passes in 4 ms at least, since the kernel's timer is no finer on some machines.
         burst = max(_HEADERS * 10, int(rate * 1e6 / 8 * 0.004))
-        bucket = ["tbf", "rate", f"{rate}mbit", "burst", str(burst), "latency", LATENCY]
+        bucket = [
+            "tbf",
+            "rate",
+            f"{rate}mbit",
+            "burst",
+            str(burst),
+            "latency",
+            f"{1000 * self._queue:.0f}ms",
+        ]
         for namespace, device in ((self._name(peer), "line"), (self._switch, f"port{peer}")):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
