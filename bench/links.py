@@ -19,6 +19,7 @@ from pathlib import Path
 _SUBNET = "10.217.0"
 _CLONE_NEWNET = 0x40000000
 _HEADERS = 1600  # bytes a bucket must hold at least: one whole frame
+_QUEUE = "100ms"  # before a line; packets that would wait longer are lost
 #: Loss-based, as most of the network's; bbr, which some machines use, leaves much of a line that
 #: several peers share unused.
 _CONGESTION = "net.ipv4.tcp_congestion_control=reno"
@@ -88,7 +89,7 @@ class Links:
             "burst",
             str(burst),
             "latency",
-            f"{1000 * self._queue:.0f}ms",
+            _QUEUE,
         ]
         for namespace, device in ((self._name(peer), "line"), (self._switch, f"port{peer}")):
             _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)

@@ -51,7 +51,7 @@ def measure(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-")))
         os.environ["BENCH_SCALE_COUNTS"] = str(folder)
-        links = stack.enter_context(Links(rates or [terms.rate] * peers, queue=0.1))
+        links = stack.enter_context(Links(rates or [terms.rate] * peers))
         swarms = _open(stack, links, folder, peers, terms)
         return [_round(swarms, links, folder, terms) for _ in range(rounds + 1)][1:]
 
