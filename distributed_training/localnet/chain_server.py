@@ -9,12 +9,11 @@ machine and it listens on 127.0.0.1 only. Rules and state are the :class:`~.ledg
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import json
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from distributed_training.chain.base import ChainError
+from distributed_training.config.arguments import Parser, ranged
 from distributed_training.localnet.ledger import MAX_UIDS, Ledger, LedgerDamaged
 
 MAX_BODY = 64 * 1024
@@ -134,119 +134,36 @@ def build_app(ledger: Ledger) -> Starlette:
     return Starlette(routes=routes)
 
 
-class LocalChainServer:
-    """The chain server on a thread of this process, for tests; the orchestrator starts the program.
-
-    ``port`` 0 takes a free port. ``start`` returns when requests are answered; raises OSError when
-    the port is in use.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        port: int = 0,
-        seconds_per_block: float = 1.0,
-        first_block: int = 1000,
-    ) -> None:
-        self.ledger = Ledger(
-            folder=folder, seconds_per_block=seconds_per_block, first_block=first_block
-        )
-        self._requested_port = port
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
-        self.port = 0
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def _bind(self) -> socket.socket:
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            # A restart takes the same port, so that clients find it again.
-            sock.bind(("127.0.0.1", self.port or self._requested_port))
-        except OSError:
-            sock.close()
-            raise
-        self.port = sock.getsockname()[1]
-        return sock
-
-    def _build(self) -> uvicorn.Server:
-        config = uvicorn.Config(
-            build_app(self.ledger),
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            lifespan="off",
-            loop="asyncio",
-            ws="none",
-            timeout_graceful_shutdown=1,
-        )
-        return uvicorn.Server(config)
-
-    def start(self) -> LocalChainServer:
-        sock = self._bind()
-        server = self._build()
-        # The socket listens from here on: the first client waits in its backlog.
-        sock.listen(128)
-        self._server = server
-        self._thread = threading.Thread(
-            target=server.run, kwargs={"sockets": [sock]}, name="chain-server", daemon=True
-        )
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Idempotent. The state stays in the folder; ``start`` serves it again."""
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(10)
-        self._server = self._thread = None
-
-    def run(self) -> None:
-        """Serve on this thread until SIGINT or SIGTERM."""
-        sock = self._bind()
-        print(f"chain at {self.url}, block {self.ledger.height}", flush=True)
-        self._build().run(sockets=[sock])
-
-    def __enter__(self) -> LocalChainServer:
-        return self.start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.stop()
+def build_server(ledger: Ledger) -> uvicorn.Server:
+    config = uvicorn.Config(
+        build_app(ledger),
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        lifespan="off",
+        loop="asyncio",
+        ws="none",
+        timeout_graceful_shutdown=1,
+    )
+    return uvicorn.Server(config)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="where the state is kept")
-    parser.add_argument("--port", type=int, default=0, help="0: a free one, printed at the start")
-    parser.add_argument("--seconds-per-block", type=float, default=1.0)
-    parser.add_argument("--first-block", type=int, default=1000, help="of a new chain")
+    parser.add_argument("--port", type=ranged(0, 65535), default=0, help="0: a free one, printed")
+    parser.add_argument("--seconds-per-block", type=ranged(1e-6, 3600.0), default=1.0)
     options = parser.parse_args(argv)
-    if not options.seconds_per_block > 0:
-        parser.error("--seconds-per-block: a positive number")
     try:
-        LocalChainServer(
-            folder=options.folder,
-            port=options.port,
-            seconds_per_block=options.seconds_per_block,
-            first_block=options.first_block,
-        ).run()
-    except LedgerDamaged as error:
-        print(error, file=sys.stderr)
+        ledger = Ledger(folder=options.folder, seconds_per_block=options.seconds_per_block)
+        listener = socket.create_server(("127.0.0.1", options.port))
+    except (LedgerDamaged, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    except OSError as error:
-        print(
-            f"port {options.port} of 127.0.0.1 is not free ({error.strerror}), so there is no "
-            "chain: choose another one with --port",
-            file=sys.stderr,
-        )
-        return 2
-    except KeyboardInterrupt:
-        # uvicorn raises the signal again once it has shut down.
-        return 0
+    port = listener.getsockname()[1]
+    print(f"chain at http://127.0.0.1:{port}, block {ledger.height}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn after its shutdown
+        build_server(ledger).run(sockets=[listener])
     return 0
 
 

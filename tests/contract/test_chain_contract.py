@@ -15,8 +15,8 @@ from distributed_training.chain.local import LocalChain
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.chain.wallet import Wallet, create_wallet
 from distributed_training.config.chain import ChainSettings
-from distributed_training.localnet.chain_server import LocalChainServer
 from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.chain_server_thread import LocalChainServer
 from tests.chain_substrate import LedgerSubstrate
 from tests.waiting import wait_for
 

@@ -21,8 +21,8 @@ from distributed_training.chain.base import ChainError
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import Wallet, create_wallet
 from distributed_training.localnet import ledger as ledger_module
-from distributed_training.localnet.chain_server import LocalChainServer
 from distributed_training.localnet.ledger import Ledger
+from tests.chain_server_thread import LocalChainServer
 from tests.chain_world import PEER, VALIDATOR
 from tests.waiting import wait_for
 
