@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import sys
@@ -162,6 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     port = listener.getsockname()[1]
     print(f"chain at http://127.0.0.1:{port}, block {ledger.height}", flush=True)
+    print(f"READY {os.getpid()}", flush=True)  # the listener's backlog takes the first client
     with contextlib.suppress(KeyboardInterrupt):  # raised again by uvicorn after its shutdown
         build_server(ledger).run(sockets=[listener])
     return 0

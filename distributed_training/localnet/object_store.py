@@ -17,7 +17,6 @@ import pwd
 import secrets
 import signal
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -53,26 +52,15 @@ class StoreCredentials:
 
 
 class ObjectStoreServer:
-    """Starts and stops the server; its data lies in ``folder`` and is there at the next start.
+    """Starts and stops the server; its data lies in ``folder`` and is there at the next start."""
 
-    ``start_timeout`` covers imports and the first answer.
-    """
-
-    def __init__(
-        self,
-        *,
-        folder: Path,
-        port: int = 0,
-        environment: Mapping[str, str] | None = None,
-        start_timeout: timedelta = timedelta(seconds=60),
-    ) -> None:
+    def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
         self.folder = folder
-        self.port = port or free_ports(1)[0]
+        (self.port,) = free_ports(1)
         self.credentials = _credentials(folder)
-        self._start_timeout = start_timeout
         where = ["--folder", str(folder.absolute()), "--port", str(self.port)]
         inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
-        self._child = Child(
+        self.child = Child(
             name="object store",
             command=[sys.executable, "-m", __name__, *where],
             environment=inherited if environment is None else environment,
@@ -83,39 +71,14 @@ class ObjectStoreServer:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    @property
-    def running(self) -> bool:
-        return self._child.running
-
-    @property
-    def log(self) -> Path:
-        return self._child.log
-
     def start(self) -> None:
-        """Raises RuntimeError with the log's last lines if it does not come up."""
-        self.launch()
-        self.wait_ready()
-
-    def launch(self) -> None:
-        self._child.start()
-
-    def wait_ready(self) -> None:
-        """As :meth:`start`, which begins with :meth:`launch`."""
-        deadline = time.monotonic() + self._start_timeout.total_seconds()
-        while f"READY {self._child.pid}" not in self._child.last_lines():
-            if not self.running or time.monotonic() > deadline:
-                obituary = self._child.obituary
-                self.stop()
-                raise RuntimeError(obituary)
-            time.sleep(0.05)
+        """Raises ChildFailure with the log's last lines if it does not come up."""
+        self.child.start()
+        self.child.wait_ready()
 
     def stop(self) -> None:
         """Idempotent."""
-        stop_together([self._child], timedelta(seconds=5))
-
-    def kill(self) -> None:
-        """SIGKILL, for tests of what survives it."""
-        self._child.kill_tree()
+        stop_together([self.child], timedelta(seconds=5))
 
     def __enter__(self) -> ObjectStoreServer:
         self.start()

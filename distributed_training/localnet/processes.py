@@ -20,6 +20,10 @@ from distributed_training.common.processes import Mark, kill_tree
 MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
 
 
+class ChildFailure(RuntimeError):
+    """A command did not come up. The text is for the operator."""
+
+
 class Child:
     """One long-running command; what it says goes to ``log.txt`` in its folder.
 
@@ -72,6 +76,19 @@ class Child:
     def exit_status(self) -> int | None:
         """None while it runs or before it was started; negative: the signal that ended it."""
         return self._process.poll() if self._process else None
+
+    def wait_ready(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        """Until it says ``READY`` and its pid, after imports and a first look at its folder.
+
+        Raises ChildFailure; it has ended then.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        while f"READY {self.pid}" not in self.last_lines():
+            if not self.running or time.monotonic() > deadline:
+                obituary = self.obituary
+                self.kill_tree()
+                raise ChildFailure(obituary)
+            time.sleep(0.05)
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the command itself, not its descendants: passing it on is the command's task."""

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -31,15 +28,10 @@ VALIDATOR_STAKE = 100_000.0
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 
 
-class ServiceFailure(RuntimeError):
-    """A service did not come up. The text is for the operator."""
-
-
 class Services:
     """Object store and chain as processes, one wallet per neuron, one bucket per miner.
 
-    ``mark``: carried by every process of the subnet. ``start_timeout`` covers the time until the
-    chain answers.
+    ``mark``: carried by every process of the subnet.
     """
 
     def __init__(
@@ -49,12 +41,10 @@ class Services:
         options: SubnetOptions,
         plans: Sequence[NeuronPlan],
         mark: Mark,
-        start_timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         self.options = options
         self.plans = plans
         self._mark = mark
-        self._start_timeout = start_timeout
         self._wallet_folder = folder / "wallets"
         self._wallets: dict[str, Wallet] = {}
         self._initial_peer = ""
@@ -101,10 +91,10 @@ class Services:
     def start(self) -> None:
         """Store and chain up, buckets made, hotkeys registered, the validator's address known.
 
-        Raises ServiceFailure.
+        Raises ChildFailure.
         """
         self._chain.start()
-        self._store.launch()  # both import for a second; meanwhile:
+        self._store.child.start()  # both import for a second; meanwhile:
         from distributed_training.chain.wallet import create_wallet
 
         validator = self._validator
@@ -112,12 +102,9 @@ class Services:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         peer_id = make_identity(validator.folder)
         self._initial_peer = f"/ip4/127.0.0.1/tcp/{validator.dht_port}/p2p/{peer_id}"
-        self._await_chain()
+        self._chain.wait_ready()
         self._register()
-        try:
-            self._store.wait_ready()
-        except RuntimeError as error:
-            raise ServiceFailure(str(error)) from error
+        self._store.child.wait_ready()
         for plan in self.plans:
             with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
                 bucket.create_bucket()
@@ -130,10 +117,8 @@ class Services:
 
     def dead(self) -> list[str]:
         """A line for each service that ended by itself."""
-        lines = [] if self._chain.running or self._chain.stopping else [self._chain.obituary]
-        if not self._store.running:
-            lines.append(f"the object store ended by itself; its log is {self._store.log}")
-        return lines
+        services = (self._chain, self._store.child)
+        return [s.obituary for s in services if not s.running and not s.stopping]
 
     def bulk_folders(self) -> list[Path]:
         """What a good run may throw away: buckets, checkpoints, snapshots; not logs and events."""
@@ -141,13 +126,6 @@ class Services:
         for plan in self.plans:
             bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
         return bulk
-
-    def _await_chain(self) -> None:
-        deadline = time.monotonic() + self._start_timeout.total_seconds()
-        while not _answers(f"{self.chain_endpoint}/state"):
-            if not self._chain.running or time.monotonic() > deadline:
-                raise ServiceFailure(self._chain.obituary)
-            time.sleep(0.05)
 
     def _register(self) -> None:
         from distributed_training.chain.local import LocalChain
@@ -229,11 +207,3 @@ class Services:
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

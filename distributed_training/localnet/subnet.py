@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,8 +30,14 @@ from distributed_training.common.processes import Mark
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.folder import RunFolder
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
-from distributed_training.localnet.processes import MARK, Child, Guardian, stop_together
-from distributed_training.localnet.services import ServiceFailure, Services
+from distributed_training.localnet.processes import (
+    MARK,
+    Child,
+    ChildFailure,
+    Guardian,
+    stop_together,
+)
+from distributed_training.localnet.services import Services
 from distributed_training.localnet.summary import Summary, summarize
 from distributed_training.telemetry.follow import EventFollower
 
@@ -110,7 +115,7 @@ class LocalSubnet:
             self._write_state()
             try:
                 self.services.start()
-            except ServiceFailure as failure:
+            except ChildFailure as failure:
                 raise SubnetFailure(str(failure)) from failure
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
@@ -183,12 +188,6 @@ class LocalSubnet:
     def kill_miner(self, index: int) -> None:
         """SIGKILL a miner's whole process tree, as a crash of its machine would."""
         self.miners[index].child.kill_tree()
-
-    def stop_miner(self, index: int, grace: timedelta = timedelta(seconds=30)) -> int | None:
-        """Stop a miner as pm2 would; its exit status, None if it did not stop in ``grace``."""
-        child = self.miners[index].child
-        child.signal(signal.SIGINT)
-        return child.wait(grace)
 
     def restart_miner(self, index: int) -> None:
         """Start a miner again that was killed or stopped, with the folder it had."""

@@ -29,6 +29,7 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.process import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
+from tests.subnet_tools import stop_miner
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -98,7 +99,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
 
     # Started by the subnet first, so that pm2's start is a restart that must lose nothing.
     subnet.wait_until(lambda: len(steps()) >= 12, WAIT, "the first steps")
-    assert subnet.stop_miner(0) == 0
+    assert stop_miner(subnet, 0) == 0
     before = steps()[-1]
 
     pm2 = Pm2(subnet, tmp_path / "pm2")

@@ -20,6 +20,7 @@ import pytest
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
+from tests.subnet_tools import stop_miner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,7 +94,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
         subnet.wait_until(both_seen, timedelta(seconds=500), "a judged and previewed upload each")
         for index in range(len(uids)):
-            assert subnet.stop_miner(index) == 0
+            assert stop_miner(subnet, index) == 0
         before = len(_judged(subnet))
         # One pass over buckets that do not change any more, and the one that may be under way.
         subnet.wait_until(

@@ -26,6 +26,7 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
+from tests.subnet_tools import stop_miner
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -168,7 +169,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     with LocalSubnet(options=options) as subnet:
         machine = Machine(folder, subnet)
         wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
-        assert subnet.stop_miner(0) == 0
+        assert stop_miner(subnet, 0) == 0
         try:
             machine.pm2("start", str(machine.home / "app.config.js"))
             machine.await_steps()

@@ -23,6 +23,7 @@ from distributed_training.localnet.command import main
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from tests.subnet_tools import stop_miner
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -142,7 +143,7 @@ class TestSubnet:
             subnet.wait_until(
                 lambda: subnet.miners[0].state.starts == 2, timedelta(seconds=20), "the restart"
             )
-            assert subnet.stop_miner(1) == 0
+            assert stop_miner(subnet, 1) == 0
         assert subnet.problems == []
 
     def test_resume_keeps_keys_and_counts_only_its_own_steps(self, tmp_path: Path) -> None:
