@@ -139,7 +139,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
     with LocalSubnet(options=options) as subnet:
         (miner,) = subnet.miners
         subnet.wait_until(lambda: bool(miner.state.losses), WAIT, "the first step")
-        assert subnet.stop_miner(0) == 0
+        assert stop_miner(subnet, 0) == 0
         pm2 = Pm2(subnet, tmp_path / "pm2")
         try:
             pm2("start", str(ROOT / "app.config.js"))
