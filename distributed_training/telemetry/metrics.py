@@ -38,30 +38,24 @@ def unix_time(moment: float | None) -> float | None:
 class Counter:
     """Only grows. Any thread may add."""
 
-    def __init__(self, name: str, help: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.help = help
         self._lock = threading.Lock()
-        self._value = 0.0
+        self.value = 0.0
 
     def add(self, amount: float = 1.0) -> None:
         """Raises ValueError for a negative or non-finite amount."""
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"counter {self.name} cannot grow by {amount}")
         with self._lock:
-            self._value += amount
-
-    @property
-    def value(self) -> float:
-        return self._value
+            self.value += amount
 
 
 class Gauge:
     """The latest measurement, or absent: None means "could not be measured"."""
 
-    def __init__(self, name: str, help: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.help = help
         self.value: float | None = None
 
     def set(self, value: float | None) -> None:
@@ -75,36 +69,30 @@ class Registry(Collector):
     def __init__(self) -> None:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
-        self._totals: dict[str, dict[str, float]] = {}  # name: kind (or "") -> count
-        self._labelled: dict[str, tuple[str, dict[str, float]]] = {}  # name: label, its value -> it
+        # Those with a label: its name, and the figures by its value ("": without the label).
+        self._labelled: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
         self._client = CollectorRegistry(auto_describe=False)
         self._client.register(self)
 
     def counter(self, name: str) -> Counter:
         """Raises ValueError for a name that is not in the catalogue, TypeError for a gauge's."""
-        self._check(name, self._gauges)
+        _check(name, total=True)
         with self._lock:
-            return self._counters.setdefault(name, Counter(name, METRICS[name]))
+            return self._counters.setdefault(name, Counter(name))
 
     def gauge(self, name: str) -> Gauge:
         """Raises ValueError for a name that is not in the catalogue, TypeError for a counter's."""
-        self._check(name, self._counters)
+        _check(name, total=False)
         with self._lock:
-            return self._gauges.setdefault(name, Gauge(name, METRICS[name]))
-
-    def _check(self, name: str, others: Mapping[str, object]) -> None:
-        if name not in METRICS:
-            raise ValueError(f"{name!r} is not in the catalogue of metrics")
-        if name in others:
-            raise TypeError(f"metric {name} is of the other kind")
+            return self._gauges.setdefault(name, Gauge(name))
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
         """Measurements that differ by ``label`` only (``rank``): the latest of all of them.
 
-        Raises ValueError for a name that is not in the catalogue, TypeError for one without label.
+        Raises ValueError for a name that is not in the catalogue, TypeError for a counter's.
         """
-        self._check(name, {**self._counters, **self._gauges})
+        _check(name, total=False)
         with self._lock:
             self._labelled[name] = (label, dict(values))
 
@@ -114,8 +102,9 @@ class Registry(Collector):
         with self._lock:
             for name, value in counts.items():
                 what, _, kind = name.partition(".")
-                full = f"{prefix}_{_NOT_IN_A_NAME.sub('_', what)}"
-                self._totals.setdefault(full, {})[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
+                full = f"{prefix}_{_NOT_IN_A_NAME.sub('_', what)}_total"
+                _, kinds = self._labelled.setdefault(full, ("kind", {}))
+                kinds[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
 
     def values(self) -> dict[str, float]:
         """What the catalogue's metrics stand at, by name; those without a value are left out."""
@@ -125,31 +114,35 @@ class Registry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """What has a value, for the Prometheus client."""
+        for name, value in self.values().items():
+            yield _family(name, "", {"": value})
         with self._lock:
-            counters, gauges = list(self._counters.values()), list(self._gauges.values())
-            totals = {name: dict(kinds) for name, kinds in sorted(self._totals.items())}
-            labelled = dict(self._labelled)
-        for gauge in gauges:
-            if gauge.value is not None:
-                yield GaugeMetricFamily(_PREFIX + gauge.name, gauge.help, value=gauge.value)
+            labelled = {
+                name: (label, dict(found)) for name, (label, found) in self._labelled.items()
+            }
         for name, (label, values) in labelled.items():
-            measured = GaugeMetricFamily(_PREFIX + name, METRICS[name], labels=[label])
-            for key, value in values.items():
-                measured.add_metric([key], value)
-            yield measured
-        for counter in counters:
-            yield CounterMetricFamily(_PREFIX + counter.name, counter.help, value=counter.value)
-        for name, kinds in totals.items():
-            family = CounterMetricFamily(
-                _PREFIX + name, name.replace("_", " "), labels=["kind"] if any(kinds) else []
-            )
-            for kind, value in sorted(kinds.items()):
-                family.add_metric([kind] if any(kinds) else [], value)
-            yield family
+            yield _family(name, label, values)
 
     def text(self) -> str:
         """Every metric that has a value, in Prometheus' text format; ``dt_`` before each name."""
         return generate_latest(self._client).decode()
+
+
+def _check(name: str, *, total: bool) -> None:
+    if name not in METRICS:
+        raise ValueError(f"{name!r} is not in the catalogue of metrics")
+    if name.endswith("_total") != total:
+        raise TypeError(f"metric {name} is of the other kind")
+
+
+def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
+    """A counter if its name ends with ``_total``. Figures by the label's value, "" without one."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    about = METRICS.get(name, name.removesuffix("_total").replace("_", " "))
+    family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
+    for key, value in sorted(values.items()):
+        family.add_metric([key] if any(values) else [], value)
+    return family
 
 
 class MetricsFile:
