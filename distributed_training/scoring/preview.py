@@ -123,15 +123,14 @@ class Previewer:
         *,
         random_blocks: Sequence[int],
         passes: int = PASSES,
-        told: Callable[[Row], None] = lambda row: None,
     ) -> Preview:
-        """``passes``: of which the ranks and shares speak, see :func:`~.ranking.rank`. ``told``: is
-        called with each row as it is judged, before ranks are known. Raises ChainError, Stopped."""
+        """``passes``: of which the ranks and shares speak, see :func:`~.ranking.rank`. Raises
+        ChainError, Stopped."""
         began = time.monotonic()
-        rows = []
-        for neuron, repository, upload in self._read_ahead(neurons):
-            rows.append(self._row(neuron, repository, self._judge(upload, random_blocks)))
-            told(rows[-1])
+        rows = [
+            self._row(neuron, repository, self._judge(upload, random_blocks))
+            for neuron, repository, upload in self._read_ahead(neurons)
+        ]
         judgements = [row.judgement for row in rows if row.judgement is not None]
         # Alone there is no rank, and no share of a train score to lose.
         standings = rank(judgements, passes=passes) if len(judgements) > 1 else {}

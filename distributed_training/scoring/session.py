@@ -22,7 +22,7 @@ from distributed_training.scoring.folder import FolderReader
 from distributed_training.scoring.judged import Judged, NotJudgeable, read_judged
 from distributed_training.scoring.model import EvaluationModel, evaluation_device
 from distributed_training.scoring.pages import PageReader
-from distributed_training.scoring.preview import Preview, Previewer, Row, draw_random_blocks
+from distributed_training.scoring.preview import Preview, Previewer, draw_random_blocks
 from distributed_training.scoring.ranking import PASSES
 from distributed_training.store.errors import ObjectMissingError, StoreError
 
@@ -126,7 +126,7 @@ class Session:
         self._model: EvaluationModel | None = None
         self._random = random.Random()
 
-    def look(self, wanted: Wanted, told: Callable[[Row], None] = lambda row: None) -> Preview:
+    def look(self, wanted: Wanted) -> Preview:
         """Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped."""
         settings, sources = self._config.validator, self._sources
         block = sources.block()
@@ -140,7 +140,7 @@ class Session:
         )
         blocks = wanted.random_blocks or draw_random_blocks(block, wanted.draws, self._random)
         return previewer.run(
-            choose(sources.miners(), wanted), random_blocks=blocks, passes=wanted.passes, told=told
+            choose(sources.miners(), wanted), random_blocks=blocks, passes=wanted.passes
         )
 
     def _judged(self, block: int) -> Judged:
