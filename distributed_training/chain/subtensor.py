@@ -13,10 +13,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -131,18 +131,15 @@ class BittensorChain(LastKnown):
             async with asyncio.timeout(seconds):
                 assert self._connected is not None
                 await self._connected.wait()
-                result = await submit(self._client)
-        except ChainError:
-            raise
+                with _sdk_errors():
+                    result = await submit(self._client)
+        except ChainError as error:
+            raise ChainError(f"{kind}: {error}") from error
         except TimeoutError:
             raise ChainError(
                 f"{kind}: no answer of the chain within {seconds:.0f} s; whether it was written "
                 "is seen at the next read"
             ) from None
-        except Exception as error:
-            # The SDK's own errors, those of its transport and those of its decoder: to the caller
-            # each of them means that nothing was written.
-            raise ChainError(f"{kind}: {_describe(error)}") from error
         if not result.success:
             raise ChainError(f"{kind}: refused by the chain: {_describe(result.error)}")
         # Make our own write visible; that this read fails is the poller's business.
@@ -178,9 +175,9 @@ class BittensorChain(LastKnown):
             turn += 1
             before = self._read_at
             try:
-                await self._follow(endpoint)
-            except Exception as error:  # noqa: BLE001 - whatever a node or the SDK's decoder does
-                # must not end this thread: training goes on with what is known.
+                with _sdk_errors():
+                    await self._follow(endpoint)
+            except (ChainError, TimeoutError) as error:  # training goes on with what is known
                 self._counts["failures"] += 1
                 now = self._monotonic()
                 if now - said_at > _LOG_INTERVAL or self._read_at != before:
@@ -294,6 +291,18 @@ class BittensorChain(LastKnown):
                     self._loop.call_soon_threadsafe(self._task.cancel)
             # The SDK's own cleaning up may have taken the cancellation for its own.
             self._thread.join(1.0)
+
+
+@contextmanager
+def _sdk_errors() -> Iterator[None]:
+    """The SDK's own errors, those of its transport and those of its decoder have no base in common.
+    Each of them becomes a ChainError, so that none ends the thread; a TimeoutError stays one."""
+    try:
+        yield
+    except (ChainError, TimeoutError):
+        raise
+    except Exception as error:
+        raise ChainError(_describe(error)) from error
 
 
 def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
