@@ -112,17 +112,10 @@ class GlobalPublisher:
         try:
             return self._read(root.outer_step)
         except ValueError as error:
-            raise _unusable(root.outer_step, error) from None
-
-    def model_config(self) -> dict[str, Any] | None:
-        """The model of the state the bucket holds, None if it is empty. Raises as :meth:`load`."""
-        root = self._root()
-        if root is None:
-            return None
-        try:
-            return self._config(root.outer_step)[0]
-        except ValueError as error:
-            raise _unusable(root.outer_step, error) from None
+            raise GlobalStateError(
+                f"outer step {root.outer_step} in the global bucket cannot be used ({error}): "
+                "restore its files, or empty the bucket to start anew"
+            ) from None
 
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:
         """Local files, data, ``epoch-N/metadata.json``, root. Readers see the old state or the new.
@@ -198,16 +191,13 @@ class GlobalPublisher:
             )
         return root
 
-    def _config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
+    def _read(self, outer_step: int) -> GlobalState:
         """Raises ValueError (MetadataError is one)."""
         data = self._bucket.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
         if data is None:
             raise ValueError(f"{keys.epoch_key(outer_step, keys.CONFIG)} is missing")
         config, extras = parse_config(data)
-        return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}, extras
-
-    def _read(self, outer_step: int) -> GlobalState:
-        model_config, extras = self._config(outer_step)
+        model_config = {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
         schema = parameter_schema(model_config)
         folder = self._folder / keys.epoch_folder(outer_step)
         folder.mkdir(parents=True, exist_ok=True)
@@ -255,10 +245,3 @@ class GlobalPublisher:
             number = path.name.removeprefix("epoch-")
             if number.isdigit() and int(number) <= outer_step - KEPT_EPOCHS:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _unusable(outer_step: int, error: Exception) -> GlobalStateError:
-    return GlobalStateError(
-        f"outer step {outer_step} in the global bucket cannot be used ({error}): restore its "
-        "files, or empty the bucket to start anew"
-    )

@@ -51,8 +51,10 @@ def run_validator(
         start_log(config, folder, name="validator")
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
-            validator, initial = build(config, parts, folder=folder, stop=signals.stop, stack=stack)
-            validator.start(initial)
+            validator, found, initial = build(
+                config, parts, folder=folder, stop=signals.stop, stack=stack
+            )
+            validator.start(found, initial)
             signals.interrupts = False
             validator.run()
     except ConfigError as error:
@@ -67,8 +69,9 @@ def run_validator(
 
 def build(
     config: Config, parts: Parts, *, folder: Path, stop: threading.Event, stack: ExitStack
-) -> tuple[Validator, Callable[[], GlobalState]]:
-    """The validator, and what makes the first state if the global bucket is empty.
+) -> tuple[Validator, GlobalState | None, Callable[[], GlobalState]]:
+    """The validator, the state that the global bucket holds, and what makes the first one if it is
+    empty.
 
     What must be closed is left to ``stack``. Raises ConfigError, GlobalStateError, StoreError.
     """
@@ -78,7 +81,8 @@ def build(
     publisher = GlobalPublisher(
         store=parts.store, folder=folder / "global", keep_epochs=config.store.keep_epochs
     )
-    model_config = publisher.model_config() or _new_model(config, parts)
+    found = publisher.load()
+    model_config = found.model_config if found else _new_model(config, parts)
     schema = parameter_schema(model_config)
     swarm = parts.swarm(schema)
     stack.callback(swarm.close)
@@ -123,7 +127,7 @@ def build(
             last_allreduce_block=0,
         )
 
-    return validator, initial
+    return validator, found, initial
 
 
 def _standings(path: Path) -> Standings:

@@ -95,13 +95,12 @@ class Validator:
 
     # --- life -----------------------------------------------------------------------------------
 
-    def start(self, initial: Callable[[], GlobalState]) -> None:
-        """Go on from what the global bucket holds; publish ``initial()`` if it is empty.
+    def start(self, found: GlobalState | None, initial: Callable[[], GlobalState]) -> None:
+        """Go on from what was found in the global bucket; publish ``initial()`` if it was empty.
 
-        Raises GlobalStateError, BucketError when the bucket cannot be read or written.
+        Raises GlobalStateError, StoreError when the bucket cannot be written.
         """
         block = self._chain.block()
-        found = self._publisher.load()
         if found is None:
             self._state = replace(initial(), last_allreduce_block=block)
             self._publish_initial()

@@ -127,7 +127,7 @@ def test_validator_and_miners_end_with_the_same_weights(tmp_path: Path, closing:
     closing.append(world.closing)
     ledger = world.chain_ledger
     joined = replace(SWARM, initial_peers=tuple(world.swarm.visible_maddrs))
-    world.validator.start(world.initial)
+    world.validator.start(None, world.initial)
     wired = []
     for uid in world.uids:
         world.miners[uid] = TwinMiner(uid, world.validator.state)

@@ -76,10 +76,10 @@ def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
     def run() -> None:
         with ExitStack() as stack:
             parts = outside.connect(config, tmp_path / "run", stack)
-            validator, initial = program.build(
+            validator, found, initial = program.build(
                 config, parts, folder=tmp_path / "run", stop=stop, stack=stack
             )
-            validator.start(initial)
+            validator.start(found, initial)
             for uid in outside.world.uids:
                 outside.miners[uid] = TwinMiner(uid, validator.state)
             outside.world.train_and_publish()

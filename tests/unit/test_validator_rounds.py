@@ -101,7 +101,7 @@ def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: W
     objects = dict(world.bucket.objects)
     world.restart()
     world.swarm.peer_id = "12D3KooWNew"
-    world.validator.start(lambda: pytest.fail("the bucket is not empty"))
+    world.validator.start(world.found, lambda: pytest.fail("the bucket is not empty"))
     again = world.validator.state
     assert again.outer_step == 1 and again.last_allreduce_block == state.last_allreduce_block
     assert all(map(torch.equal, again.weights, state.weights))
@@ -129,8 +129,8 @@ def test_a_damaged_bucket_is_never_overwritten(
     world.bucket.put(key, data)
     writes = list(world.bucket.writes)
     with pytest.raises(GlobalStateError, match=words):
-        world.restart()  # the model's shape is read first
-        world.validator.start(world.initial)
+        world.restart()
+        world.validator.start(world.found, world.initial)
     assert world.bucket.writes == writes
 
 

@@ -365,7 +365,7 @@ class World:
         self.events.path.unlink(missing_ok=True)
         self.pages: Callable[[int, int], Tensor] = pages
         with ExitStack() as stack:
-            self.validator, self.initial = build(
+            self.validator, self.found, self.initial = build(
                 self.config, self.parts(), folder=self.folder, stop=self.stop, stack=stack
             )
             self.closing = stack.pop_all()
@@ -384,7 +384,7 @@ class World:
 
     def start(self) -> None:
         """The validator, then the miners as they load its state."""
-        self.validator.start(self.initial)
+        self.validator.start(self.found, self.initial)
         for uid in self.uids:
             self.miners.setdefault(uid, TwinMiner(uid, self.validator.state))
 
