@@ -9,20 +9,9 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 
-_BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
-_LONGEST = 128  # characters; decoding takes quadratic time
+import base58
+
 _SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
-
-
-def base58_decode(text: str) -> bytes:
-    """Bitcoin's alphabet. Raises ValueError."""
-    if not 0 < len(text) <= _LONGEST:
-        raise ValueError("empty or too long")
-    number = 0
-    for character in text:
-        number = number * 58 + _BASE58.index(character)
-    zeros = len(text) - len(text.lstrip("1"))
-    return bytes(zeros) + number.to_bytes((number.bit_length() + 7) // 8, "big")
 
 
 def is_ss58(text: str) -> bool:
@@ -31,7 +20,7 @@ def is_ss58(text: str) -> bool:
     The format: https://github.com/paritytech/ss58-registry
     """
     try:
-        data = base58_decode(text)
+        data = base58.b58decode(text)
     except ValueError:
         return False
     if len(data) != 35 or data[0] != 42:
@@ -45,7 +34,7 @@ def is_peer_id(text: str) -> bool:
     The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
     """
     try:
-        data = base58_decode(text)
+        data = base58.b58decode(text)
     except ValueError:
         return False
     return len(data) > 2 and data[0] in (_SHA2_256, _IDENTITY) and data[1] == len(data) - 2
