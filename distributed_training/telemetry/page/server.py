@@ -19,7 +19,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .history import Neuron
@@ -31,7 +32,6 @@ _POLL_SECONDS = 0.5
 _GAUGES_SECONDS = 2.0
 _QUEUED = 2000  # events that a slow reader may be behind before it is sent away
 _READERS = 32
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -156,13 +156,6 @@ def application(neurons: Sequence[Neuron], *, token: str = "") -> ASGIApp:
         yield
         task.cancel()
 
-    async def static(request: Request) -> Response:
-        name = request.path_params.get("name", "index.html")
-        path = _STATIC / name
-        if path.suffix not in _TYPES or path.parent != _STATIC or not path.is_file():
-            return PlainTextResponse("not here\n", 404)
-        return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
-
     async def history(request: Request) -> Response:
         return JSONResponse({"neurons": [neuron.facts() for neuron in neurons]})
 
@@ -181,10 +174,9 @@ def application(neurons: Sequence[Neuron], *, token: str = "") -> ASGIApp:
         return PlainTextResponse("no metrics were written yet\n", 503)
 
     routes = [
-        Route("/", static),
         Route("/history", history),
         Route("/stream", stream),
         Route("/metrics", metrics),
-        Route("/{name}", static),
+        Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
     return Guard(Starlette(routes=routes, lifespan=lifespan), token=token)
