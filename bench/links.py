@@ -112,10 +112,6 @@ class Links:
         # What the switch receives is what the peer sent.
         return [Counters(port["rx"]["bytes"], port["tx"]["bytes"]) for port in ports]
 
-    def cut(self, peer: int) -> None:
-        """The peer's line goes dead without a word to anybody."""
-        _ip("-n", self._name(peer), "link", "set", "line", "down")
-
     def close(self) -> None:
         for name in (*map(self._name, range(len(self._rates))), self._switch):
             if Path(f"/run/netns/{name}").exists():
