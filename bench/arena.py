@@ -54,7 +54,8 @@ from bench.arena_miner import JUDGED, TRAINED, Contender, Miner, Publisher, bloc
 from bench.freshness import World
 from bench.small_model import SEQUENCE, small_config
 from distributed_training.chain.base import Neuron
-from distributed_training.data import StdlibSource, TextTokenizer, build_tokenizer
+from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import schedule
 from distributed_training.scoring.evaluator import Evaluator, Judgement
 from distributed_training.scoring.model import EvaluationModel

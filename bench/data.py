@@ -42,7 +42,10 @@ from support_data import DATASET, RowsServer
 
 from distributed_training.config.data import DataSettings
 from distributed_training.config.training import TrainingSettings
-from distributed_training.data import DataPipeline, StdlibSource, TextTokenizer, WorkerSpec
+from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.pipeline import DataPipeline
+from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages
 from distributed_training.training.sizes import local_llama_config
 from distributed_training.training.trainer import Trainer

@@ -35,12 +35,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer
-from distributed_training.data import (
-    StdlibSource,
-    TextTokenizer,
-    build_tokenizer,
-    held_out_batches,
-)
+from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.pipeline import held_out_batches
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.training.feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.line_search import best_factor
 from distributed_training.training.preview import APPLIED_FRACTION, Choice, Preview, TrialStep

@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.config.training import TrainingSettings
-from distributed_training.data import StdlibSource, TextTokenizer, build_tokenizer
+from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.training.sizes import local_llama_config
 from distributed_training.training.trainer import Trainer
 

@@ -30,8 +30,8 @@ def main(argv: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from distributed_training.training import Trainer
     from distributed_training.training.layout import Layout
+    from distributed_training.training.trainer import Trainer
 
     cuda = config.miner.device != "cpu" and torch.cuda.is_available()
     device = torch.device("cuda", me.local_rank) if cuda else torch.device("cpu")

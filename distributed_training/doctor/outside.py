@@ -281,7 +281,7 @@ def check_bootstrap(config: Config) -> Check:
 
 def probe_tokenizer(config: Config) -> str:
     """Fetch the tokenizer and encode a sentence. Raises ProbeError, OSError."""
-    from distributed_training.data import TextTokenizer, build_tokenizer
+    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     name = config.miner.global_tokenizer_name
     with tempfile.TemporaryDirectory() as folder:
@@ -295,7 +295,7 @@ def probe_tokenizer(config: Config) -> str:
 
 def probe_data(config: Config) -> str:
     """Ask for the table of rows and for one page. Raises ProbeError."""
-    from distributed_training.data import PageUnavailable, open_source
+    from distributed_training.data.source import PageUnavailable, open_source
 
     source = open_source(dataclasses.replace(config.data, request_attempts=2))
     try:

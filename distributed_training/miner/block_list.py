@@ -27,7 +27,7 @@ from .orders import DataOrder
 from .ranks import Ranks
 
 if TYPE_CHECKING:
-    from distributed_training.data import DataPipeline
+    from distributed_training.data.pipeline import DataPipeline
 
 log = logging.getLogger(__name__)
 

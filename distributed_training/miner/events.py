@@ -28,7 +28,7 @@ from distributed_training.protocol.types import (
 from .orders import Order
 
 if TYPE_CHECKING:
-    from distributed_training.training import SnapshotHandle
+    from distributed_training.training.snapshot import SnapshotHandle
 
     from .decide import Mode
 

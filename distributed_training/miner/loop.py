@@ -24,8 +24,10 @@ from .orders import Command, DataOrder, Given, Order
 from .ranks import Ranks
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
-    from distributed_training.data import DataPipeline
-    from distributed_training.training import Checkpointer, SnapshotHandle, Trainer
+    from distributed_training.data.pipeline import DataPipeline
+    from distributed_training.training.checkpoint import Checkpointer
+    from distributed_training.training.snapshot import SnapshotHandle
+    from distributed_training.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 

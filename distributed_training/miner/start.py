@@ -195,9 +195,11 @@ class Miner:
     """
 
     def __init__(self, place: Place, facts: Facts, outside: Outside | None) -> None:
-        from distributed_training.data import DataPipeline, WorkerSpec
-        from distributed_training.training import Checkpointer, Trainer
+        from distributed_training.data.pipeline import DataPipeline
+        from distributed_training.data.spec import WorkerSpec
+        from distributed_training.training.checkpoint import Checkpointer
         from distributed_training.training.layout import Layout
+        from distributed_training.training.trainer import Trainer
 
         config, ranks, device = place.config, place.ranks, place.device
         alive = Heartbeat(place.folder, ranks.local_rank)

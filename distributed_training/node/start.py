@@ -46,7 +46,7 @@ def start_log(config: Config, folder: Path, *, name: str, rank: int = 0) -> None
 def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
     """The tokenizer's file below ``folder`` and its end-of-sequence token. Raises ConfigError;
     NetworkFailure when the hub does not answer, for nobody need change anything then."""
-    from distributed_training.data import build_tokenizer
+    from distributed_training.data.tokenizer import build_tokenizer
 
     name = config.miner.global_tokenizer_name
     try:

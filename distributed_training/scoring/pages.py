@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from distributed_training.config import Config
-from distributed_training.data import PageSource, PageUnavailable, TextTokenizer
+from distributed_training.data.source import PageSource, PageUnavailable
+from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import MAX_TOKENS_PER_ROW, ROWS_PER_PAGE, select_pages
 
 # Sequences come in pairs: a tail shorter than this many sequences is dropped.

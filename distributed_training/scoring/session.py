@@ -11,7 +11,8 @@ from pathlib import Path
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config import Config, ConfigError
-from distributed_training.data import TextTokenizer, open_source
+from distributed_training.data.source import open_source
+from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.chain import follow_chain, miners_of
 from distributed_training.node.peers import PeerBuckets, Reader
 from distributed_training.node.start import fetch_tokenizer

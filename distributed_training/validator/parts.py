@@ -15,7 +15,9 @@ from torch import Tensor
 
 from distributed_training.chain.client import SignedClient
 from distributed_training.config import Config
-from distributed_training.data import TextTokenizer, held_out_batches, open_source
+from distributed_training.data.pipeline import held_out_batches
+from distributed_training.data.source import open_source
+from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.announce import commit
 from distributed_training.node.buckets import check_own, open_own, own_commitment
 from distributed_training.node.chain import Member, join_subnet

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from distributed_training.config import load_config
-from distributed_training.data import build_tokenizer, held_out_batches
+from distributed_training.data.pipeline import held_out_batches
+from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary

@@ -27,8 +27,7 @@ from training_world import tiny, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.config import load_config
-from distributed_training.data import build_tokenizer
-from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.decide import MinerState

@@ -22,14 +22,11 @@ import pytest
 
 from distributed_training.common.files import read_json_lines
 from distributed_training.config.data import DataSettings
-from distributed_training.data import (
-    DataPipeline,
-    TextTokenizer,
-    WorkerSpec,
-    build_tokenizer,
-    workers,
-)
+from distributed_training.data import workers
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import token_digest
+from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
 from tests.support_data import DATASET, Fault, RowsServer, tables
 from tests.waiting import wait_for
@@ -214,7 +211,8 @@ import json, sys, time
 from pathlib import Path
 from distributed_training.common.files import read_json_lines
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, WorkerSpec
+from distributed_training.data.pipeline import DataPipeline
+from distributed_training.data.spec import WorkerSpec
 
 url, dataset, tokenizer, eos, folder = sys.argv[1:6]
 made = DataPipeline(

@@ -15,8 +15,10 @@ import psutil
 import pytest
 
 from distributed_training.config.data import DataSettings
-from distributed_training.data import DataPipeline, TextTokenizer, WorkerSpec
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
+from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.tokenizer import TextTokenizer
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)

@@ -24,7 +24,8 @@ from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import create_wallet
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
-from distributed_training.data import TextTokenizer, build_tokenizer, open_source
+from distributed_training.data.source import open_source
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.node.peers import PeerBuckets
 from distributed_training.protocol import gradients, keys, names

@@ -14,17 +14,12 @@ import pytest
 import torch
 
 from distributed_training.config.data import DataSettings
-from distributed_training.data import (
-    DataPipeline,
-    StdlibSource,
-    TextTokenizer,
-    WorkerSpec,
-    build_tokenizer,
-    held_out_batches,
-)
 from distributed_training.data import pipeline as pipeline_module
+from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.pipeline import DataPipeline, held_out_batches
 from distributed_training.data.shards import SUFFIX
-from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
 from tests.waiting import wait_for
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from distributed_training.config import ConfigError
 from distributed_training.config.data import DataSettings, parse_sources
-from distributed_training.data import TextTokenizer, build_tokenizer
 from distributed_training.data.folders import JsonLinesSource, ParquetSource, TextSource
 from distributed_training.data.mixture import interleave, pages_of, schedule
 from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
 from distributed_training.data.source import Counts, PageUnavailable, open_source
 from distributed_training.data.spec import WorkerSpec
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.data.work import BlockMaker
 
 pytestmark = pytest.mark.timeout(60)

@@ -54,7 +54,8 @@ def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
 
 
 def test_the_data_rooms_tokenizer_fits(tmp_path: Path) -> None:
-    from distributed_training.data import StdlibSource, TextTokenizer, build_tokenizer
+    from distributed_training.data.corpus import StdlibSource
+    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     path, eos = build_tokenizer("bytes", tmp_path)
     source = StdlibSource()
