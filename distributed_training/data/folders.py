@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.common.files import atomic_file
+from distributed_training.config.data import SourceSpec
 
 from .source import Counts, PageUnavailable, large_enough, usable_texts
 
@@ -28,6 +29,21 @@ log = logging.getLogger(__name__)
 _ROW_BYTES = 1000  # of plain text; no longer than a row may be in any tokenizer's tokens
 _KEPT_GROUPS = 8
 _INDEX_CHUNK = 16 * 2**20
+
+
+def open_folder(
+    spec: SourceSpec, *, text_column: str, index: Path | None, counts: Counts
+) -> FolderSource:
+    """A folder of rows by its kind. ``index``: folder that keeps where lines begin; None: nowhere.
+
+    Raises PageUnavailable when there are no such files.
+    """
+    assert spec.folder is not None
+    if spec.kind == "parquet":
+        return ParquetSource(spec.folder, text_column=text_column, counts=counts)
+    if spec.kind == "jsonl":
+        return JsonLinesSource(spec.folder, text_key=text_column, index=index, counts=counts)
+    return TextSource(spec.folder, counts=counts)
 
 
 class _Files:
@@ -72,7 +88,7 @@ class _Files:
             at += 1
 
 
-class _FolderSource:
+class FolderSource:
     """What the kinds of folders share: files are looked at once, unreadable ones left out."""
 
     suffixes: tuple[str, ...]
@@ -125,7 +141,7 @@ class _FolderSource:
         raise NotImplementedError
 
 
-class ParquetSource(_FolderSource):
+class ParquetSource(FolderSource):
     """``*.parquet``; row groups are read whole and the last few kept."""
 
     suffixes = (".parquet",)
@@ -185,7 +201,7 @@ def _texts(column: Any) -> list[Any]:
     ]
 
 
-class _LinesSource(_FolderSource):
+class _LinesSource(FolderSource):
     """Rows are runs of lines; where they begin is found once."""
 
     def __init__(self, folder: Path, *, counts: Counts) -> None:

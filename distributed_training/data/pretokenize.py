@@ -19,9 +19,9 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 import numpy as np
 
@@ -29,20 +29,14 @@ from distributed_training.common.files import write_json
 from distributed_training.config.data import SourceSpec
 from distributed_training.config.flags import ConfigError
 
+from .corpus import StdlibSource
+from .folders import FolderSource, open_folder
 from .shards import SUFFIX, ShardError, open_shard, write_shard
-from .source import Counts, PageUnavailable
+from .source import Counts, PageUnavailable, check_folder
 from .tokenizer import TextTokenizer
 
 MANIFEST = "pretokenize.json"
 _ROWS_AT_ONCE = 256  # tokenized together
-
-
-class AllRows(Protocol):
-    """A source whose rows can all be had, also those of configs too small for pages."""
-
-    def all_rows(self) -> dict[str, int]: ...
-
-    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,6 @@ class Made:
 
 def check_source(spec: SourceSpec) -> None:
     """Raises ConfigError for a source whose rows cannot be read from one end to the other."""
-    from .source import check_folder
-
     check_folder(spec)
     if spec.kind in ("hf", "shards"):
         raise ConfigError(
@@ -108,22 +100,13 @@ def check_source(spec: SourceSpec) -> None:
         )
 
 
-def open_rows_of(plan: Plan, counts: Counts) -> AllRows:
+def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
     """Of a source that :func:`check_source` lets pass. Raises ConfigError."""
-    from . import folders
-    from .corpus import StdlibSource
-
     spec = plan.source
     if spec.folder is None:
         return StdlibSource()
     try:
-        if spec.kind == "parquet":
-            return folders.ParquetSource(spec.folder, text_column=plan.text_column, counts=counts)
-        if spec.kind == "jsonl":
-            return folders.JsonLinesSource(
-                spec.folder, text_key=plan.text_column, index=None, counts=counts
-            )
-        return folders.TextSource(spec.folder, counts=counts)
+        return open_folder(spec, text_column=plan.text_column, index=None, counts=counts)
     except PageUnavailable as error:
         raise ConfigError(f"{spec.text}: {error}, so there is nothing to tokenize") from error
 
@@ -201,13 +184,9 @@ class Maker:
             except PageUnavailable as error:
                 self._counts.take()
                 return Made(unit, problem=str(error))
-            encoded = self._tokenizer.encode_each(rows, max_length=plan.max_length)
-            if plan.vocabulary is not None and plan.vocabulary < self._tokenizer.vocabulary:
-                fitting = [ids for ids in encoded if int(ids.max()) < plan.vocabulary]
-                self._counts.add("rows_beyond_vocabulary", len(encoded) - len(fitting))
-                encoded = fitting
-            self._counts.add("rows", len(encoded))
-            pieces += encoded
+            pieces += self._tokenizer.encode_fitting(
+                rows, max_length=plan.max_length, vocabulary=plan.vocabulary, counts=self._counts
+            )
         tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
         count = len(tokens) // plan.sequence_length
         used = count * plan.sequence_length
@@ -254,8 +233,8 @@ class Totals:
     tokens: int = 0
     seconds: float = 0.0
     cpu_share: float = 0.0
-    counts: Counter[str] | None = None
-    problems: list[str] | None = None
+    counts: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
 
 
 def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator[Made]:
@@ -302,17 +281,17 @@ def pretokenize(
     plan: Plan, out: Path, *, processes: int, on_unit: Any, units: list[Unit]
 ) -> Totals:
     """Run to the end; ``on_unit`` gets each :class:`Made`. Raises as :func:`run` does."""
-    totals = Totals(counts=Counter(), problems=[])
+    totals = Totals()
     began, cpu = time.monotonic(), children_seconds()
     for made in run(plan, out, processes=processes, units=units):
         on_unit(made)
         if made.problem:
-            cast("list[str]", totals.problems).append(made.problem)
+            totals.problems.append(made.problem)
             continue
         totals.shards += 1
         totals.kept += made.kept
         totals.tokens += made.tokens
-        cast("Counter[str]", totals.counts).update(made.counts or {})
+        totals.counts.update(made.counts or {})
     totals.seconds = time.monotonic() - began
     cores = min(processes, len(os.sched_getaffinity(0)))
     totals.cpu_share = (children_seconds() - cpu) / (totals.seconds * cores)

@@ -126,15 +126,9 @@ def open_rows(
             f"--data.source {spec.text} holds tokens instead of rows of text, so pages cannot be "
             "compared with other neurons': give another source here"
         )
-    from . import folders
+    from .folders import open_folder
 
-    if spec.kind == "parquet":
-        return folders.ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
-    if spec.kind == "jsonl":
-        return folders.JsonLinesSource(
-            spec.folder, text_key=settings.text_column, index=cache, counts=counts
-        )
-    return folders.TextSource(spec.folder, counts=counts)
+    return open_folder(spec, text_column=settings.text_column, index=cache, counts=counts)
 
 
 def open_source(settings: DataSettings) -> PageSource:

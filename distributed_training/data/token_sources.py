@@ -100,13 +100,12 @@ class RowsTokens:
             return error
 
     def _encode(self, rows: Sequence[str]) -> np.ndarray[Any, Any]:
-        limit = self._spec.vocabulary
-        encoded = self._tokenizer.encode_each(rows, max_length=self._spec.settings.max_length)
-        if limit is not None and limit < self._tokenizer.vocabulary:
-            fitting = [ids for ids in encoded if int(ids.max()) < limit]
-            self._counts.add("rows_beyond_vocabulary", len(encoded) - len(fitting))
-            encoded = fitting
-        self._counts.add("rows", len(encoded))
+        encoded = self._tokenizer.encode_fitting(
+            rows,
+            max_length=self._spec.settings.max_length,
+            vocabulary=self._spec.vocabulary,
+            counts=self._counts,
+        )
         return np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
 
 

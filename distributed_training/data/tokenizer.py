@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from distributed_training.common.files import write_bytes, write_json
 
+from .source import Counts
+
 EOS = "<eos>"
 #: A multiple of 8 above 256 bytes and EOS.
 BYTE_VOCABULARY = 264
@@ -44,17 +46,23 @@ class TextTokenizer:
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocabulary = 1 + max(largest, eos_id)
 
-    def encode_rows(
-        self, rows: Sequence[str], *, max_length: int, vocabulary: int | None = None
-    ) -> np.ndarray[Any, Any]:
-        """Each row cut to ``max_length`` tokens, then EOS; all in a row. int32 (tokens,).
+    def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
+        """Each row cut to ``max_length`` tokens, then EOS; all in a row. int32 (tokens,)."""
+        pieces = self.encode_each(rows, max_length=max_length)
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
 
-        Rows that hold an id of ``vocabulary`` (the model's) or more are left out.
-        """
+    def encode_fitting(
+        self, rows: Sequence[str], *, max_length: int, vocabulary: int | None, counts: Counts
+    ) -> list[np.ndarray[Any, Any]]:
+        """As :meth:`encode_each`, without rows that hold an id of ``vocabulary`` (the model's) or
+        more; both kinds are counted."""
         pieces = self.encode_each(rows, max_length=max_length)
         if vocabulary is not None and vocabulary < self.vocabulary:
-            pieces = [ids for ids in pieces if int(ids.max()) < vocabulary]
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+            fitting = [ids for ids in pieces if int(ids.max()) < vocabulary]
+            counts.add("rows_beyond_vocabulary", len(pieces) - len(fitting))
+            pieces = fitting
+        counts.add("rows", len(pieces))
+        return pieces
 
     def encode_each(self, rows: Sequence[str], *, max_length: int) -> list[np.ndarray[Any, Any]]:
         """int32 (tokens,) for each row, EOS included. Not for several threads at once."""

@@ -47,10 +47,10 @@ class CosineSchedule:
         slow = self.factor if finished_steps < self.slow_until else 1.0
         return self.peak * shape * slow
 
-    def slow_down(self, finished_steps: int, *, steps: int, factor: float = 0.5) -> None:
-        """Scale the rate by ``factor`` for the next ``steps`` steps. A second call compounds."""
+    def slow_down(self, finished_steps: int, *, steps: int) -> None:
+        """Halve the rate for the next ``steps`` steps. A second call compounds."""
         still_slow = finished_steps < self.slow_until
-        self.factor = factor * (self.factor if still_slow else 1.0)
+        self.factor = 0.5 * (self.factor if still_slow else 1.0)
         self.slow_until = finished_steps + steps
 
     def state(self) -> dict[str, Any]:
