@@ -66,7 +66,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         outer_steps=OUTER_STEPS,
-        blocks_per_allreduce=40,
         miner_flags=(
             "--neuron.stop_timeout",
             "60",
