@@ -141,8 +141,15 @@ def used(swarm: HivemindSwarm) -> dict[str, Any]:
         "host's threads": tree["host"].num_threads(),
         "p2pd's descriptors": tree["p2pd"].num_fds(),
         "sockets": len(os.listdir(swarm._keeper.host._sockets)),
-        "folders of sockets": len(list(Path(tempfile.gettempdir()).glob("swarm-sockets-*"))),
-        "hivemind's files": len(list(Path("/tmp").glob("hivemind-*"))),
+        # Ours: other workers have swarms too.
+        "folders of sockets": len(
+            list(Path(tempfile.gettempdir()).glob(f"swarm-sockets-{os.getpid()}-*"))
+        ),
+        "hivemind's own sockets": sum(
+            str(connection.laddr).startswith("/tmp/hivemind-")
+            for process in tree.values()
+            for connection in process.net_connections("unix")
+        ),
         "processes": len(psutil.Process().children(recursive=True)),
     }
 
