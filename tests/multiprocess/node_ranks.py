@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.network import Facts
 from distributed_training.node.start import fetch_tokenizer
+from distributed_training.protocol.types import RoundRequest
 
 STEPS = int(os.environ.get("NODE_STEPS", "0"))
 
@@ -42,8 +44,17 @@ class Miner(start.Miner):
             self.rank_zero.leader.subscribe(self.see)
 
     def see(self, event: ev.Event, state: Any) -> None:
-        if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
+        if not isinstance(event, ev.InnerStepDone):
+            return
+        step, marker = event.report.total_inner_steps, self.place.folder / "called"
+        if step == STEPS:
             self.place.events.put(ev.StopRequested("the test is over"))
+        if step == 7 and os.environ.get("NODE_SCENARIO") == "round":
+            if not marker.exists():
+                self.rank_zero.swarm.release.clear()  # the first round takes until it is cut off
+            marker.touch()
+            request = RoundRequest("5Master", time.time())
+            self.place.events.put(ev.AllReduceCalled(request, time.monotonic()))
 
     def run(self) -> tuple[int, str]:
         ended = super().run()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.namespaces import Machine, machines
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "multiprocess" / "node_launch.py"
@@ -55,8 +56,8 @@ class Node:
         self.steps = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, steps: int = 0, **changes: str) -> Node:
-        """``steps``: inner steps after which the miner stops."""
+    def start(self, *, steps: int = 0, scenario: str = "", **changes: str) -> Node:
+        """``steps``: inner steps after which the miner stops; ``scenario``: see node_ranks.py."""
         wallets = self.folder.with_suffix(".wallets")
         if self._flags.get("node_rank", "0") == "0":
             for name, key in (("default", "default"), ("W", "H")):
@@ -73,6 +74,7 @@ class Node:
                 env=os.environ
                 | secret
                 | {"BT_WALLET_PATH": str(wallets), "NODE_STEPS": str(steps)}
+                | {"NODE_SCENARIO": scenario}
                 | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests"
                    f"{os.pathsep}{ROOT}/tests/multiprocess"},
                 cwd=ROOT,
@@ -85,7 +87,7 @@ class Node:
     def output(self) -> str:
         return self.log.read_text()
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 240) -> int:
         assert self.process is not None
         try:
             return self.process.wait(seconds)
@@ -94,11 +96,11 @@ class Node:
 
     def inner_steps(self) -> dict[int, float]:
         """Step in all -> loss, of the last time it was taken."""
+        return {e["total_inner_steps"]: e["loss"] for e in self.events("step")}
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder / "events.jsonl"
-        if not path.exists():
-            return {}
-        found = read_events(path, "step")
-        return {e["total_inner_steps"]: e["loss"] for e in found}
+        return list(read_events(path, kind)) if path.exists() else []
 
     def kill(self) -> None:
         """As a machine that loses its power: launcher and ranks at once."""
@@ -210,7 +212,7 @@ def test_a_killed_node_comes_back_and_all_go_on_exactly(
     pair = two()
     for node in pair:
         node.start(steps=30)
-    wait_for(lambda: _step(pair) >= 8, "steps", seconds=90)
+    wait_for(lambda: _step(pair) >= 8, "steps", seconds=200)
     before = pair[0].inner_steps()
     pair[1].kill()
     killed = time.monotonic()
@@ -235,8 +237,8 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
     pair = two(nnodes="1:2", node_wait="5")
     for node in reversed(pair):
         node.start(steps=60)
-    wait_for(lambda: "Nodes 0, 1: 2 ranks" in pair[0].output, "both", seconds=60)
-    wait_for(lambda: _step(pair) >= 7, "steps", seconds=90)
+    wait_for(lambda: "Nodes 0, 1: 2 ranks" in pair[0].output, "both", seconds=200)
+    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
     machine = pair[1]._machine
     assert machine is not None
     if how == "killed":
@@ -252,11 +254,40 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
         pair[1].start(steps=60)
     else:
         machine.plug()
-    wait_for(lambda: pair[0].output.count("Nodes 0, 1: 2 ranks") == 2, "taken in", seconds=90)
+    wait_for(lambda: pair[0].output.count("Nodes 0, 1: 2 ranks") == 2, "taken in", seconds=200)
     assert "A node joins: saving, then all nodes start again" in pair[0].output
     for node in pair:
         assert node.wait() == 0, node.output
     assert set(pair[0].inner_steps()) == set(range(1, 61)), "no step is missing"
+    _copies_are_equal(pair)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("when", ["round", "publication"])
+def test_a_node_killed_in_between_leaves_equal_weights(
+    two: Callable[..., list[Node]], when: str
+) -> None:
+    """While rank 0 averages with its peers, or while a snapshot is written."""
+    pair = two()
+
+    def there() -> bool:
+        if when == "publication":
+            return any((pair[0].folder / "snapshots").glob("*"))
+        return any(e["after"] == "averaging" for e in pair[0].events("state"))
+
+    for node in pair:
+        node.start(steps=14, scenario=when)
+    wait_for(there, when, seconds=200)
+    pair[1].kill()
+    killed, before = time.monotonic(), pair[0].inner_steps()
+    pair[1].start(steps=14, scenario=when)
+    wait_for(lambda: "Nodes 0, 1: 2 ranks" in pair[0].output.split("gone")[-1], "again", seconds=60)
+    wait_for(lambda: len(pair[0].events("step")) > len(before), "training again", seconds=60)
+    assert time.monotonic() - killed < 60
+    for node in pair:
+        assert node.wait() == 0, node.output
+    assert len(pair[0].events("outer_step")) == (1 if when == "round" else 0)
+    assert set(pair[0].inner_steps()) == set(range(1, 15))
     _copies_are_equal(pair)
 
 
@@ -267,7 +298,7 @@ def test_a_node_that_is_stopped_saves_first_and_node_0_says_what_all_end_with(
     pair = two()
     for node in pair:
         node.start(steps=40)
-    wait_for(lambda: _step(pair) >= 7, "steps", seconds=90)
+    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
     assert pair[1].process is not None
     pair[1].process.send_signal(signal.SIGTERM)
     assert pair[1].wait() == 0, pair[1].output
