@@ -81,8 +81,9 @@ def run(rank: int, port: int, folder: str, rounds: int, steps: int) -> None:
                 held[name].append(handle.hold_seconds)
     if rank == 0:
         for title, figures in (("inner step", seconds), ("snapshot holds training", held)):
-            one, two = (statistics.median(figures[name]) for name in made)
-            print(f"{title}: one node {one:.3f} s, two nodes {two:.3f} s, ratio {two / one:.3f}")
+            alone, both = (statistics.median(figures[name]) for name in made)
+            ratio = both / alone
+            print(f"{title}: one node {alone:.3f} s, two nodes {both:.3f} s, ratio {ratio:.3f}")
     dist.barrier()
     leave(0)
 

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from distributed_training.chain.address import AddressUnknown, external_ip
 from distributed_training.chain.base import Chain
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.config import Config
+from distributed_training.config import Config, ConfigError
 from distributed_training.miner import events as ev
 from distributed_training.miner.drift import Rows
 from distributed_training.miner.global_bucket import (
@@ -29,6 +29,7 @@ from distributed_training.miner.global_bucket import (
     open_global_bucket,
 )
 from distributed_training.miner.global_epoch import GlobalEpoch
+from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import announce, buckets
 from distributed_training.node.chain import (
@@ -240,6 +241,23 @@ def connect(
             first_block=member.chain.block(),
         ),
     )
+
+
+def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Facts:
+    """Rank 0's ``facts``, where other machines have the tokenizer in a folder of their own."""
+    node, found = ranks.rank // ranks.local_world_size, None
+    if node == 0 or facts.problem:
+        return facts
+    if ranks.local_rank == 0:
+        path, eos_id = fetch_tokenizer(config, folder)
+        if eos_id != facts.eos_id:
+            raise ConfigError(
+                f"--neuron.global_tokenizer_name is another tokenizer than node 0's (its text ends "
+                f"with {eos_id}, not {facts.eos_id}), so this node would train on other tokens: "
+                "remove its folder, and start again"
+            )
+        found = {"path": str(path)}
+    return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 def _check_bucket(config: Config, bucket: str) -> float | None:

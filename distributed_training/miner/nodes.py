@@ -18,13 +18,12 @@ launchers meet here, without torch; ranks then meet in c10d's TCPStore as on one
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -38,14 +37,13 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
 from distributed_training.config.values import show
+from distributed_training.miner.node_line import Line
 
 log = logging.getLogger(__name__)
 
 #: Clocks further apart than this: log lines and events of nodes could not be put in order.
 CLOCKS_APART = timedelta(seconds=60)
 
-_BEAT = 1.0  # seconds
-_LONGEST_LINE = 65536
 _HELLO_TIMEOUT = 10.0
 _GOODBYE = 3.0
 _LAG = 1.0
@@ -146,80 +144,9 @@ def interface_of(address: str) -> str:
     )
 
 
-class _Line:
-    """JSON lines over one connection. ``got`` is called with each message, ``ended`` once with
-    why there are no more; both in a thread of this connection."""
-
-    def __init__(self, connection: socket.socket, silence: timedelta) -> None:
-        self._socket = connection
-        self._file = connection.makefile("rb")
-        self._writing = threading.Lock()
-        self._closed = threading.Event()
-        self.expect(silence)
-
-    def expect(self, silence: timedelta) -> None:
-        """From here on ``silence`` ends it."""
-        self._silence = silence
-        self._socket.settimeout(silence.total_seconds())
-
-    def run(self, got: Callable[[dict[str, Any]], None], ended: Callable[[str], None]) -> None:
-        threading.Thread(target=self._beat, name="node-beat", daemon=True).start()
-        threading.Thread(
-            target=self._follow, args=(got, ended), name="node-line", daemon=True
-        ).start()
-
-    def _follow(self, got: Callable[[dict[str, Any]], None], ended: Callable[[str], None]) -> None:
-        why = "its launcher closed the connection"
-        try:
-            while message := self.read():
-                if len(message) > 1:  # more than a beat
-                    got(message)
-        except TimeoutError:
-            why = f"nothing was heard of it for {self._silence.total_seconds():.0f} s"
-        except (OSError, ValueError) as error:
-            why = f"the connection broke: {error}"
-        self.close()
-        ended(why)
-
-    def _beat(self) -> None:
-        while not self._closed.wait(_BEAT):
-            self.send()
-
-    def read(self) -> dict[str, Any] | None:
-        """The next message; None at the end. Raises OSError, ValueError for anything else."""
-        text = self._file.readline(_LONGEST_LINE)
-        if not text:
-            return None
-        message = json.loads(text)
-        if not isinstance(message, dict) or not text.endswith(b"\n"):
-            raise ValueError("what arrived is no message of a launcher")
-        return message
-
-    def send(self, **message: Any) -> None:
-        data = json.dumps(message | {"time": time.time()}).encode() + b"\n"
-        with self._writing:
-            try:
-                self._socket.sendall(data)
-            except OSError:
-                self.close()
-
-    def finish(self) -> None:
-        """Nothing more is said. The other side reads the last word and closes; closed here at once,
-        with a beat of theirs unread, the kernel would take that word back."""
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self._closed.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-
 @dataclass
 class _Guest:
-    line: _Line
+    line: Line
     ready: bool = False
 
 
@@ -340,7 +267,7 @@ class Host:
             threading.Thread(target=self._welcome, args=(connection,), daemon=True).start()
 
     def _welcome(self, connection: socket.socket) -> None:
-        line = _Line(connection, timedelta(seconds=_HELLO_TIMEOUT))
+        line = Line(connection, timedelta(seconds=_HELLO_TIMEOUT))
         try:
             message = line.read() or {}
             node, problem = int(message["node"]), self._problem(message)
@@ -419,7 +346,7 @@ class Guest:
         self._facts = facts
         self._ranks = ranks
         self._address, self._port = address_of(settings.rdzv_endpoint)
-        self._line: _Line | None = None
+        self._line: Line | None = None
         self._interface = ""
         self._known = False  # node 0 took us in before
         self._start: dict[str, Any] | None = None
@@ -432,7 +359,7 @@ class Guest:
     def meet(self, stop: threading.Event) -> Plan | ExitStatus:
         """Wait for node 0's word. Raises ConfigError if it refuses, or cannot be reached."""
         self._trouble = self._start = None
-        told: _Line | None = None
+        told: Line | None = None
         while not stop.is_set():
             with self._changed:
                 if self._refused is not None:
@@ -497,7 +424,7 @@ class Guest:
         else:
             return
         self._interface = interface_of(connection.getsockname()[0].partition("%")[0])
-        line = _Line(connection, self._settings.node_timeout)
+        line = Line(connection, self._settings.node_timeout)
         line.send(node=self._settings.node_rank, facts=dict(self._facts))
         self._line = line
         line.run(self._got, lambda why: self._gone(line, why))
@@ -514,7 +441,7 @@ class Guest:
                 self._trouble = "node 0 ended its ranks"
             self._changed.notify_all()
 
-    def _gone(self, line: _Line, why: str) -> None:
+    def _gone(self, line: Line, why: str) -> None:
         with self._changed:
             if self._line is line:
                 self._line = None

@@ -19,7 +19,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.diagnostics.report import step_warnings
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.start import fetch_tokenizer, make_run_folder, start_log
+from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.scoring.background import BackgroundPreview, too_large
 from distributed_training.store.gate import disk_allows
@@ -157,7 +157,9 @@ def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside 
     """The network first, and only on rank 0: what is wrong shows before a model is built."""
     ranks = place.ranks
     if ranks.rank != 0:
-        return None, _on_this_node(place, Facts(**ranks.share("start", None)))
+        return None, network.on_this_node(
+            place.config, place.folder, ranks, Facts(**ranks.share("start", None))
+        )
     try:
         outside = network.connect(place.config, place.folder, place.stack, wanted=wanted)
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
@@ -165,24 +167,6 @@ def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside 
         raise
     ranks.share("start", asdict(outside.facts))
     return outside, outside.facts
-
-
-def _on_this_node(place: Place, facts: Facts) -> Facts:
-    """Other machines than rank 0's have the tokenizer in a folder of their own."""
-    ranks = place.ranks
-    node, found = ranks.rank // ranks.local_world_size, None
-    if node == 0 or facts.problem:
-        return facts
-    if ranks.local_rank == 0:
-        path, eos_id = fetch_tokenizer(place.config, place.folder)
-        if eos_id != facts.eos_id:
-            raise ConfigError(
-                f"--neuron.global_tokenizer_name is another tokenizer than node 0's (its text ends "
-                f"with {eos_id}, not {facts.eos_id}), so this node would train on other tokens: "
-                "remove its folder, and start again"
-            )
-        found = {"path": str(path)}
-    return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 # --- every rank ---------------------------------------------------------------------------------

@@ -199,8 +199,8 @@ def _step(nodes: list[Node]) -> int:
 
 
 class Again:
-    """How soon training goes on. Within 60 s, or the time that this machine takes for a first start:
-    a node that comes back imports everything once more."""
+    """How soon training goes on. Within 60 s, or about the time that a busy machine took for the
+    first start: a node that comes back imports everything once more."""
 
     def __init__(self) -> None:
         self._began = self._gone = time.monotonic()
