@@ -166,6 +166,7 @@ def _flags_of_the_guide() -> list[dict[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
     """Started with the guide's commands."""
     with machines(2) as found:
