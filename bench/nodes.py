@@ -28,9 +28,9 @@ from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import leave
 from distributed_training.config.training import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import Trainer
 from distributed_training.training.layout import Layout
 from distributed_training.training.sizes import local_llama_config
+from distributed_training.training.trainer import Trainer
 
 SEQUENCE, EFFECTIVE = 128, 16
 
