@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from .retry import deadline_in, retrying
 from .snapshot_folder import read_config
 from .uplink import Uplink
 
-MOST_BYTES = 256 * 1024**3  # of one file, where the caller knows no better bound
+MOST_BYTES = 256 * 1024**3  # of one file
 
 
 class StateUnavailable(StoreError):
@@ -45,12 +45,11 @@ class RemoteState:
         store: ObjectStore,
         deadline: timedelta = timedelta(minutes=40),
         concurrency: int = 6,
-        uplink: Uplink | None = None,
     ) -> None:
         self._store = store
         self._deadline = deadline
         self._concurrency = concurrency
-        self._uplink = uplink or Uplink()
+        self._uplink = Uplink()
         self._fetching = threading.Lock()
 
     def stop(self) -> None:
@@ -63,11 +62,6 @@ class RemoteState:
 
     def epoch_metadata(self, outer_step: int) -> Metadata | None:
         return self._metadata(keys.epoch_key(outer_step, keys.METADATA))
-
-    def has(self, revision: Revision) -> bool:
-        """Whether the epoch's folder is whole and of exactly this revision."""
-        found = self.epoch_metadata(revision.outer_step)
-        return found is not None and found.revision == revision
 
     def age(self, outer_step: int) -> timedelta | None:
         """Age of ``gradients.pt`` by the store's clock, as validators look at it."""
@@ -123,21 +117,17 @@ class RemoteState:
         outer_step: int,
         destination: Path,
         names: Collection[str] = keys.GLOBAL_DATA_FILES,
-        *,
-        limits: Mapping[str, int] | None = None,
     ) -> Path:
         """The files of an outer step, checked, as ``destination/epoch-N``; that folder.
 
-        A folder of the same revision that is there already is returned as it is. ``limits``: most
-        bytes by name. Raises StateUnavailable (not there, unsound, changed meanwhile), other
-        StoreErrors when the store does not answer, StoppedError.
+        A folder of the same revision that is there already is returned as it is. Raises
+        StateUnavailable (not there, unsound, changed meanwhile), other StoreErrors when the store
+        does not answer, StoppedError.
         """
         with self._fetching:
-            return self._fetch(outer_step, destination, names, limits or {})
+            return self._fetch(outer_step, destination, names)
 
-    def _fetch(
-        self, outer_step: int, destination: Path, names: Collection[str], limits: Mapping[str, int]
-    ) -> Path:
+    def _fetch(self, outer_step: int, destination: Path, names: Collection[str]) -> Path:
         deadline = deadline_in(self._deadline)
         before = self.epoch_metadata(outer_step)
         if before is None:
@@ -163,7 +153,7 @@ class RemoteState:
                     self._store,
                     key,
                     aside / name,
-                    limit=limits.get(name, MOST_BYTES),
+                    limit=MOST_BYTES,
                     deadline=deadline,
                     concurrency=self._concurrency,
                     uplink=self._uplink,

@@ -70,7 +70,6 @@ class S3ObjectStore:
         endpoint_url: str,
         keys: AccessKeys,
         settings: StoreSettings,
-        ca_bundle: str | None = None,
     ) -> None:
         import boto3
         from botocore.config import Config
@@ -93,7 +92,6 @@ class S3ObjectStore:
                 region_name=settings.region,
                 aws_access_key_id=keys.key_id.get_secret_value(),
                 aws_secret_access_key=keys.secret.get_secret_value(),
-                verify=ca_bundle,
                 config=Config(
                     request_checksum_calculation=settings.checksum_mode,
                     response_checksum_validation=settings.checksum_mode,
@@ -109,9 +107,7 @@ class S3ObjectStore:
             )
 
     @classmethod
-    def from_settings(
-        cls, settings: StoreSettings, *, bucket: str, write: bool, ca_bundle: str | None = None
-    ) -> S3ObjectStore:
+    def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
         """Our own account. Raises ValueError, naming the variable, if a key is not set."""
         kind = "WRITE" if write else "READ"
         prefix = kind.lower()
@@ -128,7 +124,6 @@ class S3ObjectStore:
             endpoint_url=endpoint_of(settings),
             keys=AccessKeys(key, secret, f"R2_{kind}"),
             settings=settings,
-            ca_bundle=ca_bundle,
         )
 
     @classmethod

@@ -64,7 +64,7 @@ class UploadSchedule:
     ) -> None:
         self._every = max(upload_steps, 1)
         self._minimum = minimum_inner_step
-        self._age_limit = age_limit.total_seconds()
+        self.age_limit = age_limit.total_seconds()
         self._slack = slack.total_seconds()
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
@@ -93,16 +93,11 @@ class UploadSchedule:
         """Seconds; None if nothing was published yet."""
         return None if self.published_at is None else max(0.0, now - self.published_at)
 
-    @property
-    def age_limit(self) -> float:
-        """Seconds after which validators score a publication zero."""
-        return self._age_limit
-
     def repo_age_line(self, now: float) -> str:
         age = self.repo_age(now)
         if age is None:
-            return f"Repo age: nothing published yet (limit {self._age_limit:.0f}s)"
-        return f"Repo age: {age:.0f}s of {self._age_limit:.0f}s"
+            return f"Repo age: nothing published yet (limit {self.age_limit:.0f}s)"
+        return f"Repo age: {age:.0f}s of {self.age_limit:.0f}s"
 
     def step(self, report: StepReport, now: float, *, block_age: float | None = None) -> Decision:
         """After an inner step: whether it should end with a snapshot. ``block_age``: seconds since
@@ -204,7 +199,7 @@ class UploadSchedule:
 
     def _counts_until(self, rounds: Rounds, outer_step: int) -> float:
         """How long that counts which is published of this outer step."""
-        fresh = self._age_limit - self._slack
+        fresh = self.age_limit - self._slack
         if self.published_at is None:
             # The bucket is empty. Without a round in sight it is treated as one that was fresh when
             # this process began to train.
@@ -232,7 +227,7 @@ class UploadSchedule:
             rounds=rounds,
             pace=Pace(step, self.upload_seconds or 0.0, self._age_of_blocks()),
             bounds=Bounds(
-                age_limit=self._age_limit - self._slack,
+                age_limit=self.age_limit - self._slack,
                 margin=self._margin(),
                 spacing=self._every * step,
                 first=minimum * step,
@@ -256,7 +251,7 @@ class UploadSchedule:
             return []
         said = []
         upload, rounds = self.upload_seconds or 0.0, self._rounds(now)
-        limit, what = self._age_limit - self._slack, "the age limit"
+        limit, what = self.age_limit - self._slack, "the age limit"
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
         if self._every * self.step_seconds + upload > limit:
@@ -283,26 +278,26 @@ class UploadSchedule:
                 f"validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
                 "round. They refuse only inner step 0",
             )
-        elif minimum * self.step_seconds + upload > self._age_limit - self._slack:
+        elif minimum * self.step_seconds + upload > self.age_limit - self._slack:
             said += self._once(
                 "first",
                 f"⚠️  Step {minimum}, before which nothing is published, ends "
                 f"{minimum * self.step_seconds + upload:.0f}s after a round, too late for the age "
-                f"limit of {self._age_limit:.0f}s: make steps faster or lower "
+                f"limit of {self.age_limit:.0f}s: make steps faster or lower "
                 "--neuron.minimum_valid_inner_step",
             )
         return said + self._age_warning(now, upload)
 
     def _age_warning(self, now: float, upload: float) -> list[tuple[str, str]]:
         age = self.repo_age(now)
-        if age is None or age <= self._age_limit - self._slack - upload:
+        if age is None or age <= self.age_limit - self._slack - upload:
             return []
         why = "no step could be published since"
         if self._asked is not None:
             why = "an upload is under way"
         return self._once(
             f"age-{math.floor(age / 300)}",
-            f"⚠️  Repo age is {age:.0f}s, the limit {self._age_limit:.0f}s ({why}; an upload "
+            f"⚠️  Repo age is {age:.0f}s, the limit {self.age_limit:.0f}s ({why}; an upload "
             f"takes {upload:.0f}s): validators will soon score this miner 0",
         )
 

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -33,7 +32,6 @@ _RESTART_WAIT = (1.0, 60.0)  # seconds: first, longest
 class Uploader:
     """``folder``: for the journal, kept across restarts. ``snapshots``: where local snapshots lie
     that may be deleted once a newer one is published; None: they are the caller's to delete.
-    ``notify``: called from a thread of this object when a report has come.
 
     An uploader that dies is started again and goes on where its journal stands. Raises ValueError,
     naming the variable, if a key is not set.
@@ -46,8 +44,6 @@ class Uploader:
         bucket: str,
         folder: Path,
         snapshots: Path | None = None,
-        notify: Callable[[], None] = lambda: None,
-        ca_bundle: str | None = None,
     ) -> None:
         for name in ("write_access_key_id", "write_secret_access_key"):
             if not getattr(settings, name):
@@ -55,15 +51,7 @@ class Uploader:
                     f"R2_{name.upper()} is not set, so nothing could be published: put it into "
                     ".env (R2 dashboard, Manage API tokens)"
                 )
-        self._start = Start(
-            settings,
-            bucket,
-            folder.absolute(),
-            snapshots,
-            ca_bundle,
-            miner_began=time.time(),
-        )
-        self._notify = notify
+        self._start = Start(settings, bucket, folder.absolute(), snapshots, miner_began=time.time())
         self._reports: queue.SimpleQueue[PublicationReport] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -238,7 +226,6 @@ class Uploader:
                 with self._lock:
                     self._outstanding.pop(message.revision, None)
                 self._reports.put(message)
-                self._notify()
             case Busy():
                 self._busy = message.busy
             case Said():

@@ -19,7 +19,6 @@ class Start:
     bucket: str
     folder: Path
     snapshots: Path | None
-    ca_bundle: str | None = None
     miner_began: float | None = None
 
 

@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
@@ -285,13 +287,8 @@ def lower_priority(nice: int) -> None:
     """Training comes first, for the CPU and for the disk. Before any thread is started."""
     with contextlib.suppress(OSError):
         os.nice(nice)
-    try:
-        import psutil
-
-        process = psutil.Process()
-        process.ionice(psutil.IOPRIO_CLASS_BE, 7)  # idle could starve on a busy disk
-    except (ImportError, AttributeError, OSError):
-        return  # not Linux
+    with contextlib.suppress(AttributeError, OSError):  # not Linux
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)  # idle could starve on a busy disk
 
 
 def main() -> int:
@@ -312,9 +309,7 @@ def main() -> int:
     logging.getLogger().addHandler(_Forward(send))
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:
-        store = S3ObjectStore.from_settings(
-            start.settings, bucket=start.bucket, write=True, ca_bundle=start.ca_bundle
-        )
+        store = S3ObjectStore.from_settings(start.settings, bucket=start.bucket, write=True)
         loop = UploadLoop(start, store, send)
     except (ValueError, OSError) as error:
         log.error("%s", disk_problem(error) if isinstance(error, OSError) else error)

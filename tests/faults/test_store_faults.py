@@ -57,9 +57,9 @@ def publish(
     return publication.run(Submission(folder, revision, 1, PEER_ID))
 
 
-def through(shim: Shim, settings: Any, bucket: str, **more: Any) -> tuple[Any, S3ObjectStore]:
+def through(shim: Shim, settings: Any, bucket: str) -> tuple[Any, S3ObjectStore]:
     changed = dataclasses.replace(settings, endpoint_url=shim.endpoint)
-    return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True, **more)
+    return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True)
 
 
 class Reader(threading.Thread):
@@ -420,14 +420,17 @@ def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -
     )
 
 
-def test_over_tls_no_trailers_are_sent(server: ObjectStoreServer, tmp_path: Path) -> None:
+def test_over_tls_no_trailers_are_sent(
+    server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """botocore's default checksums are trailers, and only over TLS; R2 refuses them."""
     base = settings_for(server)
     direct = new_bucket(server, base)
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
     certificate = make_certificate(tmp_path)
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     with Shim(server.endpoint, certificate=certificate, write_interval=1.0) as shim:
-        settings, store = through(shim, base, direct.bucket, ca_bundle=str(certificate))
+        settings, store = through(shim, base, direct.bucket)
         report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
         assert report.ok, report.reason
         assert_published(direct, REVISION, files)
@@ -436,7 +439,6 @@ def test_over_tls_no_trailers_are_sent(server: ObjectStoreServer, tmp_path: Path
             dataclasses.replace(settings, checksum_mode="when_supported"),
             bucket=direct.bucket,
             write=True,
-            ca_bundle=str(certificate),
         )
         upload_id = direct.create_multipart("x")
         with pytest.raises(Exception, match=r"Unauthorized|no answer"):
