@@ -12,14 +12,13 @@ import contextlib
 import logging
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from distributed_training.common.environment import without_secrets
+from distributed_training.common.children import start_child
 from distributed_training.common.stacks import write_stacks_on_signal
 
 from .spec import WorkerSpec
@@ -45,22 +44,11 @@ class DataWorker:
     """The rank's end. Never blocks: what the worker has to say waits until it is asked for."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        ours, theirs = socket.socketpair()
-        environment = without_secrets(keep={"HF_TOKEN"}) | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-            "OPENBLAS_NUM_THREADS": "1",
-        }
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
-            )
-        self._connection = Connection(ours.detach())
+        self._process, self._connection = start_child(
+            __name__,
+            keep={"HF_TOKEN"},
+            start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
+        )
         self.blocks: list[int] = []  # under way, in order
         self._connection.send(spec)
 

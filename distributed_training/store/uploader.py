@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import queue
-import socket
 import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -17,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.environment import without_secrets
+from distributed_training.common.children import start_child
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
@@ -146,25 +143,7 @@ class Uploader:
 
     def _launch(self) -> None:
         """Call with the lock held (or before the thread starts)."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "distributed_training.store.uploader_process",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=without_secrets()
-                | {
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                    "OMP_NUM_THREADS": "1",
-                    "OPENBLAS_NUM_THREADS": "1",
-                },
-            )
-        self._connection = Connection(ours.detach())
+        self._process, self._connection = start_child("distributed_training.store.uploader_process")
         self._send(self._start)
         self._start = replace(self._start, miner_began=None)
         if self._peer_id:
