@@ -123,12 +123,7 @@ def join_ranks(
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-    if local == world_size:
-        store, rank, world_size = next(
-            iter(dist.rendezvous("env://", rank=rank, world_size=world_size, timeout=timeout))
-        )
-    else:
-        store = _store_of_nodes(environ, timeout)
+    store = _store(environ, rank, world_size, timeout)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("pg", store),
@@ -146,18 +141,20 @@ def join_ranks(
     )
 
 
-def _store_of_nodes(environ: Mapping[str, str], timeout: timedelta) -> dist.Store:
-    """As ``env://``, but rank 0 listens on the address of the rendezvous alone, not on all that
-    its machine has."""
+def _store(
+    environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta
+) -> dist.Store:
+    """As ``env://``, but rank 0 listens on the address of the rendezvous alone (on one machine
+    127.0.0.1), not on all that its machine has."""
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
-    if environ["RANK"] == "0":
+    if rank == 0:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, port), family=family).detach()
     return dist.TCPStore(
         address,
         port,
-        int(environ["WORLD_SIZE"]),
+        world_size,
         is_master=listener is not None,
         timeout=timeout,
         wait_for_workers=False,

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.multiprocessing as mp
 
@@ -31,6 +32,9 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
         timeout=timedelta(seconds=30),
         backend="gloo",
     )
+    listens = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+    assert listens <= {"127.0.0.1"}, listens  # nobody else's machine can talk to the ranks
+    assert listens or rank != 0
     lines = [str(ranks.share("start", {"uid": 227} if rank == 0 else None))]
     for command in SCRIPT:
         lines.append(str(ranks.agree(command if rank == 0 else None)))
