@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+import time
 from collections.abc import Mapping
 from multiprocessing import forkserver
 from pathlib import Path
@@ -70,6 +71,34 @@ class Program:
         if self.poll() is None:
             self._process.kill()
             self._process.join(10)
+
+
+class Ranks:
+    """``world_size`` processes running one scenario of ``tests/multiprocess/training_ranks.py``."""
+
+    def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
+        name = f"{scenario}-{time.time_ns()}"
+        self.processes = [
+            Program(
+                TESTS / "multiprocess" / "training_ranks.py",
+                *(scenario, str(folder), str(folder / f"store-{name}"), *arguments),
+                environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)},
+                log=folder / f"{name}-{rank}.log",
+            )
+            for rank in range(world_size)
+        ]
+
+    def finish(self, expected: int = 0, seconds: float = 100.0) -> None:
+        """Fails the test unless all end with ``expected``."""
+        try:
+            ends = [process.wait(seconds) for process in self.processes]
+        finally:
+            self.kill()
+        assert set(ends) == {expected}, "\n".join(p.log.read_text() for p in self.processes)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
 
 
 def _run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from distributed_training.config.training import TrainingSettings
 from distributed_training.training.layout import Layout
 from distributed_training.training.sizes import llama_config
 from distributed_training.training.trainer import Trainer
-from tests.forked import TESTS, Program
 
 SEQUENCE = 32
 EFFECTIVE = 8
@@ -99,31 +97,3 @@ def evaluate(made: Trainer, batches: torch.Tensor) -> float:
         value = float(made.sharded.loss_of(batches[index : index + 1]))
         total += value if index == i + made.rank else 0.0
     return made.stream.sum([total])[0] / (len(batches) * (batches.shape[1] - 1))
-
-
-class Ranks:
-    """``world_size`` processes running one scenario of ``tests/multiprocess/training_ranks.py``."""
-
-    def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
-        name = f"{scenario}-{time.time_ns()}"
-        self.processes = [
-            Program(
-                TESTS / "multiprocess" / "training_ranks.py",
-                *(scenario, str(folder), str(folder / f"store-{name}"), *arguments),
-                environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)},
-                log=folder / f"{name}-{rank}.log",
-            )
-            for rank in range(world_size)
-        ]
-
-    def finish(self, expected: int = 0, seconds: float = 100.0) -> None:
-        """Fails the test unless all end with ``expected``."""
-        try:
-            ends = [process.wait(seconds) for process in self.processes]
-        finally:
-            self.kill()
-        assert set(ends) == {expected}, "\n".join(p.log.read_text() for p in self.processes)
-
-    def kill(self) -> None:
-        for process in self.processes:
-            process.kill()

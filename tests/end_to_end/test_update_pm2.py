@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import timedelta
@@ -119,7 +118,7 @@ class Machine:
         assert self.subnet.services is not None
         plan = self.miner.plan
         wallet = self.subnet.services.wallet(self.subnet.validator.plan)
-        request = RoundRequest(wallet.ss58, time.time(), timeout=timedelta(seconds=20))
+        request = RoundRequest(wallet.ss58, timeout=timedelta(seconds=20))
         hotkey = self.subnet.services.wallet(plan).ss58
         neuron = Neuron(uid=plan.uid, hotkey=hotkey, ip="127.0.0.1", port=plan.axon_port)
         replies = SignedClient(wallet=wallet).sweep_all_reduce([neuron], request)

@@ -279,7 +279,7 @@ class Miner:
 
     def call(self) -> None:
         """The validator's AllReduce."""
-        request = RoundRequest("5Master", time.time())
+        request = RoundRequest("5Master")
         self.events.put(ev.AllReduceCalled(request, time.monotonic()))
 
     def stop(self) -> None:

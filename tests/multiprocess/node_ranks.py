@@ -53,7 +53,7 @@ class Miner(start.Miner):
             if not marker.exists():
                 self.rank_zero.swarm.release.clear()  # the first round takes until it is cut off
             marker.touch()
-            request = RoundRequest("5Master", time.time())
+            request = RoundRequest("5Master")
             self.place.events.put(ev.AllReduceCalled(request, time.monotonic()))
 
     def run(self) -> tuple[int, str]:

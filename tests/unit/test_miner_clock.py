@@ -13,8 +13,9 @@ from distributed_training import miner
 from distributed_training.miner.round_clock import RoundClock
 
 ROOM = Path(str(miner.__file__)).parent
-#: Where the time of the day is meant: it is written into a file for people.
-LOG_TIMES = {"process.py"}
+#: Where the time of the day is meant: it is written into a file for people, or sent and compared
+#: with another machine's, to tell clocks that are apart.
+LOG_TIMES = {"process.py", "nodes.py", "node_line.py"}
 
 
 def wall_clocks(path: Path) -> list[int]:

@@ -208,7 +208,7 @@ def test_what_ends_after_the_round_was_given_up_is_not_a_round(rig: Rig) -> None
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
-    call = ev.AllReduceCalled(RoundRequest("5V", 1e9), 1.0)
+    call = ev.AllReduceCalled(RoundRequest("5V"), 1.0)
     said = rig.see(call, MinerState(mode=mode, outer_step=3))
     if mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING):
         line = f"An AllReduce call is ignored: this miner is {mode.value}"
