@@ -38,20 +38,17 @@ TROUBLED = replace(
 )
 #: What it sent before it failed is in the average, or the average shows it.
 WHOLE = ("long", "deaf", "nan", "nan averages", "early averages")
+#: "vanish" is the last: the process ends.
+BESIDE_STOCK = ("short", "long", "nan", "misframed", "stall", "vanish")
 
 
-class BadPeer:
-    def __init__(self, folder: Path, known: list[str]) -> None:
-        folder.mkdir()
-        self._log = (folder / "log").open("w")
+class OtherPeer:
+    """A program of ``tests/multiprocess`` that takes a line for each round and answers with one."""
+
+    def __init__(self, program: str, log: Path, *arguments: str) -> None:
+        self._log = log.open("w")
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                str(ROOT / "tests" / "multiprocess" / "swarm_bad_peer.py"),
-                str(folder),
-                json.dumps(SHAPES),
-                json.dumps(known),
-            ],
+            [sys.executable, str(ROOT / "tests" / "multiprocess" / program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -59,15 +56,15 @@ class BadPeer:
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        self.peer_id = self.answer()
+        self.greeting = self.answer()
 
     def answer(self) -> str:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def begin(self, kind: str) -> None:
+    def begin(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(kind + "\n")
+        self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
 
     def close(self) -> None:
@@ -77,18 +74,24 @@ class BadPeer:
         self._log.close()
 
 
-World = tuple[list[HivemindSwarm], BadPeer]
+def bad_peer(folder: Path, known: list[str], group_size: int) -> OtherPeer:
+    """It greets with its peer ID, and a line is the kind of the next round."""
+    folder.mkdir()
+    order = (json.dumps(each) for each in (SHAPES, known, group_size))
+    return OtherPeer("swarm_bad_peer.py", folder / "log", str(folder), *order)
+
+
+World = tuple[list[HivemindSwarm], OtherPeer]
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("swarm")
-    with open_swarms(folder, 2, SHAPES) as swarms:
-        bad = BadPeer(folder / "bad", swarms[0].visible_maddrs)
-        try:
-            yield swarms, bad
-        finally:
-            bad.close()
+    with (
+        open_swarms(folder, 2, SHAPES) as swarms,
+        contextlib.closing(bad_peer(folder / "bad", swarms[0].visible_maddrs, 3)) as bad,
+    ):
+        yield swarms, bad
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +111,7 @@ def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
             continue
         assert isinstance(outcome, AllReduceResult), outcome
         assert len(outcome.peers) == 3
-        assert outcome.failed_peers in ((), (bad.peer_id,))
+        assert outcome.failed_peers in ((), (bad.greeting,))
         assert outcome.partial or kind in WHOLE
         assert all(bool(torch.isfinite(buffer).all()) for buffer in swarm.buffers)
     if not kind.endswith(" averages") and kind not in ("nan", "vanish"):
@@ -117,3 +120,40 @@ def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
             assert torch.allclose(ours, theirs, rtol=0, atol=1e-5)
     assert bad.answer() or kind == "vanish"
     assert_good_round(*swarms)
+
+
+def test_the_same_beside_a_stock_peer(tmp_path: Path) -> None:
+    """Two of ours, a plain hivemind averager and one that misbehaves, round after round."""
+    request = replace(TROUBLED, min_group_size=4)
+    with contextlib.ExitStack() as stack:
+        swarms = stack.enter_context(open_swarms(tmp_path, 2, SHAPES))
+        known = swarms[0].visible_maddrs
+        bad = stack.enter_context(contextlib.closing(bad_peer(tmp_path / "bad", known, 4)))
+        order = (json.dumps(each) for each in (SHAPES, known, 3))
+        stock = OtherPeer("swarm_stock_peer.py", tmp_path / "stock.log", *order)
+        stack.callback(stock.close)
+        assert stock.greeting == "ready"
+        for kind in BESIDE_STOCK:
+            bad.begin(kind)
+            stock.begin("3")
+            rounds = Rounds(*swarms, request=request)
+            for swarm, outcome in rounds.join().items():
+                assert rounds.seconds[swarm] < 10 + TRANSFER
+                if kind == "nan":
+                    assert isinstance(outcome, AllReduceError), (kind, outcome)
+                    assert outcome.fault is AllReduceFault.NOT_FINITE
+                    continue
+                assert isinstance(outcome, AllReduceResult), (kind, outcome)
+                assert len(outcome.peers) == 4
+                assert all(bool(torch.isfinite(buffer).all()) for buffer in swarm.buffers)
+            assert stock.answer(), kind  # its round ends too
+            assert bad.answer() or kind == "vanish"
+
+        stock.begin("3")
+        rounds = Rounds(*swarms, request=replace(request, min_group_size=3))
+        for swarm, outcome in rounds.join().items():
+            assert isinstance(outcome, AllReduceResult), outcome
+            assert len(outcome.peers) == 3 and not outcome.partial
+            for buffer in swarm.buffers:
+                assert torch.allclose(buffer, torch.full_like(buffer, 2.0))
+        assert stock.answer() == "ok"

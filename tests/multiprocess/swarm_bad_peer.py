@@ -1,4 +1,4 @@
-"""A peer that misbehaves in the all-reduce: ``swarm_bad_peer.py FOLDER SHAPES PEERS``.
+"""A peer that misbehaves in the all-reduce: ``swarm_bad_peer.py FOLDER SHAPES PEERS GROUP_SIZE``.
 
 Each line on standard input is the kind of the next round, as in :data:`KINDS`. It joins the DHT and
 finds its group as any peer does; only what it sends to the others is wrong.
@@ -123,7 +123,8 @@ class BadAllReduce(all_reduce.AllReduce):
 
 
 async def main() -> None:
-    folder, shapes, peers = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+    folder = sys.argv[1]
+    shapes, peers, group_size = (json.loads(text) for text in sys.argv[2:])
     averager.AllReduce = BadAllReduce
     node = await DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     tensors = [torch.ones(shape) for shape in shapes]
@@ -156,7 +157,7 @@ async def main() -> None:
                 number=number,
                 weight=1.0,
                 timeout=15,
-                min_group_size=3,
+                min_group_size=group_size,
                 min_matchmaking_time=1.5,
                 request_timeout=1.2,
                 allreduce_timeout=6,
