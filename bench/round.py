@@ -161,6 +161,10 @@ def run(options: argparse.Namespace, rank: int, world: int) -> None:
     note("inner steps, nothing of the outer step (the baseline)")
     trainer.begin_epoch(0)
     note("with the epoch start")
+    # As a publication leaves it: this rank's rows of what was not sent.
+    rows_of = [shard.local for shard in trainer.sharded.shards]
+    trainer.outer.feedback.residual = [torch.ones_like(each, device="cpu") for each in rows_of]
+    note("and the error feedback")
     swarm: HivemindSwarm | None = None
     store = meeting(options.folder)
     if rank == 0:
