@@ -189,16 +189,12 @@ class Miner:
         alive = Heartbeat(place.folder, ranks.local_rank)
 
         # training
+        across = config.training.shard_across_nodes
         self.trainer = Trainer(
             settings=config.training,
             model_config=facts.model_config,
             device=device,
-            layout=Layout(
-                ranks.rank,
-                ranks.world_size,
-                ranks.local_world_size,
-                config.training.shard_across_nodes,
-            ),
+            layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size, across),
             utilization=utilization_of(device),
             run_folder=place.folder,
         )
