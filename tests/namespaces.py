@@ -28,6 +28,26 @@ class Machine:
     def plug(self) -> None:
         _ip("-n", self.name, "link", "set", "eth0", "up")
 
+    def close_ports_but(self, port: int) -> None:
+        """A firewall: connections from elsewhere to other ports are dropped without a word. (Their
+        first packets, SYN without ACK, go into a cable without an end.)"""
+        _ip("-n", self.name, "link", "add", "hole", "type", "veth", "peer", "name", "nowhere")
+        _ip("-n", self.name, "link", "set", "hole", "up")
+        tc = [*self.prefix, "tc"]
+        filters = [*tc, "filter", "add", "dev", "eth0", "ingress", "protocol", "ip"]
+        passed = f"prio 1 u32 match ip dport {port} 0xffff classid 1:1"
+        dropped = (
+            "prio 2 u32 match ip protocol 6 0xff match u8 0x02 0x12 at 33 "
+            "action mirred egress redirect dev hole"
+        )
+        _run(*tc, "qdisc", "add", "dev", "eth0", "clsact")
+        _run(*filters, *passed.split())
+        _run(*filters, *dropped.split())
+
+    def open_ports(self) -> None:
+        """After :meth:`close_ports_but`."""
+        _run(*self.prefix, "tc", "qdisc", "del", "dev", "eth0", "clsact")
+
 
 @contextmanager
 def machines(count: int) -> Iterator[list[Machine]]:
@@ -57,4 +77,8 @@ def machines(count: int) -> Iterator[list[Machine]]:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+    _run("ip", *arguments)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, text=True)

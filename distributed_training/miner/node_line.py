@@ -48,7 +48,7 @@ class Line:
                     got(message)
         except TimeoutError:
             why = f"nothing was heard of it for {self._silence.total_seconds():.0f} s"
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:  # or no launcher's words
             why = f"the connection broke: {error}"
         self.close()
         ended(why)

@@ -3,13 +3,17 @@
 Node 0's launcher listens at ``--rdzv_endpoint``; every other launcher keeps one connection to it.
 Lines of JSON go both ways, at least one a second, so that silence tells that a machine is gone:
 
-    node -> 0   hello (its number, what must be equal), ready (no rank runs), leave (to stop)
-    0 -> node   refused (why), start (a :class:`Plan`), end (stop the ranks), over (exit status)
+    node -> 0   hello (its number, what must be equal), ready (no rank runs), shut (doors it found
+                so), leave (to stop)
+    0 -> node   refused (why), doors (to be tried), start (a :class:`Plan`), end (stop the ranks),
+                over (exit status)
 
-All ranks start and end together. Ranks that lost one of theirs cannot train; each launcher ends
-its own, says ``ready``, and node 0 begins anew from the last checkpoint with whom it has: all, or
-after ``--node_wait`` the least of ``--nnodes MIN:MAX``. A node that comes later is taken in after
-the next checkpoint. Node 0 cannot be replaced, since it has the wallet: the others wait for it.
+Once all are ready, each tries the others' *doors* (``node_doors.py``): what a firewall keeps apart
+is refused before ranks start. All ranks start and end together. Ranks that lost one of theirs
+cannot train; each launcher ends its own, says ``ready``, and node 0 begins anew from the last
+checkpoint with whom it has: all, or after ``--node_wait`` the least of ``--nnodes MIN:MAX``. A node
+that comes later is taken in after the next checkpoint. Node 0 cannot be replaced, since it has the
+wallet: the others wait for it.
 
 torch's elastic agent gives node 0's part to anybody, and starts workers by a whole import each. So
 launchers meet here, without torch; ranks then meet in c10d's TCPStore as on one machine.
@@ -37,6 +41,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
 from distributed_training.config.values import show
+from distributed_training.miner.node_doors import Door, open_door, shut_doors, whom_to_refuse
 from distributed_training.miner.node_line import Line
 
 log = logging.getLogger(__name__)
@@ -148,6 +153,8 @@ def interface_of(address: str) -> str:
 class _Guest:
     line: Line
     ready: bool = False
+    door: Door = ("", 0)
+    shut: list[int] | None = None  # the doors it found so; None: it has not said
 
 
 class Host:
@@ -184,34 +191,68 @@ class Host:
         wanted = set(range(1, settings.most))
         while not stop.is_set():
             with self._changed:
-                ready = {node for node, guest in self._guests.items() if guest.ready}
+                ready = {node: guest for node, guest in self._guests.items() if guest.ready}
                 waited = time.monotonic() - began
                 enough = 1 + len(ready) >= settings.least
-                if ready == wanted or (enough and waited >= settings.node_wait.total_seconds()):
-                    return self._begin(sorted(ready))
-                self._changed.wait(0.2)
-            if waited - said >= _SAY_AGAIN:
+                enough = enough and waited >= settings.node_wait.total_seconds()
+                if not (enough or ready.keys() == wanted):
+                    self._changed.wait(0.2)
+            if enough or ready.keys() == wanted:
+                if plan := self._begin(dict(sorted(ready.items())), stop):
+                    return plan
+            elif waited - said >= _SAY_AGAIN:
                 said = waited
-                missing = ", ".join(map(str, sorted(wanted - ready)))
+                missing = ", ".join(map(str, sorted(wanted - ready.keys())))
                 log.info("Waiting for node %s at %s", missing, settings.rdzv_endpoint)
         return ExitStatus.STOPPED
 
-    def _begin(self, others: list[int]) -> Plan:
-        self._trouble, self._leaving, self._lost = None, False, False
-        plan = Plan(
-            nodes=(0, *others),
-            node=0,
-            local_world_size=self._ranks,
-            address=self._address,
-            port=free_ports(1, self._address)[0],
-            interface=self._interface,
-        )
-        self._plan = plan
-        for node in others:
-            self._guests[node].ready = False
-            self._guests[node].line.send(start={"nodes": plan.nodes, "port": plan.port})
+    def _begin(self, guests: Mapping[int, _Guest], stop: threading.Event) -> Plan | None:
+        """None if one of ``guests`` had to be refused, or is gone."""
+        door = (self._address, free_ports(1, self._address)[0])
+        apart = self._knock(guests, door, stop)
+        with self._changed:
+            if stop.is_set() or any(self._guests.get(n) is not g for n, g in guests.items()):
+                return None
+            for node, problem in whom_to_refuse(apart).items():
+                log.warning("Node %d is refused: %s", node, problem)
+                self._guests[node].ready = False
+                self._guests[node].line.send(refused=problem)
+            if apart:
+                return None
+            self._trouble, self._leaving, self._lost = None, False, False
+            self._plan = plan = Plan(
+                nodes=(0, *guests),
+                node=0,
+                local_world_size=self._ranks,
+                address=self._address,
+                port=door[1],
+                interface=self._interface,
+            )
+            for guest in guests.values():
+                guest.ready = False
+                guest.line.send(start={"nodes": plan.nodes, "port": plan.port})
         log.info("Nodes %s: %d ranks", ", ".join(map(str, plan.nodes)), plan.world_size)
         return plan
+
+    def _knock(
+        self, guests: Mapping[int, _Guest], door: Door, stop: threading.Event
+    ) -> list[tuple[int, int]]:
+        """Have all nodes try each other's doors, ``door`` being node 0's: who did not come through
+        to whom. Returns when each guest has answered, or is gone."""
+        with open_door(*door):
+            with self._changed:
+                doors = {0: door} | {node: guest.door for node, guest in guests.items()}
+                for guest in guests.values():
+                    guest.shut = None
+                    guest.line.send(doors=[(node, *each) for node, each in doors.items()])
+            apart = [(0, node) for node in shut_doors({n: doors[n] for n in guests})]
+            with self._changed:
+                while not stop.is_set() and any(
+                    guest.shut is None and self._guests.get(node) is guest
+                    for node, guest in guests.items()
+                ):
+                    self._changed.wait(0.2)
+        return apart + [(n, other) for n, guest in guests.items() for other in guest.shut or ()]
 
     def trouble(self) -> str | None:
         """Why the ranks that run must end now; None while all is well."""
@@ -313,8 +354,10 @@ class Host:
 
     def _got(self, node: int, guest: _Guest, message: Mapping[str, Any]) -> None:
         with self._changed:
+            if "shut" in message:
+                guest.shut = message["shut"]
             if message.get("ready"):
-                guest.ready = True
+                guest.ready, guest.door = True, tuple(message["door"])
                 if message.get("failed") and self._plan and node in self._plan.nodes:
                     self._trouble = self._trouble or f"node {node}: its ranks failed"
             if message.get("leave") and self._plan is not None:
@@ -347,9 +390,10 @@ class Guest:
         self._ranks = ranks
         self._address, self._port = address_of(settings.rdzv_endpoint)
         self._line: Line | None = None
-        self._interface = ""
+        self._own_address = self._interface = ""
         self._known = False  # node 0 took us in before
         self._start: dict[str, Any] | None = None
+        self._doors: dict[int, Door] | None = None  # of the others, to be tried
         self._failed = False  # our ranks, when they ran last
         self._over: ExitStatus | None = None
         self._refused: str | None = None
@@ -358,7 +402,11 @@ class Guest:
 
     def meet(self, stop: threading.Event) -> Plan | ExitStatus:
         """Wait for node 0's word. Raises ConfigError if it refuses, or cannot be reached."""
-        self._trouble = self._start = None
+        self._trouble = self._start = self._doors = None
+        with contextlib.ExitStack() as door:
+            return self._meet(stop, door)
+
+    def _meet(self, stop: threading.Event, door: contextlib.ExitStack) -> Plan | ExitStatus:
         told: Line | None = None
         while not stop.is_set():
             with self._changed:
@@ -375,12 +423,15 @@ class Guest:
                         port=int(self._start["port"]),
                         interface=self._interface,
                     )
-                line = self._line
+                line, doors, self._doors = self._line, self._doors, None
             if line is None:
                 self._connect(stop)
             elif line is not told:
                 told = line
-                line.send(ready=True, failed=self._failed)
+                own = door.enter_context(open_door(self._own_address)).getsockname()[:2]
+                line.send(ready=True, failed=self._failed, door=own)
+            elif doors is not None:
+                line.send(shut=shut_doors(doors))
             else:
                 with self._changed:
                     self._changed.wait(0.2)
@@ -423,7 +474,8 @@ class Guest:
                 stop.wait(1.0)
         else:
             return
-        self._interface = interface_of(connection.getsockname()[0].partition("%")[0])
+        self._own_address = connection.getsockname()[0]
+        self._interface = interface_of(self._own_address.partition("%")[0])
         line = Line(connection, self._settings.node_timeout)
         line.send(node=self._settings.node_rank, facts=dict(self._facts))
         self._line = line
@@ -435,6 +487,9 @@ class Guest:
             self._refused = message.get("refused", self._refused)
             if "over" in message:
                 self._over = ExitStatus(message["over"])
+            if "doors" in message:
+                self._doors = {node: (address, port) for node, address, port in message["doors"]}
+                self._doors.pop(self._settings.node_rank, None)
             if "start" in message:
                 self._start, self._trouble = message["start"], None
             if "end" in message:

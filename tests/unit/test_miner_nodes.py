@@ -21,6 +21,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
+from distributed_training.miner.node_doors import whom_to_refuse
 from distributed_training.miner.nodes import Guest, Host, difference, facts_of
 from tests.waiting import wait_for
 
@@ -130,12 +131,39 @@ def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World])
     here = world("1:2", node_wait=timedelta(minutes=1))
     with socket.create_connection(("127.0.0.1", here.host._port)) as dead:
         hello = {"node": 1, "facts": FACTS, "time": time.time()}
-        dead.sendall(json.dumps(hello).encode() + b'\n{"ready": true, "time": 0}\n')
-        assert here.meet(here.host).result(20).nodes == (0, 1)
+        ready = {"ready": True, "door": here.settings.rdzv_endpoint.split(":"), "time": 0}
+        dead.sendall("".join(json.dumps(m) + "\n" for m in (hello, ready)).encode())
+        meeting = here.meet(here.host)
+        heard = dead.makefile("rb")
+        assert any("doors" in json.loads(line) for line in heard)
+        dead.sendall(b'{"shut": [], "time": 0}\n')
+        assert meeting.result(20).nodes == (0, 1)
         began = time.monotonic()
         why = wait_for(here.host.trouble, "silence is noticed")
         assert "nothing was heard of it for 3 s" in why
         assert time.monotonic() - began < 10
+
+
+@given(
+    some.sets(
+        some.tuples(some.integers(0, 5), some.integers(0, 5)).filter(lambda p: len(set(p)) == 2)
+    )
+)
+def test_who_is_refused_leaves_nobody_apart(apart: set[tuple[int, int]]) -> None:
+    refused = whom_to_refuse(sorted(apart))
+    assert 0 not in refused
+    assert all(refused.keys() & set(pair) for pair in apart)
+    assert refused.keys() <= {node for pair in apart for node in pair}
+
+
+def test_the_node_that_nobody_reaches_is_refused_alone() -> None:
+    """Its firewall passes what it asks for itself; and one that passes nothing at all."""
+    for apart in ([(0, 2), (1, 2), (3, 2)], [(0, 2), (2, 0), (1, 2), (2, 1), (3, 2), (2, 3)]):
+        refused = whom_to_refuse(apart)
+        assert list(refused) == [2]
+        assert "no connection from node 0 to node 2 came about within 5 s" in refused[2]
+    assert list(whom_to_refuse([(1, 0)])) == [1], "node 0's own firewall"
+    assert whom_to_refuse([]) == {}
 
 
 @pytest.mark.parametrize(
