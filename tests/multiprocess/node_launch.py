@@ -1,7 +1,11 @@
-"""The launcher of one node, with the ranks of :mod:`node_ranks`."""
+"""The launcher of one node, with the ranks of :mod:`node_ranks`.
+
+NODE_VERSION: of this repository, as this node has it; NODE_CLOCK: seconds that its clock is fast.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +13,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
 
 if __name__ == "__main__":
+    import distributed_training
+    from tests.multiprocess import jumping_clock
+
+    distributed_training.__version__ = os.environ.get(
+        "NODE_VERSION", distributed_training.__version__
+    )
+    jumping_clock.offset = float(os.environ.get("NODE_CLOCK", "0"))
     from distributed_training.miner.launcher import launch
 
     sys.exit(launch(sys.argv[1:], script=HERE / "node_ranks.py"))

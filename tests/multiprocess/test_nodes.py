@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,16 @@ class Node:
         self.steps = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self, *, steps: int = 0, scenario: str = "", **changes: str) -> Node:
-        """``steps``: inner steps after which the miner stops; ``scenario``: see node_ranks.py."""
+    def start(
+        self,
+        *,
+        steps: int = 0,
+        scenario: str = "",
+        environ: Mapping[str, str] | None = None,
+        **changes: str,
+    ) -> Node:
+        """``steps``: inner steps after which the miner stops; ``scenario``: see node_ranks.py;
+        ``environ``: see node_launch.py; ``changes``: of flags."""
         wallets = self.folder.with_suffix(".wallets")
         if self._flags.get("node_rank", "0") == "0":
             for name, key in (("default", "default"), ("W", "H")):
@@ -74,7 +82,7 @@ class Node:
                 env=os.environ
                 | secret
                 | {"BT_WALLET_PATH": str(wallets), "NODE_STEPS": str(steps)}
-                | {"NODE_SCENARIO": scenario}
+                | {"NODE_SCENARIO": scenario, **(environ or {})}
                 | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT}/tests"
                    f"{os.pathsep}{ROOT}/tests/multiprocess"},
                 cwd=ROOT,
@@ -344,13 +352,74 @@ def test_a_node_without_its_checkpoints_has_the_state_from_node_0(
     _copies_are_equal(pair)
 
 
-@pytest.mark.long
-def test_a_node_with_other_flags_ends_alone_with_a_line(two: Callable[..., list[Node]]) -> None:
+def _lines(node: Node, since: int = 0) -> list[str]:
+    return [line for line in node.output[since:].splitlines() if line.startswith("error: ")]
+
+
+#: Flags, environment (node_launch.py), and what the wrong node then says.
+WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
+    ({"neuron.seed": "9"}, {}, "--neuron.seed is 9 on this node and 42 on node 0"),
+    ({"nproc_per_node": "2"}, {}, "--nproc_per_node is 2 on this node and 1 on node 0"),
+    ({"nnodes": "3"}, {}, "--nnodes is 3 on this node and 2 on node 0"),
+    ({"nnodes": "3", "node_rank": "2"}, {}, "--node_rank 2 is node 0's or beyond --nnodes 2"),
+    (
+        {"neuron.global_model_name": "another-model"},
+        {},
+        "--neuron.global_model_name is another-model on this node and",
+    ),
+    ({}, {"NODE_VERSION": "0.0.1"}, "version is 0.0.1 on this node and"),
+    ({}, {"NODE_CLOCK": "300"}, "the clock of this node is +300 s from node 0's"),
+    ({}, {"NODE_CLOCK": "-90"}, "the clock of this node is -90 s from node 0's"),
+    (
+        {"rdzv_endpoint": "10.0.0.1:1", "rdzv_timeout": "2"},
+        {},
+        "--rdzv_endpoint 10.0.0.1:1 was not reached within --rdzv_timeout",
+    ),
+    ({"rdzv_endpoint": "nowhere.invalid:1"}, {}, "the host cannot be resolved"),
+]
+
+
+@pytest.mark.slow
+def test_a_node_that_is_wrong_ends_alone_with_a_line_and_the_others_wait(
+    two: Callable[..., list[Node]],
+) -> None:
     pair = two()
     pair[0].start(steps=4)
-    pair[1].start(**{"neuron.seed": "9"})
-    assert pair[1].wait() == 2
-    assert "--neuron.seed is 9 on this node and 42 on node 0" in pair[1].output
+    wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
+    for flags, environ, line in WRONG:
+        before = len(pair[1].output) if pair[1].log.exists() else 0
+        pair[1].start(environ=environ, **flags)
+        assert pair[1].wait(60) == 2, line
+        (said,) = _lines(pair[1], before)
+        assert line in said
+        assert "Traceback" not in pair[1].output
     assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
     pair[1].start(steps=4)
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("closed", "nnodes"), [(1, "2"), (0, "2"), (1, "1:2")])
+def test_a_firewall_between_ranks_is_one_line_within_seconds(
+    two: Callable[..., list[Node]], closed: int, nnodes: str
+) -> None:
+    """The launchers' port is open on both nodes, every other port is closed on ``closed``."""
+    pair = two(nnodes=nnodes, node_wait="10")
+    machine = pair[closed]._machine
+    assert machine is not None
+    machine.close_ports_but(29400)
+    pair[0].start(steps=8)
+    wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
+    pair[1].start()
+    began = time.monotonic()
+    assert pair[1].wait(60) == 2
+    assert time.monotonic() - began < 30  # of which imports are seconds, and KNOCK 5
+    (said,) = _lines(pair[1])
+    assert f"no connection from node {1 - closed} to node {closed} came about within 5 s" in said
+    assert f"Node 1 is refused: {said.removeprefix('error: ')}" in pair[0].output
+    if nnodes == "1:2":
+        assert pair[0].wait() == 0, "it goes on alone"
+        return
+    machine.open_ports()
+    pair[1].start(steps=8)
     assert [node.wait() for node in pair] == [0, 0], pair[0].output
