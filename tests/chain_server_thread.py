@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
 
 import uvicorn
 
@@ -16,8 +15,8 @@ class LocalChainServer:
     """``start`` returns when requests are answered. After a ``stop`` it serves the same state at
     the same port again."""
 
-    def __init__(self, *, folder: Path, seconds_per_block: float = 1.0) -> None:
-        self.ledger = Ledger(folder=folder, seconds_per_block=seconds_per_block)
+    def __init__(self, *, seconds_per_block: float = 1.0) -> None:
+        self.ledger = Ledger(seconds_per_block=seconds_per_block)
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
         self.port = 0

@@ -189,12 +189,6 @@ def _standings(path: Path) -> Any:
     return Standings.load(path)
 
 
-def _ledger(path: Path) -> Any:
-    from distributed_training.localnet.ledger import Ledger
-
-    return Ledger(folder=path.parent)
-
-
 # --- whole files ----------------------------------------------------------------------------------
 
 
@@ -277,10 +271,6 @@ _STANDINGS = {
     **{"entries": {}, "board": {}, "failed_rounds": 0, "successful_rounds": 1},
     "last_round_block": 5,
 }
-_LEDGER = {
-    **{"origin": {"time": 1.0, "block": 5, "seconds_per_block": 1.0}, "neurons": []},
-    **{"commitments": {}, "weights": {}, "version": 1, "chain": "x"},
-}
 
 #: Of strangers, of a crash, of a bad disk.
 READERS: dict[str, Reader] = {
@@ -303,7 +293,6 @@ READERS: dict[str, Reader] = {
     "identity": Reader("identity.key", _identity, honest_identity),
     "held-back": Reader("held-back.npy", _held_back, honest_held_back),
     "standings": Reader("standings.json", _standings, _json(_STANDINGS), ("ValueError",)),
-    "ledger": Reader("chain.json", _ledger, _json(_LEDGER), ("LedgerDamaged",)),
 }
 
 # --- damage ---------------------------------------------------------------------------------------

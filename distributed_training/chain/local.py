@@ -40,7 +40,7 @@ class LocalChain(LastKnown):
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._seen = ("", -1)  # which chain, and the version of its state
+        self._seen = -1  # version of the state
         self._thread = threading.Thread(target=self._poll, name="local-chain", daemon=True)
         self._thread.start()
 
@@ -113,14 +113,13 @@ class LocalChain(LastKnown):
                 self._stop.wait(self._interval)
 
     def _see(self, state: Mapping[str, Any]) -> None:
-        chain, version = str(state["chain"]), int(state["version"])
+        version = int(state["version"])
         with self._lock:
-            # Two reads may cross; the older must not win.
-            if chain != self._seen[0] or version >= self._seen[1]:
+            if version >= self._seen:  # two reads may cross; the older must not win
                 neurons = tuple(Neuron(**entry) for entry in state["neurons"])
                 self._saw_neurons(neurons, dict(state["commitments"]))
-                self._seen = (chain, version)
-            self._saw_time(float(state["origin"]["time"]))
+                self._seen = version
+            self._saw_time(float(state["time"]))
             self._saw_block(int(state["block"]))
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The chain of a local subnet: registrations, commitments, endpoints, weights and a block clock.
 
-    python -m distributed_training.localnet.chain_server --folder DIR --port P --seconds-per-block S
+    python -m distributed_training.localnet.chain_server --port P --seconds-per-block S
 
 Reads are open; every write must be signed by the hotkey it is for (``btauth/1``, real sr25519).
 A registration chooses its uid, stake and validator permit: this is a chain for experiments on one
@@ -16,19 +16,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from distributed_training.chain.base import ChainError
 from distributed_training.config.arguments import Parser, ranged
-from distributed_training.localnet.ledger import MAX_UIDS, Ledger, LedgerDamaged
+from distributed_training.localnet.ledger import MAX_UIDS, Ledger
 
 MAX_BODY = 64 * 1024
 
@@ -98,7 +96,7 @@ def build_app(ledger: Ledger) -> Starlette:
     nonces = http_auth.InMemoryNonceStore()
     writes = _writes(ledger)
 
-    def state(request: Request) -> JSONResponse:  # starlette runs a `def` in a thread
+    async def state(request: Request) -> JSONResponse:
         return JSONResponse(ledger.snapshot())
 
     async def write(request: Request) -> JSONResponse:
@@ -124,8 +122,7 @@ def build_app(ledger: Ledger) -> Starlette:
             fields = json.loads(bytes(raw) or b"{}")
             if not isinstance(fields, dict):
                 raise ChainError("an object is expected")
-            # In a thread: an fsync holds nobody else up.
-            result = await run_in_threadpool(writes[path], caller.hotkey_ss58, fields)
+            result = writes[path](caller.hotkey_ss58, fields)
         except (ChainError, ValueError) as error:
             return JSONResponse({"message": str(error)}, 400)
         return JSONResponse({"result": result, "state": ledger.snapshot()})
@@ -151,14 +148,13 @@ def build_server(ledger: Ledger) -> uvicorn.Server:
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", type=Path, required=True, help="where the state is kept")
     parser.add_argument("--port", type=ranged(0, 65535), default=0, help="0: a free one, printed")
     parser.add_argument("--seconds-per-block", type=ranged(1e-6, 3600.0), default=1.0)
     options = parser.parse_args(argv)
+    ledger = Ledger(seconds_per_block=options.seconds_per_block)
     try:
-        ledger = Ledger(folder=options.folder, seconds_per_block=options.seconds_per_block)
         listener = socket.create_server(("127.0.0.1", options.port))
-    except (LedgerDamaged, OSError) as error:
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     port = listener.getsockname()[1]

@@ -46,7 +46,6 @@ def build_parser() -> Parser:
     add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the preset's)")
     limit = DEFAULT_TIMEOUT.total_seconds()
     add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
-    add("--resume", action="store_true", help="go on with what --folder holds")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     add("--open", action="store_true", help="open the report in a browser at the end")
@@ -152,7 +151,6 @@ def _options(arguments: argparse.Namespace) -> SubnetOptions:
         outer_steps=arguments.outer_steps,
         seconds_per_block=arguments.seconds_per_block,
         blocks_per_allreduce=arguments.blocks_per_allreduce,
-        resume=arguments.resume,
         miner_flags=arguments.miner_flags,
         validator_flags=arguments.validator_flags,
         miner_script=arguments.miner_script and arguments.miner_script.absolute(),
@@ -162,7 +160,6 @@ def _options(arguments: argparse.Namespace) -> SubnetOptions:
 
 def _headline(subnet: LocalSubnet) -> str:
     done = max((step for step, _ in subnet.validator.state.outer_steps), default=0)
-    done = max(0, done - subnet.first_outer_step)
     return f"local subnet: outer step {done} of {subnet.options.outer_steps}  (Ctrl-C stops it)"
 
 

@@ -65,7 +65,6 @@ class NeuronState:
     # of both
     phase: str = "starting"
     outer_step: int = 0
-    first_outer_step: int | None = None  # where it stood when it first started
     outer_steps: list[tuple[int, float]] = field(default_factory=list)  # (reached, time)
     rounds: list[RoundSeen] = field(default_factory=list)
     starts: int = 0
@@ -103,8 +102,6 @@ class NeuronState:
         self.maddrs = tuple(map(str, event.get("maddrs") or ()))
         if event.get("outer_step") is not None:
             self.outer_step = int(event["outer_step"])
-        if self.first_outer_step is None:
-            self.first_outer_step = self.outer_step
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         self.phase = "training"

@@ -21,8 +21,8 @@ class RunFolder:
         self.path = path.absolute()
         self._lock: IO[bytes] | None = None
 
-    def take(self, *, resume: bool) -> None:
-        """Lock it and, unless resuming, empty it. Raises ConfigError; nothing has changed then."""
+    def take(self) -> None:
+        """Lock it and empty it. Raises ConfigError; nothing has changed then."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / LOCK_FILE).open("ab")
         try:
@@ -34,23 +34,19 @@ class RunFolder:
                 "stop it, or give --folder another folder"
             ) from None
         contents = [p for p in self.path.iterdir() if p.name != LOCK_FILE]
-        ours = (self.path / STATE_FILE).exists()
-        if not ours and (contents or resume):
+        if contents and not (self.path / STATE_FILE).exists():
             self.release()
             (self.path / LOCK_FILE).unlink()
-            if resume:
-                raise ConfigError(f"nothing to resume in {self.path}: start without --resume")
             raise ConfigError(
                 f"{self.path} holds files that no local subnet wrote, so it is left alone: "
                 "give --folder a new or empty folder"
             )
-        if not resume:
-            for path in contents:
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            self.write_state({})
+        for path in contents:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        self.write_state({})
 
     def write_state(self, state: dict[str, Any]) -> None:
         write_json(self.path / STATE_FILE, state, durable=False)

@@ -26,19 +26,15 @@ def identity_file(run_folder: Path) -> Path:
 
 
 def make_identity(run_folder: Path) -> str:
-    """Write an identity unless there is one. Returns the peer id."""
-    path = identity_file(run_folder)
-    if path.exists():
-        key = serialization.load_der_private_key(_content(path.read_bytes()), password=None)
-    else:
-        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-        der = key.private_bytes(
-            serialization.Encoding.DER,
-            serialization.PrivateFormat.TraditionalOpenSSL,
-            serialization.NoEncryption(),
-        )
-        with atomic_file(path, private=True) as file:
-            file.write(_message(der))
+    """Write a new identity. Returns the peer id."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
+    with atomic_file(identity_file(run_folder), private=True) as file:
+        file.write(_message(der))
     public = key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -54,10 +50,3 @@ def _message(data: bytes) -> bytes:
         length.append(rest & 0x7F | 0x80)
         rest >>= 7
     return _FIELDS + bytes(length) + bytes([rest]) + data
-
-
-def _content(message: bytes) -> bytes:
-    start = len(_FIELDS)
-    while message[start] & 0x80:  # all but the last byte of the length
-        start += 1
-    return message[start + 1 :]

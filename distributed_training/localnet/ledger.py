@@ -2,7 +2,7 @@
 
 Registrations, commitments, endpoints, weights and a block clock, with the public chain's limits. A
 local subnet serves it over HTTP (:mod:`.chain_server`); tests put it behind the SDK's own seam or
-use it directly. The state is one JSON file, replaced before a write is acknowledged.
+use it directly. It lives as long as its process, as a local subnet does.
 """
 
 from __future__ import annotations
@@ -10,54 +10,32 @@ from __future__ import annotations
 import math
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from distributed_training.chain.base import ChainError, Neuron, find
-from distributed_training.common.files import read_json_object, write_json
 
-STATE_FILE = "chain.json"
 MAX_COMMITMENT = 128  # bytes, as on the public chain
 MAX_UIDS = 256
-
-
-class LedgerDamaged(RuntimeError):
-    """The state file cannot be read; the text is for an operator."""
 
 
 class Ledger:
     """Thread-safe. Writes raise ChainError when the chain does not accept them.
 
-    ``folder`` keeps the state; None: memory only. Blocks pass by the clock, one every
-    ``seconds_per_block`` (``math.inf``: only by :meth:`advance`), and go on across restarts, as a
-    real chain's do while one's own node is down. A wall clock that is set changes nothing while
-    the process runs. Raises LedgerDamaged, OSError.
+    Blocks pass by the clock, one every ``seconds_per_block`` (``math.inf``: only by
+    :meth:`advance`). A wall clock that is set changes nothing.
     """
 
-    def __init__(
-        self,
-        *,
-        folder: Path | None = None,
-        seconds_per_block: float = math.inf,
-        first_block: int = 1000,
-    ) -> None:
+    def __init__(self, *, seconds_per_block: float = math.inf, first_block: int = 1000) -> None:
         self.seconds_per_block = seconds_per_block
         self.entries: dict[int, Neuron] = {}
         self.commitments: dict[str, str] = {}  # by hotkey
         self.weights: dict[int, dict[int, float]] = {}  # of each validator
-        self.version = 0
-        self.chain = uuid.uuid4().hex  # lets clients tell a new chain from a late answer
-        self._path = folder / STATE_FILE if folder is not None else None
+        self.version = 0  # lets clients tell a late answer
         self._lock = threading.RLock()
         self._origin = (first_block, time.monotonic())
-        if self._path is not None:
-            if self._path.exists():
-                self._load(self._path)
-            self._save()
 
     # blocks
 
@@ -72,50 +50,13 @@ class Ledger:
         block, since = self._origin
         self._origin = (block + blocks, since)
 
-    # the file
-
-    def _load(self, path: Path) -> None:
-        state = read_json_object(path) or {}
-        try:
-            origin = state["origin"]
-            away = max(0.0, time.time() - origin["time"]) / origin["seconds_per_block"]
-            self._origin = (int(origin["block"] + away), time.monotonic())
-            self.entries = {n["uid"]: Neuron(**n) for n in state["neurons"]}
-            self.commitments = dict(state["commitments"])
-            self.weights = {
-                int(uid): {int(u): float(w) for u, w in row.items()}
-                for uid, row in state["weights"].items()
-            }
-            self.version, self.chain = int(state["version"]), str(state["chain"])
-        except (
-            AssertionError,
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            AttributeError,
-        ):
-            raise LedgerDamaged(
-                f"{path} is damaged, so the local chain cannot go on: remove it to begin a new one"
-            ) from None
-
-    def _save(self) -> None:
-        if self._path is not None:
-            write_json(self._path, self.snapshot())
-
     def snapshot(self) -> dict[str, Any]:
         """All of the state, as JSON has it."""
         with self._lock:
             return {
                 "block": self.height,
-                "seconds_per_block": self.seconds_per_block,
-                "origin": {
-                    "block": self.height,
-                    "time": time.time(),
-                    "seconds_per_block": self.seconds_per_block,
-                },
+                "time": time.time(),
                 "version": self.version,
-                "chain": self.chain,
                 "neurons": [asdict(self.entries[uid]) for uid in sorted(self.entries)],
                 "commitments": dict(self.commitments),
                 "weights": {str(uid): dict(row) for uid, row in self.weights.items()},
@@ -123,19 +64,11 @@ class Ledger:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """A change of the state that is undone if it is refused or cannot be kept."""
+        """What is refused is refused before anything has changed."""
         with self._lock:
-            before = (dict(self.entries), dict(self.commitments), dict(self.weights))
-            try:
-                yield
-                self._score()
-                self.version += 1
-                self._save()
-            except (ChainError, OSError) as error:
-                self.entries, self.commitments, self.weights = before
-                if isinstance(error, OSError):
-                    raise ChainError(f"the state cannot be kept ({error.strerror})") from None
-                raise
+            yield
+            self._score()
+            self.version += 1
 
     def _own(self, kind: str, hotkey: str) -> Neuron:
         neuron = find(list(self.entries.values()), hotkey)

@@ -29,7 +29,6 @@ class SubnetOptions:
     # Miners without which no round is called, and peers of a group less one. None: all of them, so
     # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
     least_miners: int | None = None
-    resume: bool = False
     restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
     miner_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()

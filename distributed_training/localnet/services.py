@@ -55,11 +55,10 @@ class Services:
         self.store_endpoint = self._store.endpoint
         self.chain_endpoint = f"http://127.0.0.1:{port}"
         module = "distributed_training.localnet.chain_server"
-        block_time = ("--seconds-per-block", str(options.seconds_per_block))
-        where = ("--folder", str(folder / "chain"), "--port", str(port))
+        flags = ("--port", str(port), "--seconds-per-block", str(options.seconds_per_block))
         self._chain = Child(
             name="chain",
-            command=[sys.executable, "-m", module, *where, *block_time],
+            command=[sys.executable, "-m", module, *flags],
             environment=self._clean_environment(),
             folder=folder / "chain",
         )

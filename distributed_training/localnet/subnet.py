@@ -103,7 +103,7 @@ class LocalSubnet:
         Raises ConfigError if the folder cannot be used, SubnetFailure if a service or the validator
         does not come.
         """
-        self._folder.take(resume=self.options.resume)
+        self._folder.take()
         with ExitStack() as undo:
             undo.callback(self.stop, timedelta(seconds=5))
             self._guardian = Guardian(self.mark)
@@ -180,11 +180,6 @@ class LocalSubnet:
     def miners(self) -> list[Neuron]:
         return [n for n in self.neurons if n.plan.kind == "miner"]
 
-    @property
-    def first_outer_step(self) -> int:
-        """Where the global state stood when this run began: 0 unless it was resumed."""
-        return self.validator.state.first_outer_step or 0
-
     def kill_miner(self, index: int) -> None:
         """SIGKILL a miner's whole process tree, as a crash of its machine would."""
         self.miners[index].child.kill_tree()
@@ -226,9 +221,7 @@ class LocalSubnet:
         A miner that is not there ``settle`` after the validator is not waited for: the summary
         says that it missed the step.
         """
-        self.wait_until(
-            lambda: self._reached(self.first_outer_step + count), deadline, f"outer step {count}"
-        )
+        self.wait_until(lambda: self._reached(count), deadline, f"outer step {count}")
 
     def wait_for_figures(self, deadline: timedelta) -> None:
         """Until an upload of every miner was judged and scores followed, or ``deadline`` is over.
@@ -241,7 +234,6 @@ class LocalSubnet:
     def summary(self, problems: Sequence[str] = ()) -> Summary:
         return summarize(
             wanted_outer_steps=self.options.outer_steps,
-            first_outer_step=self.first_outer_step,
             started_at=self.started_at,
             seconds=time.time() - self.started_at,
             validator=self.validator.state,
@@ -300,7 +292,7 @@ class LocalSubnet:
                 environment=services.environment(plan),
                 folder=plan.folder,
             ),
-            follower=EventFollower(plan.events, skip_existing=self.options.resume),
+            follower=EventFollower(plan.events),
             state=NeuronState(name=plan.name, kind=plan.kind, uid=plan.uid),
         )
 

@@ -136,7 +136,6 @@ class Summary:
 def summarize(
     *,
     wanted_outer_steps: int,
-    first_outer_step: int,
     started_at: float,
     seconds: float,
     validator: NeuronState,
@@ -146,14 +145,12 @@ def summarize(
 ) -> Summary:
     """Put the neurons' events together and judge them.
 
-    ``first_outer_step``: where the global state stood when the run began; ``started_at`` in seconds
-    since the epoch; ``problems``: what the orchestrator itself saw (a neuron that died, processes
-    left behind, a deadline passed).
+    ``started_at`` in seconds since the epoch; ``problems``: what the orchestrator itself saw (a
+    neuron that died, processes left behind, a deadline passed).
     """
     steps = [
         _outer_step(reached, max(0.0, at - started_at), validator, miners)
         for reached, at in validator.outer_steps
-        if reached > first_outer_step
     ]
     results = [
         _miner(miner, world_size, validator)

@@ -15,17 +15,13 @@ _CHUNK = 1 << 20  # bytes
 class EventFollower:
     """Reads a growing file of JSON lines; a line still being written is read next time.
 
-    The file may be rotated: the old one is read to its end before the new one is begun. With
-    ``skip_existing`` what the file holds now belongs to an earlier run and is passed over.
+    The file may be rotated: the old one is read to its end before the new one is begun.
     """
 
-    def __init__(self, path: Path, *, skip_existing: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self._file: BinaryIO | None = None
         self._rest = b""
-        if skip_existing and path.exists():
-            self._file = path.open("rb")
-            self._file.seek(0, os.SEEK_END)
 
     def history(self, *, at_most: int) -> Iterator[dict[str, Any]]:
         """What the last ``at_most`` bytes hold, of the file before too; :meth:`poll` goes on there.

@@ -48,7 +48,7 @@ def setup(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     me, other = (create_wallet(tmp_path / "wallets", name) for name in ("me", "other"))
     if request.param == "local":
-        server = LocalChainServer(folder=tmp_path / "chain", seconds_per_block=0.05).start()
+        server = LocalChainServer(seconds_per_block=0.05).start()
         mine = LocalChain(url=server.url, wallet=me, poll_interval=QUICK)
         others = LocalChain(url=server.url, wallet=other, poll_interval=QUICK)
         mine.register(stake=1e6, validator_permit=True)

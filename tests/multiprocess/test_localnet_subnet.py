@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -146,23 +145,6 @@ class TestSubnet:
             assert stop_miner(subnet, 1) == 0
         assert subnet.problems == []
 
-    def test_resume_keeps_keys_and_counts_only_its_own_steps(self, tmp_path: Path) -> None:
-        def keys() -> tuple[str, str]:
-            environment = json.loads((tmp_path / "run/miner-000/environment.json").read_text())
-            return (
-                environment["R2_WRITE_SECRET_ACCESS_KEY"],
-                (tmp_path / "run/wallets/miner-000/hotkeys/default").read_text(),
-            )
-
-        with LocalSubnet(options=options(tmp_path / "run")) as subnet:
-            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
-        before = keys()
-        resumed = dataclasses.replace(options(tmp_path / "run"), resume=True)
-        with LocalSubnet(options=resumed) as subnet:
-            subnet.wait_for_outer_steps(2, timedelta(seconds=30))
-        assert keys() == before
-        assert subnet.miners[0].state.starts == 1 and len(subnet.summary().outer_steps) == 2
-
     def test_a_dead_service_is_noticed(self, tmp_path: Path) -> None:
         with pytest.raises(SubnetFailure, match="chain"):
             with LocalSubnet(options=options(tmp_path / "run")) as subnet:
@@ -182,9 +164,13 @@ class TestFolder:
         assert "left alone" in capsys.readouterr().err
         assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
-    def test_nothing_to_resume(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(command_line(tmp_path / "new", "good", "--resume")) == 2
-        assert "nothing to resume" in capsys.readouterr().err
+    def test_a_flag_that_is_gone_is_refused_in_one_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit) as stop:
+            main(command_line(tmp_path / "new", "good", "--resume"))
+        assert stop.value.code == 2
+        assert capsys.readouterr().err.startswith("error: unrecognized arguments: --resume")
 
     @pytest.mark.parametrize(
         "bad", [["--outer-steps", "0"], ["--seconds-per-block", "0"], ["--ranks", "x"]]

@@ -107,10 +107,8 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     module = "distributed_training.localnet.chain_server"
-    arguments = ["--folder", str(folder / "chain"), "--port", str(port)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", module, *arguments, "--seconds-per-block", "3600"]
-    )
+    arguments = ["--port", str(port), "--seconds-per-block", "3600"]
+    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
     try:
         wait_for(lambda: _answers(f"{url}/state"), "the chain server answers", 60)
         (folder / "localnet.json").write_text(json.dumps({"chain": url, "store": server.endpoint}))

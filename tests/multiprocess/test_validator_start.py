@@ -53,11 +53,10 @@ def store(tmp_path: Path) -> Iterator[ObjectStoreServer]:
 
 
 @pytest.fixture
-def chain_url(tmp_path: Path) -> Iterator[str]:
+def chain_url() -> Iterator[str]:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
-    folder = tmp_path / "chain"
-    arguments = ["--folder", str(folder), "--port", str(port), "--seconds-per-block", "1"]
+    arguments = ["--port", str(port), "--seconds-per-block", "1"]
     process = subprocess.Popen([*command, *arguments])
     url = f"http://127.0.0.1:{port}"
     wait_for(lambda: _answers(f"{url}/state"), "the chain", seconds=60)

@@ -72,7 +72,6 @@ def a_validator(*steps: int, judged: tuple[dict[str, Any], ...] = ()) -> NeuronS
 def summary_of(validator: NeuronState, *miners: NeuronState, wanted: int = 2):  # type: ignore[no-untyped-def]
     return summarize(
         wanted_outer_steps=wanted,
-        first_outer_step=0,
         started_at=T0,
         seconds=90,
         validator=validator,
@@ -92,14 +91,6 @@ class TestFollower:
             file.write('ep"}\n')
         assert [e["kind"] for e in follower.poll()] == ["step"]
         assert follower.poll() == []
-
-    def test_events_of_an_earlier_run_are_passed_over(self, tmp_path: Path) -> None:
-        path = tmp_path / "events.jsonl"
-        path.write_text('{"kind": "old"}\n')
-        follower = EventFollower(path, skip_existing=True)
-        with path.open("a") as file:
-            file.write('{"kind": "new"}\n')
-        assert [e["kind"] for e in follower.poll()] == ["new"]
 
     def test_a_line_cut_off_by_a_kill_is_skipped(self, tmp_path: Path) -> None:
         path = tmp_path / "events.jsonl"

@@ -12,15 +12,5 @@ def test_hivemind_reads_the_identity_and_derives_the_same_peer_id(tmp_path: Path
 
     peer_id = make_identity(tmp_path)
     assert str(PeerID.from_identity(identity_file(tmp_path).read_bytes())) == peer_id
-    assert make_identity(tmp_path) == peer_id  # kept: a resumed subnet has the same peers
     assert identity_file(tmp_path).stat().st_mode & 0o777 == 0o600
     assert make_identity(tmp_path / "other") != peer_id
-
-
-def test_an_identity_that_hivemind_made_is_understood(tmp_path: Path) -> None:
-    from hivemind.p2p import P2P, PeerID
-
-    path = identity_file(tmp_path)
-    path.parent.mkdir(parents=True)
-    P2P.generate_identity(str(path))
-    assert make_identity(tmp_path) == str(PeerID.from_identity(path.read_bytes()))
