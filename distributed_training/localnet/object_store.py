@@ -24,7 +24,6 @@ from pathlib import Path
 
 from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import die_with_parent
 from distributed_training.localnet.processes import Child, stop_together
 
 
@@ -221,7 +220,6 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    die_with_parent(signal.SIGTERM)
     try:
         serve(arguments.folder.resolve(), arguments.port)
     except OSError as error:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.common.processes import Mark, kill_tree
+from distributed_training.common.processes import kill_tree
 
 MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
+# util-linux; the kernel then ends the command when the thread that started it is gone.
+_WITH_STARTER = ("setpriv", "--pdeathsig", "TERM")
 
 
 class ChildFailure(RuntimeError):
@@ -28,7 +29,7 @@ class Child:
     """One long-running command; what it says goes to ``log.txt`` in its folder.
 
     It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
-    stops its children in order.
+    stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Child:
         self.folder.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                self.command,
+                [*_WITH_STARTER, *self.command],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
@@ -151,42 +152,3 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
             child.kill_tree()
             defects.append(f"{child.name} did not stop within {grace.total_seconds():.0f} s")
     return defects
-
-
-class Guardian:
-    """A small process that ends the subnet's processes if the orchestrator itself is killed.
-
-    It reads a pipe that only the orchestrator holds open; end of file means the orchestrator is
-    gone, whatever ended it.
-    """
-
-    def __init__(self, mark: Mark) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, mark.name, mark.value],
-            env={"PYTHONPATH": os.pathsep.join(sys.path), **os.environ, **mark.environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def close(self) -> None:
-        """End it without a sweep: the orchestrator has made its own."""
-        self._process.kill()
-        self._process.wait(timeout=5)
-        if self._process.stdin:
-            self._process.stdin.close()
-
-
-def guard(mark: Mark) -> None:
-    """The guardian's program."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    sys.stdin.buffer.read()  # until the orchestrator is gone
-    mark.end(settle=timedelta(0), grace=timedelta(seconds=10))
-
-
-if __name__ == "__main__":
-    guard(Mark(*sys.argv[1:]))

@@ -34,7 +34,6 @@ from distributed_training.localnet.processes import (
     MARK,
     Child,
     ChildFailure,
-    Guardian,
     stop_together,
 )
 from distributed_training.localnet.services import Services
@@ -88,7 +87,6 @@ class LocalSubnet:
         self.neurons: list[Neuron] = []
         self.services: Services | None = None
         self._folder = RunFolder(options.folder)
-        self._guardian: Guardian | None = None
         # how it went
         self.started_at = time.time()
         self.problems: list[str] = []
@@ -106,7 +104,6 @@ class LocalSubnet:
         self._folder.take()
         with ExitStack() as undo:
             undo.callback(self.stop, timedelta(seconds=5))
-            self._guardian = Guardian(self.mark)
             self.started_at = time.time()
             plans = plan_neurons(self.options, self.folder)
             self.services = Services(
@@ -145,11 +142,8 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        spare = [self._guardian.pid] if self._guardian else []
-        self.strays = self.mark.end(settle=timedelta(seconds=1), grace=timedelta(0), spare=spare)
+        self.strays = self.mark.end(settle=timedelta(seconds=1), grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
-        if self._guardian is not None:
-            self._guardian.close()
         self._folder.release()
         self.problems += problems
         return problems

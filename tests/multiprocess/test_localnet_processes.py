@@ -1,4 +1,4 @@
-"""The children of a local subnet, and the guardian that outlives the orchestrator."""
+"""The children of a local subnet, also of one that was killed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
-import psutil
 import pytest
 
 from distributed_training.common.processes import Mark
-from distributed_training.localnet.processes import MARK, Child, Guardian, stop_together
+from distributed_training.localnet.processes import MARK, Child, stop_together
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -82,22 +81,21 @@ def test_a_killed_child_is_no_failure_and_starts_again(tmp_path: Path, mark: Mar
     c.kill_tree()
 
 
-def test_the_guardian_ends_everything_when_the_orchestrator_is_killed(
-    tmp_path: Path, mark: Mark
-) -> None:
+def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark) -> None:
     orchestrator = subprocess.Popen(
         [
             sys.executable,
             "-c",
             textwrap.dedent(
                 f"""
-                import os, subprocess, sys, time
+                import os, sys, time
+                from pathlib import Path
                 from distributed_training.common.processes import Mark
-                from distributed_training.localnet.processes import Guardian
+                from distributed_training.localnet.processes import Child
                 mark = Mark("{MARK}", "{mark.value}")
-                guardian = Guardian(mark)
-                subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"],
-                                 start_new_session=True, env=dict(os.environ, **mark.environment))
+                Child(name="c", command=[sys.executable, "-c", "import time; time.sleep(600)"],
+                      environment=dict(os.environ, **mark.environment),
+                      folder=Path("{tmp_path}")).start()
                 print("ready", flush=True)
                 time.sleep(600)
                 """
@@ -108,17 +106,8 @@ def test_the_guardian_ends_everything_when_the_orchestrator_is_killed(
     )
     assert orchestrator.stdout is not None
     assert orchestrator.stdout.readline() == b"ready\n"
-    assert len(mark.processes()) == 2  # the guardian and the child
+    assert len(mark.processes()) == 1
     orchestrator.kill()
     orchestrator.wait(timeout=10)
     orchestrator.stdout.close()
     wait_for(lambda: not mark.processes(), "the end of all")
-
-
-def test_a_closed_guardian_harms_nobody(tmp_path: Path, mark: Mark) -> None:
-    c = child(tmp_path, mark, STUBBORN)
-    c.start()
-    guardian = Guardian(mark)
-    guardian.close()
-    assert c.running and not psutil.pid_exists(guardian.pid)
-    c.kill_tree()
