@@ -48,7 +48,6 @@ def build_parser() -> Parser:
     add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
-    add("--open", action="store_true", help="open the report in a browser at the end")
     add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
     add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
     add("--miner-script", type=path, help="another miner's program (default: neurons/miner.py)")
@@ -90,11 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = subnet.summary(failures)
     summary.write(subnet.folder)
     print(summary.text(), end="")
-    report = _draw(subnet, summary)
+    _draw(subnet, summary)
     if summary.ok and not interrupted and not arguments.keep:
         _drop_bulk(subnet)
-    if arguments.open and report is not None:
-        webbrowser.open(report.as_uri())
     print("interrupted" if interrupted else summary.verdict)
     return INTERRUPTED if interrupted else int(not summary.ok)
 
@@ -163,22 +160,20 @@ def _headline(subnet: LocalSubnet) -> str:
     return f"local subnet: outer step {done} of {subnet.options.outer_steps}  (Ctrl-C stops it)"
 
 
-def _draw(subnet: LocalSubnet, summary: Summary) -> Path | None:
+def _draw(subnet: LocalSubnet, summary: Summary) -> None:
     from distributed_training.localnet.plot import draw
 
     try:
-        png, report = draw(
+        png = draw(
             subnet.folder,
             started_at=subnet.started_at,
             summary=summary,
-            validator=subnet.validator.state,
             miners=[m.state for m in subnet.miners],
         )
     except ImportError as error:
         print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
-        return None
-    print(f"picture: {png}\nreport:  {report}\nlogs:    {subnet.folder}/*/log.txt")
-    return report
+        return
+    print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
 
 
 def _drop_bulk(subnet: LocalSubnet) -> None:

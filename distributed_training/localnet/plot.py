@@ -1,12 +1,9 @@
-"""The picture of a run: every miner's loss over time, outer steps marked; as PNG and HTML."""
+"""The picture of a run: every miner's loss over time, outer steps marked."""
 
 from __future__ import annotations
 
-import html
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.summary import Summary
@@ -20,10 +17,9 @@ def draw(
     *,
     started_at: float,
     summary: Summary,
-    validator: NeuronState,
     miners: Sequence[NeuronState],
-) -> list[Path]:
-    """Write ``loss.png`` and ``report.html`` (self-contained) into ``folder``; return their paths.
+) -> Path:
+    """Write ``loss.png`` into ``folder``; its path.
 
     Raises ImportError if matplotlib is not installed (extra ``local``).
     """
@@ -81,35 +77,9 @@ def draw(
         figure.legend(fontsize=8, loc="outside lower center", ncols=3)
     png = folder / "loss.png"
     figure.savefig(png, dpi=110)
-    report = folder / "report.html"
-    report.write_text(_page(_svg(figure), summary), encoding="utf-8")
     pyplot.close(figure)
-    return [png, report]
+    return png
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count != 1 else ''}"
-
-
-def _svg(figure: Any) -> str:
-    text = io.StringIO()
-    figure.savefig(text, format="svg")
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]  # without the XML declaration, which HTML does not know
-
-
-def _page(svg: str, summary: Summary) -> str:
-    verdict = summary.verdict.capitalize() + "."
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Local subnet</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto }}
-svg {{ width: 100%; height: auto }}
-pre {{ overflow-x: auto; background: #f5f5f5; padding: 1rem }}
-</style></head><body>
-<h1>Local subnet</h1>
-<p>{verdict}</p>
-{svg}
-<pre>{html.escape(summary.text())}</pre>
-</body></html>
-"""

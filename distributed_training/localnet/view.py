@@ -14,23 +14,7 @@ from rich.text import Text
 
 from distributed_training.localnet.events import NeuronState
 
-BARS = "▁▂▃▄▅▆▇█"
-
 _REDRAW_SECONDS = 0.25
-
-
-def sparkline(values: Sequence[float], width: int) -> str:
-    """The course of ``values`` in ``width`` characters; each shows the mean of its share."""
-    if width <= 0 or len(values) < 2:
-        return ""
-    width = min(width, len(values))
-    means = []
-    for i in range(width):
-        share = values[i * len(values) // width : (i + 1) * len(values) // width]
-        means.append(sum(share) / len(share))
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(BARS[int((m - low) / span * (len(BARS) - 1))] for m in means)
 
 
 def clock(seconds: float) -> str:
@@ -50,12 +34,10 @@ def neuron_line(state: NeuronState) -> str:
     if state.kind == "miner":
         loss = f"{state.loss:6.3f}" if state.loss is not None else "     -"
         rate = f"{state.tokens_per_second:6.0f}" if state.tokens_per_second else "     -"
-        line = (
+        return (
             f"{head}  step {state.inner_step:>3}  loss {loss}  {rate} tok/s"
             f"  uploads {len(state.uploads):>2}  rounds {len(state.rounds_ok)}/{len(state.rounds)}"
-            f"  {sparkline([p.loss for p in state.losses], 24)}"
         )
-        return line.rstrip()
     known = [e for e in state.evaluations if e.before is not None and e.after is not None]
     if known:
         head += f"  held-out {known[-1].before:.3f} -> {known[-1].after:.3f}"
@@ -84,7 +66,7 @@ class LiveView:
         self._drawn_at = -math.inf
         self._live: Live | None = None
         if isinstance(self._console.file, io.TextIOWrapper):
-            self._console.file.reconfigure(errors="replace")  # bars on a terminal of ASCII
+            self._console.file.reconfigure(errors="replace")  # a terminal of ASCII
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._live = Live(console=self._console, transient=True, auto_refresh=False)
             self._live.start()
