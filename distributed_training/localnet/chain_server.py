@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from pydantic import validate_call
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -26,67 +27,19 @@ from starlette.routing import Route
 
 from distributed_training.chain.base import ChainError
 from distributed_training.config.arguments import Parser, ranged
-from distributed_training.localnet.ledger import MAX_UIDS, Ledger
+from distributed_training.localnet.ledger import Ledger
 
 MAX_BODY = 64 * 1024
 
-Fields = dict[str, Any]
 
-
-def _number(value: Any, name: str, low: float, high: float) -> float:
-    """Raises ChainError for what is no finite number between ``low`` and ``high``."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        raise ChainError(f"{name}: a number") from None
-    if not low <= number <= high:  # NaN neither
-        raise ChainError(f"{name}: between {low:g} and {high:g}")
-    return number
-
-
-def _uid(value: Any) -> int:
-    return int(_number(value, "uid", 0, MAX_UIDS - 1))
-
-
-def _text(value: Any, name: str, longest: int) -> str:
-    if not isinstance(value, str) or not 0 < len(value) <= longest:
-        raise ChainError(f"{name}: a text of at most {longest} characters")
-    return value
-
-
-def _writes(ledger: Ledger) -> dict[str, Callable[[str, Fields], Any]]:
-    """What a signed request may change, by path: functions of the hotkey and the request's fields.
-
-    They raise ChainError for fields that are wrong.
-    """
-
-    def register(hotkey: str, fields: Fields) -> int:
-        return ledger.register(
-            hotkey,
-            uid=None if fields.get("uid") is None else _uid(fields["uid"]),
-            stake=_number(fields.get("stake", 0.0), "stake", 0.0, 1e12),
-            validator_permit=bool(fields.get("validator_permit", False)),
-        )
-
-    def serve(hotkey: str, fields: Fields) -> None:
-        port = int(_number(fields.get("port"), "port", 1, 65535))
-        ledger.serve(hotkey, _text(fields.get("ip"), "ip", 64), port)
-
-    def weights(hotkey: str, fields: Fields) -> None:
-        given = fields.get("weights")
-        if not isinstance(given, dict) or len(given) > MAX_UIDS:
-            raise ChainError("weights: uids and numbers")
-        row = {_uid(u): _number(w, "weight", 0.0, 1e12) for u, w in given.items()}
-        ledger.set_weights(hotkey, row)
-
+def _writes(ledger: Ledger) -> dict[str, Callable[..., Any]]:
+    """What a signed request may change, by path: of its hotkey and, by name, its fields."""
     return {
-        "/register": register,
-        "/deregister": lambda hotkey, fields: ledger.deregister(hotkey),
-        "/commit": lambda hotkey, fields: ledger.commit(
-            hotkey, _text(fields.get("text"), "text", MAX_BODY)
-        ),
-        "/serve": serve,
-        "/weights": weights,
+        "/register": validate_call(ledger.register),
+        "/deregister": validate_call(ledger.deregister),
+        "/commit": validate_call(ledger.commit),
+        "/serve": validate_call(ledger.serve),
+        "/weights": validate_call(ledger.set_weights),
     }
 
 
@@ -122,8 +75,8 @@ def build_app(ledger: Ledger) -> Starlette:
             fields = json.loads(bytes(raw) or b"{}")
             if not isinstance(fields, dict):
                 raise ChainError("an object is expected")
-            result = writes[path](caller.hotkey_ss58, fields)
-        except (ChainError, ValueError) as error:
+            result = writes[path](caller.hotkey_ss58, **fields)
+        except (ChainError, ValueError, TypeError) as error:
             return JSONResponse({"message": str(error)}, 400)
         return JSONResponse({"result": result, "state": ledger.snapshot()})
 

@@ -13,12 +13,20 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from distributed_training.chain.base import ChainError, Neuron, find
 
 MAX_COMMITMENT = 128  # bytes, as on the public chain
 MAX_UIDS = 256
+
+# What a write over HTTP is held against (:mod:`.chain_server`).
+Uid = Annotated[int, Field(ge=0, lt=MAX_UIDS)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Address = Annotated[str, Field(min_length=1, max_length=64)]
+Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
 
 
 class Ledger:
@@ -82,8 +90,8 @@ class Ledger:
         self,
         hotkey: str,
         *,
-        uid: int | None = None,
-        stake: float = 0.0,
+        uid: Uid | None = None,
+        stake: Amount = 0.0,
         validator_permit: bool = False,
     ) -> int:
         """Give ``hotkey`` a uid: the one it has, or the lowest free one. Returns it.
@@ -124,12 +132,12 @@ class Ledger:
                 raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
             self.commitments[hotkey] = text
 
-    def serve(self, hotkey: str, ip: str, port: int) -> None:
+    def serve(self, hotkey: str, ip: Address, port: Port) -> None:
         with self._change():
             neuron = self._own("serve", hotkey)
             self.entries[neuron.uid] = replace(neuron, ip=ip, port=port)
 
-    def set_weights(self, hotkey: str, weights: Mapping[int, float]) -> None:
+    def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:
         with self._change():
             neuron = self._own("weights", hotkey)
             if not neuron.validator_permit:
