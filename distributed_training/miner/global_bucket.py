@@ -179,15 +179,9 @@ def open_global_bucket(
 
 
 def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState:
-    store = S3ObjectStore.of_peer(
-        config.store,
-        bucket=config.store.global_model_name,
-        account_id=credentials.account_id,
-        access_key_id=credentials.access_key_id,
-        secret_access_key=credentials.secret_access_key,
-    )
+    bucket = config.store.global_model_name
     return RemoteState(
-        store=store,
+        store=S3ObjectStore.of_peer(config.store, bucket=bucket, credentials=credentials),
         deadline=config.store.file_deadline,
         concurrency=config.store.concurrency,
     )

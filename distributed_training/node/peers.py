@@ -213,13 +213,7 @@ class PeerBuckets:
         if known is not None and known[0] == credentials:
             return known[1]
         try:
-            store = S3ObjectStore.of_peer(
-                self._settings,
-                bucket=bucket,
-                account_id=credentials.account_id,
-                access_key_id=credentials.access_key_id,
-                secret_access_key=credentials.secret_access_key,
-            )
+            store = S3ObjectStore.of_peer(self._settings, bucket=bucket, credentials=credentials)
         except ValueError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         reader = BucketReader(store, small=self._small, large=self._large)

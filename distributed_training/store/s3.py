@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from distributed_training.config.store import StoreSettings
+from distributed_training.protocol.commitment import BucketCredentials
 from distributed_training.protocol.names import r2_endpoint
 
 from .errors import IntegrityError, ObjectMissingError, Refusal, TransientError
@@ -128,19 +129,15 @@ class S3ObjectStore:
 
     @classmethod
     def of_peer(
-        cls,
-        settings: StoreSettings,
-        *,
-        bucket: str,
-        account_id: str,
-        access_key_id: str,
-        secret_access_key: str,
+        cls, settings: StoreSettings, *, bucket: str, credentials: BucketCredentials
     ) -> S3ObjectStore:
         """Another's bucket, by the read credentials of its commitment. Raises ValueError."""
+        key = SecretStr(credentials.access_key_id)
+        secret = SecretStr(credentials.secret_access_key)
         return cls(
             bucket=bucket,
-            endpoint_url=endpoint_of(settings, account_id),
-            keys=AccessKeys(SecretStr(access_key_id), SecretStr(secret_access_key), "commitment"),
+            endpoint_url=endpoint_of(settings, credentials.account_id),
+            keys=AccessKeys(key, secret, "commitment"),
             settings=settings,
         )
 

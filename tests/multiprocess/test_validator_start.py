@@ -140,13 +140,7 @@ def test_it_publishes_stops_and_goes_on(
     finally:
         chain.close()
     reader = BucketReader(  # as a miner finds the global state
-        S3ObjectStore.of_peer(
-            config.store,
-            bucket="global",
-            account_id=found.account_id,
-            access_key_id=found.access_key_id,
-            secret_access_key=found.secret_access_key,
-        )
+        S3ObjectStore.of_peer(config.store, bucket="global", credentials=found)
     )
     root = Metadata.parse(reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES) or b"")
     start = next(read_events(run / "events.jsonl", "start"))
