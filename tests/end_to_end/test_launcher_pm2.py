@@ -1,7 +1,4 @@
-"""app.config.js under a real pm2: settings that hold, a stop that is clean, no restart after one.
-
-``make pm2`` installs pm2 into build/node; without it the tests that need it are skipped.
-"""
+"""app.config.js under a real pm2: settings that hold, a clean stop, what is started again."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -21,12 +17,10 @@ from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.process import mark_of
+from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
-PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
 FAKE = ROOT / "tests" / "multiprocess" / "launcher_fake_rank.py"
-NAME = "distributed_training_miner"
 KEYS = {
     "R2_ACCOUNT_ID": "a" * 32,
     "R2_READ_ACCESS_KEY_ID": "b" * 32,
@@ -36,7 +30,6 @@ KEYS = {
 }
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
-needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
 
 
 def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
@@ -80,36 +73,23 @@ def test_an_operator_s_own_rows_may_hold_numbers(tmp_path: Path) -> None:
     assert settings["kill_timeout"] >= 90_000
 
 
-class Pm2:
-    """A pm2 daemon of its own. ``status`` as pm2 names it; ``starts``: restarts + 1."""
+class FakeMiner(Pm2):
+    """app.config.js over ranks that train nothing."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         hotkey = home / "wallets" / "default" / "hotkeys" / "default"
         hotkey.parent.mkdir(parents=True, exist_ok=True)
         hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
-        self.environ = {
-            **os.environ,
+        environ = {
             **KEYS,
             "BT_WALLET_PATH": str(hotkey.parents[2]),
-            "PM2_HOME": str(home / "pm2"),
             "DT_PRESET": "local",
             "DT_FLAGS": f"--neuron.run_folder {home / 'run'} --nproc_per_node 1 "
             "--axon.port 0 --dht.port 0",
             "OMP_NUM_THREADS": "1",
         }
-
-    def __call__(self, *words: str, **environ: str) -> str:
-        done = subprocess.run(
-            [str(PM2), *words],
-            env={**self.environ, **environ},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        super().__init__(home / "pm2", environ)
 
     def write_app(self) -> Path:
         """app.config.js with the neuron replaced by the launcher over a fake rank."""
@@ -131,14 +111,8 @@ class Pm2:
         return path
 
     @property
-    def state(self) -> tuple[str, int]:
-        lines = self("jlist").splitlines()
-        (one,) = json.loads(next(line for line in lines if line.startswith("[")))
-        return one["pm2_env"]["status"], one["pm2_env"]["restart_time"]
-
-    @property
     def log(self) -> str:
-        return "".join(p.read_text() for p in sorted((self.home / "pm2" / "logs").glob("*.log")))
+        return "".join(p.read_text() for p in sorted((self.folder / "logs").glob("*.log")))
 
     @property
     def mark(self) -> Mark:
@@ -148,8 +122,8 @@ class Pm2:
 
 
 @pytest.fixture
-def pm2(tmp_path: Path) -> Iterator[Pm2]:
-    one = Pm2(tmp_path)
+def pm2(tmp_path: Path) -> Iterator[FakeMiner]:
+    one = FakeMiner(tmp_path)
     yield one
     one("kill")
 
@@ -157,7 +131,7 @@ def pm2(tmp_path: Path) -> Iterator[Pm2]:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_start_and_stop(pm2: Pm2) -> None:
+def test_start_and_stop(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     wait_for((pm2.home / "run" / "ready-0").exists, "the rank")
     assert pm2.state == ("online", 0)
@@ -171,12 +145,11 @@ def test_start_and_stop(pm2: Pm2) -> None:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_what_pm2_starts_again_and_what_not(pm2: Pm2) -> None:
+def test_what_pm2_starts_again_and_what_not(pm2: FakeMiner) -> None:
     path = pm2.write_app()
     pm2("start", str(path), FAKE_MODE="status-3")
     wait_for(lambda: pm2.state[0] != "online", "the end after deregistration")
-    backoff = app()["exp_backoff_restart_delay"] / 1000
-    time.sleep(backoff + 1.5)  # a restart, if there were one, would have come by now
+    pm2.outlast_a_restart()
     status, restarts = pm2.state
     assert status != "online" and restarts == 0
     pm2("delete", NAME)
@@ -188,7 +161,7 @@ def test_what_pm2_starts_again_and_what_not(pm2: Pm2) -> None:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: Pm2) -> None:
+def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")
@@ -204,7 +177,7 @@ def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: Pm2) -> None:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_reboot_brings_the_miner_back(pm2: Pm2) -> None:
+def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
     """As a power cut: pm2's daemon and everything of the miner are gone at once."""
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
@@ -212,7 +185,7 @@ def test_a_reboot_brings_the_miner_back(pm2: Pm2) -> None:
     pm2("save")
     first = pm2.mark
     launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
-    os.kill(int((pm2.home / "pm2" / "pm2.pid").read_text()), 9)
+    os.kill(int((pm2.folder / "pm2.pid").read_text()), 9)
     kill_tree(launcher)
     first.end(settle=timedelta(0), grace=timedelta(0))
     ready.unlink()
@@ -226,7 +199,7 @@ def test_a_reboot_brings_the_miner_back(pm2: Pm2) -> None:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_a_reload_is_a_clean_stop_and_a_start(pm2: Pm2) -> None:
+def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
     ready = pm2.home / "run" / "ready-0"
     wait_for(ready.exists, "the rank")

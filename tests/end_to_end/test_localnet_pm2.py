@@ -7,11 +7,8 @@ deregistered, and pm2 leaves it down.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -29,54 +26,27 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.process import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
+from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
 from tests.subnet_tools import stop_miner
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
-PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
-NAME = "distributed_training_miner"
 WAIT = timedelta(seconds=120)
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_pm2]
 
 
-class Pm2:
-    """A daemon of its own, for the one miner of ``subnet``."""
+class LocalMiner(Pm2):
+    """The one miner of ``subnet``."""
 
     def __init__(self, subnet: LocalSubnet, folder: Path) -> None:
         assert subnet.services is not None
         (self.miner,) = subnet.miners
-        self.folder = folder
-        self.environ = {
-            **os.environ,
+        environ = {
             **subnet.services.environment(self.miner.plan),
-            "PM2_HOME": str(folder),
             "DT_PRESET": "local",
             "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
         }
-
-    def __call__(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [str(PM2), *arguments],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            cwd=ROOT,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    @property
-    def state(self) -> tuple[str, int]:
-        """As pm2 names it, and restarts."""
-        lines = self("jlist").splitlines()
-        (app,) = json.loads(next(line for line in lines if line.startswith("[")))
-        return app["pm2_env"]["status"], app["pm2_env"]["restart_time"]
+        super().__init__(folder, environ)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [e for e in read_events(self.miner.plan.events) if e["kind"] in kinds]
@@ -102,7 +72,7 @@ def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
     assert stop_miner(subnet, 0) == 0
     before = steps()[-1]
 
-    pm2 = Pm2(subnet, tmp_path / "pm2")
+    pm2 = LocalMiner(subnet, tmp_path / "pm2")
     try:
         pm2("start", str(ROOT / "app.config.js"))
         count = len(steps())
@@ -140,7 +110,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
         (miner,) = subnet.miners
         subnet.wait_until(lambda: bool(miner.state.losses), WAIT, "the first step")
         assert stop_miner(subnet, 0) == 0
-        pm2 = Pm2(subnet, tmp_path / "pm2")
+        pm2 = LocalMiner(subnet, tmp_path / "pm2")
         try:
             pm2("start", str(ROOT / "app.config.js"))
             kills.clean_round(subnet)
@@ -154,7 +124,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
     assert subnet.problems == []
 
 
-def restart_in_mid_upload(subnet: LocalSubnet, pm2: Pm2) -> None:
+def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     """The store does not answer while it uploads; it does again for the start that follows."""
     (store,) = (p for p in subnet.mark.processes() if "object_store" in " ".join(p.cmdline()))
     store.suspend()
@@ -185,7 +155,7 @@ def restart_in_mid_upload(subnet: LocalSubnet, pm2: Pm2) -> None:
     kills.clean_round(subnet)
 
 
-def stop_in_mid_round(subnet: LocalSubnet, pm2: Pm2) -> None:
+def stop_in_mid_round(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     (miner,) = subnet.miners
     subnet.wait_until(lambda: miner.state.phase == "averaging", WAIT, "a round")
     pm2("stop", NAME)
@@ -197,7 +167,7 @@ def stop_in_mid_round(subnet: LocalSubnet, pm2: Pm2) -> None:
     kills.clean_round(subnet)
 
 
-def kill_the_launcher(subnet: LocalSubnet, pm2: Pm2) -> None:
+def kill_the_launcher(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     (miner,) = subnet.miners
     launcher, restarts = launcher_pid(miner.plan.folder), pm2.state[1]
     assert launcher is not None
@@ -206,7 +176,7 @@ def kill_the_launcher(subnet: LocalSubnet, pm2: Pm2) -> None:
     assert pm2.state == ("online", restarts + 1)
 
 
-def reboot(subnet: LocalSubnet, pm2: Pm2) -> None:
+def reboot(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     """As a power cut: pm2's daemon and everything of the miner are gone at once."""
     (miner,) = subnet.miners
     pm2("save")
@@ -221,13 +191,13 @@ def reboot(subnet: LocalSubnet, pm2: Pm2) -> None:
     assert pm2.events("start")[-1]["resumed"]
 
 
-def lose_the_registration(subnet: LocalSubnet, pm2: Pm2) -> None:
+def lose_the_registration(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     (miner,), services = subnet.miners, subnet.services
     assert services is not None
     with closing(LocalChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))) as us:
         us.deregister()
     wait_for(lambda: pm2.state[0] != "online", "the end", 60)
     assert pm2.events("stop")[-1]["exit_status"] == ExitStatus.DEREGISTERED
-    time.sleep(2.5)  # its restart, if there were one, would have come by now: after 1 s
+    pm2.outlast_a_restart()
     status, restarts = pm2.state
     assert status != "online" and restarts == 0

@@ -5,7 +5,6 @@ Nothing is downloaded: the environment of a new version is this one's, by a link
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -25,21 +24,15 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
+from tests.pm2 import NAME, PM2, ROOT, Pm2, needs_pm2
 from tests.subnet_tools import stop_miner
 from tests.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
-PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
-NAME = "distributed_training_miner"
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 
 NO_NETWORK = "https://nowhere.invalid/miner.git"
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_pm2]
 
 
 def git(folder: Path, *words: str) -> None:
@@ -91,27 +84,13 @@ class Machine:
         make_repository(self.home)
         (self.home / ".venv").symlink_to(sys.prefix)
         (self.home / "marker.env").touch()
-        self.environ = {
-            **os.environ,
+        environ = {
             **subnet.services.environment(self.miner.plan),
-            "PM2_HOME": str(folder / "pm2"),
             "PYTHONPATH": "",
             "DT_PRESET": "local",
             "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
         }
-
-    def pm2(self, *words: str) -> str:
-        done = subprocess.run(
-            [str(PM2), *words], env=self.environ, capture_output=True, text=True, timeout=90
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    @property
-    def app(self) -> dict[str, Any]:
-        lines = self.pm2("jlist").splitlines()
-        (one,) = json.loads(next(line for line in lines if line.startswith("[")))
-        return dict(one)
+        self.pm2 = Pm2(folder / "pm2", environ)
 
     def call_a_round(self) -> bool:
         """As the validator does. Nobody else is called, so it ends without a group."""
@@ -150,7 +129,7 @@ class Machine:
             [str(self.home / "scripts" / "update.sh"), "--pm2", str(PM2), *words],
             env=plain
             | {
-                "PM2_HOME": self.environ["PM2_HOME"],
+                "PM2_HOME": str(self.pm2.folder),
                 "DT_UPDATE_SETUP": setup,
                 "DT_UPDATE_TESTS": tests,
             },
@@ -193,7 +172,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def test_what_is_wrong_beforehand_leaves_the_miner_alone(
     machine: Machine, words: tuple[str, ...], how: dict[str, str], why: str
 ) -> None:
-    before = machine.app
+    before = machine.pm2.app()
     done = machine.update(*words, **how)
     assert_left_alone(machine, before, done, why)
 
@@ -204,13 +183,13 @@ def assert_left_alone(
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and why in line and "runs on" in line
-    after = machine.app
+    after = machine.pm2.app()
     assert after["pid"] == before["pid"] and after["pm2_env"]["restart_time"] == 0
     machine.await_steps(1)
 
 
 def test_a_tag_that_does_not_exist_leaves_the_miner_alone(machine: Machine, tmp_path: Path) -> None:
-    before = machine.app
+    before = machine.pm2.app()
     git(tmp_path, "init", "--quiet", "--bare")
     git(machine.home, "remote", "set-url", "origin", str(tmp_path))
     done = machine.update("v9")
@@ -226,19 +205,19 @@ def test_a_full_disk_leaves_the_miner_alone(machine: Machine) -> None:
         pytest.skip("a tmpfs cannot be mounted here")
     with ExitStack() as stack:
         stack.callback(subprocess.run, ["umount", str(versions)], check=True)
-        before = machine.app
+        before = machine.pm2.app()
         done = machine.update("v2")
         assert_left_alone(machine, before, done, f"GB are free in {versions}")
         assert not list(versions.iterdir())
 
 
 def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
-    before, count = machine.app, len(machine.steps)
+    before, count = machine.pm2.app(), len(machine.steps)
     done = machine.update("v4-start", "--first-step", "90s")
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert "it did not train" in line and "runs again" in line
-    after = machine.app
+    after = machine.pm2.app()
     assert after["pm2_env"]["status"] == "online"
     assert after["pm2_env"]["pm_exec_path"] == before["pm2_env"]["pm_exec_path"]
     starts = list(read_events(machine.miner.plan.events, "start"))
@@ -272,7 +251,7 @@ def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> 
     ended = [e["kind"] for e in events if e["kind"] in ("round", "stop")]
     assert ended.count("round") > rounds and ended[-1] == "stop"
     version = machine.home / "versions" / "v2"
-    app = machine.app["pm2_env"]
+    app = machine.pm2.app()["pm2_env"]
     assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
     assert app["pm_cwd"] == str(machine.home)
     lines = [" ".join(p.cmdline()) for p in machine.subnet.mark.processes()]
@@ -285,7 +264,7 @@ def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> 
     assert done.returncode == 0, done.stdout + done.stderr
     machine.await_steps()
     machine.pm2("stop", NAME)
-    assert machine.app["pm2_env"]["status"] == "stopped"
+    assert machine.pm2.app()["pm2_env"]["status"] == "stopped"
 
 
 def test_without_a_miner_under_pm2_there_is_nothing_to_update(machine: Machine) -> None:

@@ -1,0 +1,64 @@
+"""A pm2 daemon of a test's own. ``make pm2`` installs pm2; without it the tests are skipped."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import wait_for
+
+ROOT = Path(__file__).parents[1]
+PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
+NAME = "distributed_training_miner"  # of the app in app.config.js
+
+needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
+
+
+class Pm2:
+    """The daemon of ``folder``, whose apps get ``environ``. Call it with pm2's words."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.environ = {**os.environ, **environ, "PM2_HOME": str(folder)}
+
+    def __call__(self, *words: str, **environ: str) -> str:
+        done = subprocess.run(
+            [str(PM2), *words],
+            env={**self.environ, **environ},
+            capture_output=True,
+            text=True,
+            timeout=90,
+            cwd=ROOT,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def app(self, name: str = NAME) -> dict[str, Any]:
+        """As pm2 lists it: ``pid``, ``pm2_env`` and more."""
+        lines = self("jlist").splitlines()
+        apps = json.loads(next(line for line in lines if line.startswith("[")))
+        (one,) = (app for app in apps if app["name"] == name)
+        return dict(one)
+
+    @property
+    def state(self) -> tuple[str, int]:
+        """The miner's status, as pm2 names it, and how often pm2 started it again."""
+        env = self.app()["pm2_env"]
+        return env["status"], env["restart_time"]
+
+    def outlast_a_restart(self) -> None:
+        """The miner ended: wait until pm2 would have started it again, if it were to.
+
+        Another app fails after it and has the same delay, and pm2 starts that one again.
+        """
+        delay = self.app()["pm2_env"]["prev_restart_delay"]
+        words = ("--name", "witness", "--interpreter", "none", "--exp-backoff-restart-delay")
+        self("start", "/bin/false", *words, str(delay))
+        wait_for(lambda: self.app("witness")["pm2_env"]["restart_time"] >= 1, "the other's restart")
+        self("delete", "witness")
