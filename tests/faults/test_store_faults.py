@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from distributed_training.store.cleanup import stuck_uploads, sweep_uploads, upl
 from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.uplink import Uplink
 from distributed_training.store.upload import MIB, Sender
 from distributed_training.store.uploader import Uploader
 from tests.store_shim import DROP, Call, Shim, make_certificate
@@ -181,21 +183,38 @@ def test_killed_at_a_point_the_next_process_goes_on(
     assert reader.looks > 2
 
 
+class FirstPartLast:
+    """The store answers the first part only when three others have come after it."""
+
+    def __init__(self) -> None:
+        self._others = threading.Event()
+
+    def __call__(self, call: Call) -> None:
+        if call.what == "part" and call.count == 0:
+            assert self._others.wait(30)
+        elif call.what == "part" and call.count == 3:
+            self._others.set()
+
+
 @pytest.mark.parametrize(
-    ("name", "fault"),
+    "fault",
     [
-        (
-            "connection dropped",
+        pytest.param(
             lambda call: DROP if call.what == "part" and call.count < 3 else None,
+            id="connection dropped",
         ),
-        ("500", lambda call: 500 if call.count < 2 else None),
-        ("503", lambda call: 503 if call.what == "part" and call.count % 3 == 0 else None),
-        ("429", lambda call: 429 if call.what in ("part", "put") and call.count < 4 else None),
-        ("slow", lambda call: time.sleep(0.3) if call.what == "part" else None),
+        pytest.param(lambda call: 500 if call.count < 2 else None, id="500"),
+        pytest.param(
+            lambda call: 503 if call.what == "part" and call.count % 3 == 0 else None, id="503"
+        ),
+        pytest.param(
+            lambda call: 429 if call.what in ("part", "put") and call.count < 4 else None, id="429"
+        ),
+        pytest.param(FirstPartLast(), id="the first part last"),
     ],
 )
 def test_what_passes_is_survived(
-    server: ObjectStoreServer, tmp_path: Path, name: str, fault: Any
+    server: ObjectStoreServer, tmp_path: Path, fault: Callable[[Call], int | None]
 ) -> None:
     base = settings_for(server)
     direct = new_bucket(server, base)
@@ -208,38 +227,55 @@ def test_what_passes_is_survived(
     assert direct.list_multiparts() == []
 
 
+class WatchedUplink(Uplink):
+    """Counts the threads that wait until it is open again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting = 0
+        self._lock = threading.Lock()
+
+    def wait_open(self) -> None:
+        with self._lock:
+            self.waiting += 1
+        try:
+            super().wait_open()
+        finally:
+            with self._lock:
+                self.waiting -= 1
+
+
 def test_a_pause_in_the_middle_of_parts_frees_the_line(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     base = settings_for(server)
     direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
-    begun = threading.Event()
-    answered: list[float] = []
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    go_on = threading.Event()
 
-    def slow(call: Call) -> None:
+    def hold(call: Call) -> None:
         if call.what == "part":
-            begun.set()
-            time.sleep(0.2)
-            answered.append(time.monotonic())
+            assert go_on.wait(30)
 
-    with Shim(server.endpoint, slow) as shim:
+    with Shim(server.endpoint, hold) as shim:
         settings, store = through(shim, base, direct.bucket)
-        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me")
+        uplink = WatchedUplink()
+        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me", uplink)
         reports: list[PublicationReport] = []
         submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
-        thread = threading.Thread(target=lambda: reports.append(publication.run(submission)))
+        thread = threading.Thread(
+            target=lambda: reports.append(publication.run(submission)), daemon=True
+        )
         thread.start()
-        assert begun.wait(10)
-        publication.uplink.pause()
-        paused = time.monotonic()
-        wait_for(lambda: time.monotonic() - max(answered, default=paused) > 1.0)
-        quiet_from = max(answered)
-        assert quiet_from - paused < 1.0
+        wait_for(lambda: shim.count("part") == settings.concurrency, "parts under way")
+        uplink.pause()
+        go_on.set()
+        wait_for(lambda: uplink.waiting == settings.concurrency, "an uplink that nobody uses")
+        assert direct.list_parts(*_only_upload(direct)) == [], "they were broken off"
         parts = shim.count("part")
-        publication.uplink.resume()
+        uplink.resume()
         thread.join(20)
-    assert shim.count("part") > parts or parts >= 4
+    assert shim.count("part") > parts
     assert reports[0].ok, reports[0].reason
     assert_published(direct, REVISION, files)
 
