@@ -6,7 +6,8 @@ negative product, g_i <- g_i - (g_i.g_j / |g_j|^2) g_j; the projected gradients 
 
 Each g_i' stays a combination of the g_k, so the projections need only the products g_i.g_j: one
 small matrix, summed over the ranks in one collective, from which every rank computes the same
-weight for each g_k. The gradients themselves never travel.
+weight for each g_k. The gradients themselves never travel. (With a copy of the model on each of n
+nodes the matrix is n times what it should be, which the weights, quotients of it, do not see.)
 
 Optional (``--train.pcgrad``): nothing else in the room knows of it. Every micro-batch is reduced by
 itself and added to its domain's gradient: one more gradient in float32 shards for each domain, and

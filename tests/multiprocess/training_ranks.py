@@ -75,9 +75,14 @@ def out_of_memory(folder: Path) -> None:
         (folder / "again.json").write_text(json.dumps(content))
 
 
-def surgery(folder: Path) -> None:
+def surgery_of_nodes(folder: Path) -> None:
+    """WORLD nodes of one rank, each with a copy of the model."""
+    surgery(folder, "nodes", local_ranks=1)
+
+
+def surgery(folder: Path, name: str = "surgery", **place: int) -> None:
     """Two domains that contradict each other: text forwards and backwards."""
-    made = trainer(rank=RANK, world_size=WORLD, pcgrad=True)
+    made = trainer(rank=RANK, world_size=WORLD, pcgrad=True, **place)
     reports = []
     for number in range(8):
         mine = sequences(number)[:4][made.rank :: made.world_size]
@@ -91,7 +96,7 @@ def surgery(folder: Path) -> None:
             "norms": [r.grad_norm for r in reports],
             "notes": [r.note for r in reports],
         }
-        (folder / f"surgery-{WORLD}.json").write_text(json.dumps(content))
+        (folder / f"{name}-{WORLD}.json").write_text(json.dumps(content))
 
 
 def outer(folder: Path) -> None:
