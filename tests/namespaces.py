@@ -50,14 +50,17 @@ class Machine:
 
 
 @contextmanager
-def machines(count: int) -> Iterator[list[Machine]]:
-    """Skips the test, with the reason, where namespaces cannot be made."""
+def machines(count: int, *, network: str = "10.0.0", here: bool = False) -> Iterator[list[Machine]]:
+    """``network``: of their addresses. ``here``: they reach this machine too, at its .254. Skips
+    the test, with the reason, where namespaces cannot be made."""
     tag = f"dt{os.getpid() % 100000}"
-    made = [Machine(f"{tag}n{i}", f"10.0.0.{i + 1}") for i in range(count)]
+    made = [Machine(f"{tag}n{i}", f"{network}.{i + 1}") for i in range(count)]
     try:
         try:
             _ip("link", "add", tag, "type", "bridge")
             _ip("link", "set", tag, "up")
+            if here:
+                _ip("addr", "add", f"{network}.254/24", "dev", tag)
             for i, machine in enumerate(made):
                 _ip("netns", "add", machine.name)
                 _ip("link", "add", f"{tag}v{i}", "type", "veth", "peer", "name", "eth0",

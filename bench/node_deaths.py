@@ -1,0 +1,295 @@
+"""A miner of two machines in a local subnet, and either machine dies at each point of its work.
+
+    python -m bench.node_deaths                          the whole table, half an hour
+    python -m bench.node_deaths --ways "node 1 killed" --phases transfer,upload
+    python -m bench.node_deaths --nnodes 1:2             node 0 goes on alone meanwhile
+
+Node 1 is a network namespace of its own, joined by a bridge to the machine of everything else: node
+0, a miner of one machine, the validator, the chain, the object store. (Linux, as root.)
+
+    node 1 killed       launcher and ranks at once with ``kill -9``; started again at once
+    node 1 unplugged    its cable, until node 0 has noticed
+    node 0 killed       with all it has, swarm and uploader too; started again at once
+
+The phases are those of ``bench/kill_table.py``, as seen on node 0. The table tells for each cell
+how long until the first inner step of ranks that were started after it, counted from the death,
+of node 0 from its new start; and how many rounds on the one came that everybody took. After it the
+two nodes must have equal weights, to the bit, both miners those that the validator published, and
+the next publication must succeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from bench import kills
+from bench.kill_table import PHASES, TURN, Cell, Watch
+from distributed_training.common.ports import free_ports
+from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
+from distributed_training.localnet.processes import Child
+from distributed_training.localnet.services import Services
+from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.telemetry import read_events
+from tests.namespaces import Machine, machines
+
+WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
+AGAIN = timedelta(seconds=60)  # the goal, at rest
+_BLOCKS = 40  # between two rounds, a second each: a start is to come in between
+_TIMEOUT = 5  # --node_timeout, seconds
+_TOLERANCE = 1e-5  # between miners: sums of float32 in another order
+
+
+@dataclass
+class Death:
+    way: str
+    phase: str
+    step_after: float | None = None  # seconds; see above
+    rounds: int | None = None
+
+
+class TwoNodes(LocalSubnet):
+    """A local subnet whose first miner has a second node, on ``machine``. ``here``: the address at
+    which that reaches this one."""
+
+    def __init__(self, *, machine: Machine, here: str, nnodes: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.machine = machine
+        self._flags = {
+            "nnodes": nnodes,
+            "rdzv_endpoint": f"{here}:{free_ports(1, here)[0]}",
+            "node_timeout": str(_TIMEOUT),
+            "node_wait": "5",
+        }
+        self.other: Child | None = None  # the launcher of node 1
+
+    def start(self) -> None:
+        super().start()
+        assert self.other is not None
+        self.other.start()
+
+    def _prepare(self, plan: NeuronPlan, services: Services) -> Neuron:
+        neuron = super()._prepare(plan, services)
+        if plan.kind == "miner" and plan.uid == 0:
+            folder = plan.folder.with_name("node-1")
+            more = [word for name, value in self._flags.items() for word in (f"--{name}", value)]
+            own = [str(folder) if w == str(plan.folder) else w for w in neuron.child.command]
+            self.other = Child(
+                name="node-1",
+                command=[*self.machine.prefix, *own, *more, "--node_rank", "1"],
+                environment={n: v for n, v in neuron.child.environment.items() if n[:3] != "R2_"},
+                folder=folder,
+            )
+            neuron.child.command += [*more, "--node_rank", "0"]
+        return neuron
+
+
+def die(subnet: TwoNodes, way: str, phase: str) -> Death:
+    """Wait for the phase, let the node die, and follow the miner until all is well."""
+    death, miner = Death(way, phase), subnet.miners[0]
+    watch = Watch(miner, Cell(way, phase))
+    deadline, polled = time.monotonic() + TURN.total_seconds(), 0.0
+    while not watch.there():
+        if time.monotonic() > deadline:
+            raise SubnetFailure(f"{phase} did not come within {TURN.total_seconds():.0f} s")
+        if time.monotonic() - polled > 0.2:
+            polled = time.monotonic()
+            subnet.poll()
+        time.sleep(0.01)
+    published, began = len(miner.state.uploads), subnet.validator.state.outer_step
+    since = _WAYS[way](subnet)
+    steps = _Steps(miner, since)
+    subnet.wait_until(steps.trains, timedelta(minutes=5), f"training after {way} in {phase}")
+    death.step_after = steps.first - since
+    death.rounds = kills.clean_round(subnet) - began
+    subnet.wait_until(
+        lambda: len(miner.state.uploads) > published, kills.ROUND, "a publication after it"
+    )
+    return death
+
+
+def _node_1_killed(subnet: TwoNodes) -> float:
+    assert subnet.other is not None
+    at = time.time()
+    subnet.other.kill_tree()
+    subnet.other.start()
+    return at
+
+
+def _node_1_unplugged(subnet: TwoNodes) -> float:
+    log = subnet.miners[0].child.log
+    at, before = time.time(), log.read_text(errors="replace").count("Node 1 is gone")
+    subnet.machine.unplug()
+    subnet.wait_until(
+        lambda: log.read_text(errors="replace").count("Node 1 is gone") > before,
+        timedelta(seconds=8 * _TIMEOUT),
+        "that node 0 notices",
+    )
+    subnet.machine.plug()
+    return at
+
+
+def _node_0_killed(subnet: TwoNodes) -> float:
+    subnet.kill_miner(0)
+    subnet.restart_miner(0)
+    return time.time()
+
+
+_WAYS: dict[str, Callable[[TwoNodes], float]] = dict(
+    zip(WAYS, (_node_1_killed, _node_1_unplugged, _node_0_killed), strict=True)
+)
+
+
+class _Steps:
+    """The first inner step of ranks that started after ``since``."""
+
+    def __init__(self, miner: Neuron, since: float) -> None:
+        self._events, self._since = miner.plan.events, since
+        self.first = 0.0  # time.time()
+
+    def trains(self) -> bool:
+        events = [e for e in read_events(self._events) if e["time"] > self._since]
+        started = [e["time"] for e in events if e["kind"] == "start"]
+        steps = [e["time"] for e in events if started and e["kind"] == "step"]
+        self.first = min((at for at in steps if at > started[0]), default=0.0)
+        return self.first > 0
+
+
+def problems_with_weights(subnet: TwoNodes) -> list[str]:
+    """After a round that everybody took."""
+    assert subnet.other is not None
+    found: list[str] = []
+    here, there = (f / "checkpoints" for f in (subnet.miners[0].plan.folder, subnet.other.folder))
+    outer_steps = [m.state.outer_step for m in subnet.miners]
+    newest = min(outer_steps)
+    published = kills.global_weights(subnet, newest)
+    own = kills.epoch_start(here, newest)
+    if any(not torch.equal(w, kills.epoch_start(there, newest)[n]) for n, w in own.items()):
+        found.append(f"outer step {newest}: the nodes began it with different weights")
+    for folder in (here, subnet.miners[1].plan.folder / "checkpoints"):
+        distance = kills.farthest(kills.epoch_start(folder, newest), published)
+        if not distance <= _TOLERANCE:
+            found.append(f"{folder}: {distance} from the published weights of {newest}")
+    names = {p.parent.name for p in here.glob("checkpoint-*/rank-0.json")}
+    names &= {p.parent.name for p in there.glob("checkpoint-*/rank-0.json")}
+    for name in names:
+        one, two = (load_file(f / name / "rank-0.safetensors") for f in (here, there))
+        # What a publication left out is known where it is made, and what a rank reads is its own.
+        shared = [n for n in one if not n.startswith(("residual/", "pending"))]
+        if any(not torch.equal(one[n], two[n]) for n in shared):
+            found.append(f"{name} differs between the nodes")
+    return found if names else [*found, "the nodes have no checkpoint in common"]
+
+
+def settled(check: Callable[[], list[str]]) -> list[str]:
+    """Checkpoints come and go while they are read: of several tries the last."""
+    for _ in range(5):
+        with contextlib.suppress(OSError, AssertionError, json.JSONDecodeError):
+            return check()
+        time.sleep(1.0)
+    return check()
+
+
+def run(
+    folder: Path,
+    cells: Sequence[tuple[str, str]],
+    *,
+    nnodes: str = "2",
+    say: Callable[[str], None] = print,
+) -> tuple[list[Death], list[str]]:
+    """The deaths of ``cells`` (way and phase) one after the other, and what was not well."""
+    deaths: list[Death] = []
+    problems: list[str] = []
+    network = f"10.{free_ports(1)[0] % 200 + 20}.7"
+    with machines(1, network=network, here=True) as (machine,), contextlib.ExitStack() as stack:
+        temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nd-"))
+        stack.enter_context(kills.environment(TMPDIR=temporary))  # short: sockets are made there
+        options = SubnetOptions(
+            folder=folder / "subnet",
+            ranks=(1, 1),
+            least_miners=1,
+            restart_miners=True,
+            blocks_per_allreduce=_BLOCKS,
+        )
+        subnet = TwoNodes(
+            machine=machine,
+            here=f"{network}.254",
+            nnodes=nnodes,
+            options=options,
+            stop_grace=timedelta(seconds=40),
+        )
+        with subnet:
+            kills.clean_round(subnet)
+            for way, phase in cells:
+                deaths.append(death := die(subnet, way, phase))
+                wrong = settled(lambda: problems_with_weights(subnet))
+                problems += [f"{way} in {phase}: {line}" for line in wrong]
+                say(f"{way} in {phase}: {_text(death)} {wrong or ''}")
+            assert subnet.services is not None
+            with contextlib.closing(subnet.services.open_bucket(subnet.miners[0].plan)) as bucket:
+                subnet.wait_until(
+                    lambda: not bucket.list_multiparts(), kills.ROUND, "no upload that is stuck"
+                )
+        problems += subnet.problems
+    late = AGAIN.total_seconds()
+    for death in deaths:
+        if death.step_after is None or death.step_after > late:
+            problems.append(f"{death.way} in {death.phase}: training after {death.step_after} s")
+    return deaths, problems
+
+
+def show(deaths: Sequence[Death]) -> None:
+    table = Table("", *PHASES)
+    for way in WAYS:
+        row = {death.phase: _text(death) for death in deaths if death.way == way}
+        if row:
+            table.add_row(way, *(row.get(phase, "") for phase in PHASES))
+    console = Console(width=150)
+    console.print("seconds until the next inner step / rounds until everybody's")
+    console.print(table)
+
+
+def _text(death: Death) -> str:
+    return f"{death.step_after:.1f} / {death.rounds}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--nnodes", default="2", help="2, or 1:2")
+    parser.add_argument("--folder", type=Path, help="keep the logs there")
+    arguments = parser.parse_args()
+    ways, phases = arguments.ways.split(","), arguments.phases.split(",")
+    if unknown := [*set(ways) - set(WAYS), *set(phases) - set(PHASES)]:
+        parser.error(f"{', '.join(unknown)}: there are {', '.join((*WAYS, *PHASES))}")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = arguments.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        cells = list(itertools.product(ways, phases))
+        deaths, problems = run(folder, cells, nnodes=arguments.nnodes)
+    show(deaths)
+    for problem in problems:
+        print(f"PROBLEM: {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
