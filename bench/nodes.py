@@ -1,15 +1,17 @@
-"""Two nodes against one with as many ranks: time of an inner step, and what a snapshot holds it.
+"""Two nodes against one: time of an inner step, and of a snapshot.
 
     python bench/nodes.py [--rounds 8] [--steps 3]
 
-Two processes on this machine, over loopback. Both train the same model in turn as one node of two
-ranks (FSDP, the baseline) and as two nodes of one (a copy each, HSDP). Prints medians and their
-ratio.
+Processes on this machine, over loopback. An inner step: one node of two ranks (FSDP, the baseline)
+against two nodes of one (a copy each, HSDP), in turn. A snapshot is one node's work, so that of two
+nodes is held against one node with as many ranks as each of them has, here one: how long training
+is held, and until the files are there. Prints medians and their ratio.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -33,9 +35,14 @@ from distributed_training.training.sizes import local_llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE, EFFECTIVE = 128, 16
+TWO_RANKS, TWO_NODES, ONE_RANK = "one node of 2 ranks", "two nodes of 1 rank", "one node of 1 rank"
+STEP, HELD, WRITTEN = "inner step", "snapshot holds training", "snapshot is written"
+
+#: What was measured -> in which layout -> seconds.
+Figures = dict[str, dict[str, list[float]]]
 
 
-def trainer(rank: int, local: int) -> Trainer:
+def trainer(layout: Layout) -> Trainer:
     made = Trainer(
         settings=TrainingSettings(
             local_batch_size_train=2,
@@ -45,7 +52,7 @@ def trainer(rank: int, local: int) -> Trainer:
         ),
         model_config=local_llama_config(sequence_length=SEQUENCE),
         device=torch.device("cpu"),
-        layout=Layout(rank, 2, local),
+        layout=layout,
         say=lambda line: None,
     )
     made.load_weights(None)
@@ -53,15 +60,16 @@ def trainer(rank: int, local: int) -> Trainer:
     return made
 
 
-def run(rank: int, port: int, folder: str, rounds: int, steps: int) -> None:
+def run(rank: int, ranks: dict[str, int], port: int, folder: str, rounds: int, steps: int) -> None:
+    """``ranks``: layout -> ranks on each node. All layouts have as many in all."""
     torch.set_num_threads(1)
+    world = 1 if ONE_RANK in ranks else 2
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    made = {"one node": trainer(rank, 2), "two nodes": trainer(rank, 1)}
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    made = {name: trainer(Layout(rank, world, local)) for name, local in ranks.items()}
     vocabulary = local_llama_config(sequence_length=SEQUENCE)["vocab_size"]
     batch = torch.randint(0, vocabulary, (2, SEQUENCE))
-    seconds: dict[str, list[float]] = {name: [] for name in made}
-    held: dict[str, list[float]] = {name: [] for name in made}
+    figures: Figures = {what: {name: [] for name in made} for what in (STEP, HELD, WRITTEN)}
     for number in range(rounds + 1):
         for name, one in made.items():
             dist.barrier()
@@ -69,33 +77,49 @@ def run(rank: int, port: int, folder: str, rounds: int, steps: int) -> None:
             for _ in range(steps * one.micro_batches_per_step):
                 one.add_micro_batch(batch)
             taken = (time.perf_counter() - began) / steps
+            dist.barrier()
+            began = time.perf_counter()
             handle = one.snapshot(
-                Path(folder) / f"{name}-{number}",
+                Path(folder) / f"{name}-{number}-{port}",
                 progress=Progress(0, number, number, []),
                 block=1,
                 last_loss=1.0,
             )
             handle.wait(timedelta(minutes=1))
+            dist.barrier()
+            written = time.perf_counter() - began
             if number:  # the first one warms up
-                seconds[name].append(taken)
-                held[name].append(handle.hold_seconds)
+                figures[STEP][name].append(taken)
+                figures[HELD][name].append(handle.hold_seconds)
+                figures[WRITTEN][name].append(written)
     if rank == 0:
-        for title, figures in (("inner step", seconds), ("snapshot holds training", held)):
-            alone, both = (statistics.median(figures[name]) for name in made)
-            ratio = both / alone
-            print(f"{title}: one node {alone:.3f} s, two nodes {both:.3f} s, ratio {ratio:.3f}")
+        (Path(folder) / f"{port}.json").write_text(json.dumps(figures))
     dist.barrier()
     leave(0)
 
 
+def measure(folder: str, ranks: dict[str, int], rounds: int, steps: int) -> Figures:
+    (port,) = free_ports(1)
+    mp.spawn(run, args=(ranks, port, folder, rounds, steps), nprocs=1 if ONE_RANK in ranks else 2)
+    found: Figures = json.loads((Path(folder) / f"{port}.json").read_text())
+    return found
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (free_ports(1)[0], folder, options.rounds, options.steps)
-        mp.spawn(run, args=arguments, nprocs=2)
+        alone = [measure(folder, {ONE_RANK: 1}, options.rounds, options.steps)]
+        both = measure(folder, {TWO_RANKS: 2, TWO_NODES: 1}, options.rounds, options.steps)
+        alone.append(measure(folder, {ONE_RANK: 1}, options.rounds, options.steps))
+    for what, baseline in ((STEP, TWO_RANKS), (HELD, ONE_RANK), (WRITTEN, ONE_RANK)):
+        known = both[what].get(baseline) or [s for f in alone for s in f[what][ONE_RANK]]
+        before, now = statistics.median(known), statistics.median(both[what][TWO_NODES])
+        print(
+            f"{what}: {baseline} {before:.3f} s, {TWO_NODES} {now:.3f} s, ratio {now / before:.3f}"
+        )
     return 0
 
 
