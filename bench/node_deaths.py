@@ -11,11 +11,13 @@ Node 1 is a network namespace of its own, joined by a bridge to the machine of e
     node 1 unplugged    its cable, until node 0 has noticed
     node 0 killed       with all it has, swarm and uploader too; started again at once
 
+With ``--nnodes 1:2`` node 1 comes back only once node 0 trains alone, and is then taken in.
+
 The phases are those of ``bench/kill_table.py``, as seen on node 0. The table tells for each cell
-how long until the first inner step of ranks that were started after it, counted from the death,
-of node 0 from its new start; and how many rounds on the one came that everybody took. After it the
-two nodes must have equal weights, to the bit, both miners those that the validator published, and
-the next publication must succeed.
+how long until the first inner step of ranks that were started after it, counted from the death, of
+node 0 from its new start; and how many rounds on the one came that everybody took. After it the two
+nodes must have equal weights, to the bit, both miners those that the validator published, and the
+next publication must succeed.
 """
 
 from __future__ import annotations
@@ -50,10 +52,11 @@ from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFail
 from distributed_training.telemetry import read_events
 from tests.namespaces import Machine, machines
 
-WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
+KILLED, UNPLUGGED, NODE_0_KILLED = WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
 AGAIN = timedelta(seconds=60)  # the goal, at rest
 _BLOCKS = 40  # between two rounds, a second each: a start is to come in between
 _TIMEOUT = 5  # --node_timeout, seconds
+_LONGEST = timedelta(minutes=5)  # until a broken run is given up
 _TOLERANCE = 1e-5  # between miners: sums of float32 in another order
 
 
@@ -78,6 +81,7 @@ class TwoNodes(LocalSubnet):
             "node_timeout": str(_TIMEOUT),
             "node_wait": "5",
         }
+        self.goes_on_alone = ":" in nnodes
         self.other: Child | None = None  # the launcher of node 1
 
     def start(self) -> None:
@@ -114,10 +118,20 @@ def die(subnet: TwoNodes, way: str, phase: str) -> Death:
             subnet.poll()
         time.sleep(0.01)
     published, began = len(miner.state.uploads), subnet.validator.state.outer_step
-    since = _WAYS[way](subnet)
+    log = _Log(miner)
+    since = time.time()
     steps = _Steps(miner, since)
-    subnet.wait_until(steps.trains, timedelta(minutes=5), f"training after {way} in {phase}")
+    _strike(subnet, way)
+    if subnet.goes_on_alone and way != NODE_0_KILLED:
+        subnet.wait_until(steps.trains, _LONGEST, f"training alone after {way} in {phase}")
+    elif way == UNPLUGGED:
+        subnet.wait_until(lambda: log.says("Node 1 is gone"), _LONGEST, "that node 0 notices")
+    if way == NODE_0_KILLED:
+        since = steps.since = time.time()
+    _bring_back(subnet, way)
+    subnet.wait_until(steps.trains, _LONGEST, f"training after {way} in {phase}")
     death.step_after = steps.first - since
+    subnet.wait_until(lambda: log.says("Nodes 0, 1: 2 ranks"), _LONGEST, "both nodes")
     death.rounds = kills.clean_round(subnet) - began
     subnet.wait_until(
         lambda: len(miner.state.uploads) > published, kills.ROUND, "a publication after it"
@@ -125,47 +139,49 @@ def die(subnet: TwoNodes, way: str, phase: str) -> Death:
     return death
 
 
-def _node_1_killed(subnet: TwoNodes) -> float:
+def _strike(subnet: TwoNodes, way: str) -> None:
     assert subnet.other is not None
-    at = time.time()
-    subnet.other.kill_tree()
-    subnet.other.start()
-    return at
+    if way == KILLED:
+        subnet.other.kill_tree()
+    elif way == UNPLUGGED:
+        subnet.machine.unplug()
+    else:
+        subnet.kill_miner(0)
 
 
-def _node_1_unplugged(subnet: TwoNodes) -> float:
-    log = subnet.miners[0].child.log
-    at, before = time.time(), log.read_text(errors="replace").count("Node 1 is gone")
-    subnet.machine.unplug()
-    subnet.wait_until(
-        lambda: log.read_text(errors="replace").count("Node 1 is gone") > before,
-        timedelta(seconds=8 * _TIMEOUT),
-        "that node 0 notices",
-    )
-    subnet.machine.plug()
-    return at
+def _bring_back(subnet: TwoNodes, way: str) -> None:
+    assert subnet.other is not None
+    if way == KILLED:
+        subnet.other.start()
+    elif way == UNPLUGGED:
+        subnet.machine.plug()
+    else:
+        subnet.restart_miner(0)
 
 
-def _node_0_killed(subnet: TwoNodes) -> float:
-    subnet.kill_miner(0)
-    subnet.restart_miner(0)
-    return time.time()
+class _Log:
+    """What a miner's log says from here on."""
 
+    def __init__(self, miner: Neuron) -> None:
+        self._path = miner.child.log
+        self._before = len(self._text())
 
-_WAYS: dict[str, Callable[[TwoNodes], float]] = dict(
-    zip(WAYS, (_node_1_killed, _node_1_unplugged, _node_0_killed), strict=True)
-)
+    def says(self, line: str) -> bool:
+        return line in self._text()[self._before :]
+
+    def _text(self) -> str:
+        return self._path.read_text(errors="replace")
 
 
 class _Steps:
     """The first inner step of ranks that started after ``since``."""
 
     def __init__(self, miner: Neuron, since: float) -> None:
-        self._events, self._since = miner.plan.events, since
+        self._events, self.since = miner.plan.events, since
         self.first = 0.0  # time.time()
 
     def trains(self) -> bool:
-        events = [e for e in read_events(self._events) if e["time"] > self._since]
+        events = [e for e in read_events(self._events) if e["time"] > self.since]
         started = [e["time"] for e in events if e["kind"] == "start"]
         steps = [e["time"] for e in events if started and e["kind"] == "step"]
         self.first = min((at for at in steps if at > started[0]), default=0.0)

@@ -119,17 +119,19 @@ def join_ranks(
 
     ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
     boundary within it ends the miner (and it is started again). ``collective_timeout`` covers each
-    collective of the default group, which is the model's; None: ``timeout``.
+    collective of the default group, which is the model's, and the meeting at rank 0's store; None:
+    ``timeout``.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
-    store = _store(environ, rank, world_size, timeout)
+    of_model = collective_timeout or timeout
+    store = _store(environ, rank, world_size, of_model)  # all ranks were started together
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("pg", store),
         rank=rank,
         world_size=world_size,
-        timeout=collective_timeout or timeout,
+        timeout=of_model,
     )
     group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     return Ranks(
