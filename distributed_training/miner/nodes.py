@@ -30,18 +30,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
-from distributed_training import __version__
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
-from distributed_training.config.values import show
 from distributed_training.miner.node_doors import Door, open_door, shut_doors, whom_to_refuse
+from distributed_training.miner.node_facts import difference, facts_of
 from distributed_training.miner.node_line import Line
 
 log = logging.getLogger(__name__)
@@ -53,10 +51,6 @@ _HELLO_TIMEOUT = 10.0
 _GOODBYE = 3.0
 _LAG = 1.0
 _SAY_AGAIN = 60.0
-#: Settings that may differ between nodes: where things lie, and how much of the machine is used.
-_OF_ONE_NODE = frozenset(
-    {"data.cache_dir", "data.workers", "data.connections", "profile.steps", "profile.start"}
-)
 
 
 @dataclass(frozen=True)
@@ -92,37 +86,6 @@ class Plan:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             found[name] = os.environ.get(name) or self.interface
         return found
-
-
-def facts_of(config: Config, *, ranks: int) -> dict[str, str]:
-    """What must be equal on all nodes, as an operator would write it."""
-    facts = {
-        "version": __version__,
-        "torch": version("torch"),
-        "--nproc_per_node": str(ranks),
-        "--nnodes": config.nodes.nnodes,
-        "--neuron.global_model_name": config.miner.global_model_name,
-        "--neuron.global_tokenizer_name": config.miner.global_tokenizer_name,
-    }
-    shared = [
-        field.json_schema_extra["name"]
-        for room in (config.training, config.data)
-        for field in cast(Any, type(room)).__pydantic_fields__.values()
-    ]
-    values = {f"--{n}": show(config.get(n)) for n in shared if n not in _OF_ONE_NODE}
-    return facts | values
-
-
-def difference(mine: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """What is wrong on the ``other`` node in a line; None if nothing is."""
-    for name in [*mine, *other]:
-        here, there = mine.get(name), other.get(name)
-        if here != there:
-            return (
-                f"{name} is {there} on this node and {here} on node 0, so the nodes cannot train "
-                "one model together: give all nodes the same flags and versions"
-            )
-    return None
 
 
 def address_of(endpoint: str) -> tuple[str, int]:

@@ -21,8 +21,10 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
+from distributed_training.miner import node_facts
 from distributed_training.miner.node_doors import whom_to_refuse
-from distributed_training.miner.nodes import Guest, Host, difference, facts_of
+from distributed_training.miner.node_facts import difference, facts_of
+from distributed_training.miner.nodes import Guest, Host
 from tests.waiting import wait_for
 
 GO = threading.Event()  # never set
@@ -156,6 +158,24 @@ def test_who_is_refused_leaves_nobody_apart(apart: set[tuple[int, int]]) -> None
     assert refused.keys() <= {node for pair in apart for node in pair}
 
 
+def test_a_node_whose_ports_are_shut_is_refused_and_the_rest_begin(
+    world: Callable[..., World],
+) -> None:
+    here = world("2:3", node_wait=timedelta(seconds=4))
+    with socket.create_connection(("127.0.0.1", here.host._port)) as shut:
+        hello = {"node": 2, "facts": FACTS, "time": time.time()}
+        ready = {"ready": True, "door": ("127.0.0.1", free_ports(1)[0]), "time": 0}
+        shut.sendall("".join(json.dumps(m) + "\n" for m in (hello, ready)).encode())
+        meetings = [here.meet(side) for side in (here.host, here.guest(1))]
+        heard = (json.loads(line) for line in shut.makefile("rb"))
+        doors = next(message["doors"] for message in heard if "doors" in message)
+        assert [node for node, *_ in doors] == [0, 1, 2]
+        shut.sendall(b'{"shut": [], "time": 0}\n')
+        line = next(message["refused"] for message in heard if "refused" in message)
+        assert "no connection from node 0 to node 2 came about" in line
+    assert [m.result(20).nodes for m in meetings] == [(0, 1), (0, 1)]
+
+
 def test_the_node_that_nobody_reaches_is_refused_alone() -> None:
     """Its firewall passes what it asks for itself; and one that passes nothing at all."""
     for apart in ([(0, 2), (1, 2), (3, 2)], [(0, 2), (2, 0), (1, 2), (2, 1), (3, 2), (2, 3)]):
@@ -261,6 +281,16 @@ def test_what_must_be_equal_is_what_decides_the_training() -> None:
     for flag, value in (("neuron.learning_rate", "0.5"), ("data.source", "stdlib")):
         line = difference(facts(), facts(f"--{flag}", value))
         assert line is not None and line.startswith(f"--{flag} is {value} on this node")
+
+
+def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ranks would talk gloo, those of the others NCCL."""
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    found = []
+    for gpus in (1, 0):
+        monkeypatch.setattr(node_facts, "visible_gpu_count", lambda gpus=gpus: gpus)
+        found.append(facts_of(config, ranks=1))
+    assert "--neuron.device is cpu on this node and cuda on node 0" in str(difference(*found))
 
 
 def test_the_doctor_says_whether_nodes_can_meet(
