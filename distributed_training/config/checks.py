@@ -95,12 +95,13 @@ def check_nodes(config: Config) -> Iterator[str]:
         return
     if nodes.rdzv_endpoint is None:
         yield (
-            f"--nnodes {nodes.nnodes} without --rdzv_endpoint, so the nodes cannot meet: give all "
-            "of them HOST:PORT of node 0"
+            f"--nnodes (or SLURM_NNODES) {nodes.nnodes} without --rdzv_endpoint, so the nodes "
+            "cannot meet: give all of them HOST:PORT of node 0"
         )
     if nodes.node_rank >= nodes.most:
         yield (
-            f"--node_rank {nodes.node_rank} is not one of {nodes.most} nodes, which count from 0: "
+            f"--node_rank (or SLURM_NODEID) {nodes.node_rank} is not one of {nodes.most} nodes, "
+            "which count from 0, so it has no part: "
             f"give --node_rank 0 to {nodes.most - 1}"
         )
     if config.training.shard_across_nodes and nodes.least != nodes.most:

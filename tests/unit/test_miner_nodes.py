@@ -242,11 +242,13 @@ def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
         b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 70_000, b"[]\n", b"{}\n", b'{"node": 1}\n',
         b'{"node": {}, "facts": 3, "time": 1}\n', b'{"node": 1, "facts": {}, "time": "x"}\n', b"",
     ):  # fmt: skip
-        with socket.create_connection(("127.0.0.1", here.host._port)) as one:
-            one.sendall(hostile)
-            one.shutdown(socket.SHUT_WR)
-            one.settimeout(10)
-            assert one.recv(1) == b""
+        with socket.create_connection(("127.0.0.1", here.host._port), timeout=10) as one:
+            try:
+                one.sendall(hostile)
+                one.shutdown(socket.SHUT_WR)
+                assert one.recv(1) == b""
+            except OSError as error:  # closed before all was sent
+                assert not isinstance(error, TimeoutError)
     here.meet(here.guest(1)).result(20)
     assert waiting.result(20).nodes == (0, 1)
 
