@@ -252,9 +252,9 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Fa
         path, eos_id = fetch_tokenizer(config, folder)
         if eos_id != facts.eos_id:
             raise ConfigError(
-                f"--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end of "
-                f"text is token {eos_id}, there {facts.eos_id}), so this node would train on other "
-                f"tokens: remove {path}, and start again"
+                "--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end "
+                f"of text is token {eos_id}, there {facts.eos_id}), so this node would train on "
+                f"other tokens: remove {path}, and start again"
             )
         found = {"path": str(path)}
     return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
