@@ -273,6 +273,7 @@ class DataPipeline:
             "offset": self._offset,
             "page": self._page(held) if held else 0,
             "digest": held.facts["digest"] if held else "",
+            "rank": [self._spec.rank, self._spec.world_size],
         }
 
     def _page(self, held: _Block) -> int:
@@ -290,8 +291,10 @@ class DataPipeline:
         so it holds the same tokens as before; if they cannot be had again, that is said.
         """
         block = int(cursor.get("block", 0))
+        own = [self._spec.rank, self._spec.world_size]
         if block:
-            self._expected = (block, str(cursor.get("digest", "")))
+            if cursor.get("rank", own) == own:  # other ranks have other pages
+                self._expected = (block, str(cursor.get("digest", "")))
             self.request(block)
 
     def _check_restored(self, block: int, held: _Block) -> None:

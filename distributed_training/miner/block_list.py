@@ -317,13 +317,14 @@ class BlockList:
             "micro_batch_size": self._micro_batch_size,
         }
 
-    def restore(self, state: dict[str, Any], cursor: dict[str, Any]) -> None:
+    def restore(self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True) -> None:
         """After a restart: ``state`` and the data's ``cursor`` of a checkpoint (both may be empty).
 
         The block that was under way is begun again where it was, then those that were prefetched.
         With another number of ranks or another micro-batch, what a rank holds of a block is cut
-        differently, and the trainer drops the micro-batches of the inner step under way; then a
-        new block is begun.
+        differently, and the trainer drops the micro-batches of the inner step under way (so it does
+        where ``exact`` is False). Then the blocks that they were of, and the one in training, begin
+        anew: no page of a block that is listed goes untrained.
         """
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
@@ -332,20 +333,24 @@ class BlockList:
         self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
         if not state:
             return
-        if (state.get("world_size"), state.get("micro_batch_size")) != (
-            self._ranks.world_size,
-            self._micro_batch_size,
-        ):
-            log.info(
-                "Data goes on with a new block: the number of ranks or the micro-batch changed"
-            )
-            return
-        self._since_step = {int(b) for b in state.get("since_step", [])}
-        self._ahead = [int(b) for b in state.get("ahead", [])]
+        since_step = {int(b) for b in state.get("since_step", [])}
+        ahead = [int(b) for b in state.get("ahead", [])]
         block, sequences, offset = (
             int(cursor.get(key, 0)) for key in ("block", "sequences", "offset")
         )
-        if block and sequences - offset >= self._micro_batch_size:
+        under_way = bool(block) and sequences - offset >= self._micro_batch_size
+        layout = self._ranks.world_size, self._micro_batch_size
+        if not exact or (state.get("world_size"), state.get("micro_batch_size")) != layout:
+            again = sorted(since_step | ({block} if under_way else set()))
+            self._ahead = [*again, *(b for b in ahead if b not in again)]
+            log.info(
+                "Data goes on with a new block: the number of ranks or the micro-batch changed%s",
+                f". From their beginning again: {', '.join(map(str, again))}" if again else "",
+            )
+            return
+        self._since_step = since_step
+        self._ahead = ahead
+        if under_way:
             log.info("Data goes on in block %d at sequence %d of %d", block, offset, sequences)
             self._under_way = (block, sequences, offset)
             self._ahead = [block, *(b for b in self._ahead if b != block)]

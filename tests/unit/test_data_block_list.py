@@ -12,11 +12,12 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from distributed_training.miner.block_list import BlockList
+from distributed_training.protocol.pages import JUDGED_RANKS, VALIDATOR_PAGES, pages_read_by
 from distributed_training.protocol.types import Revision
 
 MICRO_BATCH = 2
@@ -166,3 +167,91 @@ class BlockListMachine(RuleBasedStateMachine):
 
 TestBlockList = pytest.mark.timeout(90)(BlockListMachine.TestCase)
 TestBlockList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+Page = tuple[int, int, int]  # block, rank whose page it is, its number
+
+
+class Run:
+    """A miner of ``world_size`` ranks between two restarts. A page is one micro-batch."""
+
+    depth, lead_seconds = 1, math.inf
+
+    def __init__(self, world_size: int, n_pages: int) -> None:
+        self.world_size = world_size
+        self.pages = [
+            pages_read_by(rank=rank, world_size=world_size, n_pages=n_pages)
+            for rank in range(world_size)
+        ]
+        self.chain = 100
+        stand_in: Any = self  # for the data pipeline and the other ranks
+        self.feed = BlockList(
+            chain_block=lambda: self.chain,
+            data=stand_in,
+            ranks=stand_in,
+            micro_batch_size=MICRO_BATCH,
+            recent=lambda: 200,
+        )
+        self.cursor: dict[str, int] = {}
+        self.in_step: list[list[Page]] = []  # by micro-batch
+
+    def ready(self, block: int) -> int | None:
+        return MICRO_BATCH * len(self.pages[0])
+
+    def ready_everywhere(self, block: int, own: int | None) -> int | None:
+        return own
+
+    def micro_batch(self, trained: set[Page]) -> None:
+        while not self.feed.available:
+            self.chain += 1
+            order = self.feed.on_boundary(may_begin=True)
+            if order.begin:
+                self.cursor = {"block": order.begin, "sequences": order.sequences}
+                self.cursor["offset"] = order.start
+        number = self.cursor["offset"] // MICRO_BATCH
+        block = self.cursor["block"]
+        self.in_step.append([(block, *pages[number]) for pages in self.pages])
+        self.cursor["offset"] += MICRO_BATCH
+        self.feed.micro_batch_done()
+        if len(self.in_step) == MICRO_BATCHES_PER_STEP:
+            trained.update(page for pages in self.in_step for page in pages)
+            self.in_step = []
+            self.feed.step_done()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    n_pages=st.integers(1, 5),
+    runs=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=4),
+)
+def test_no_judged_page_of_a_listed_block_is_lost_whatever_ranks_there_are(
+    n_pages: int, runs: list[tuple[int, int]]
+) -> None:
+    """Stopped after any micro-batch, and started with any number of ranks: all that validators look
+    at, of every block in the list, was trained on. ``runs``: ranks, micro-batches."""
+    trained: set[Page] = set()
+    before: Run | None = None
+    for world_size, micro_batches in runs:
+        run = Run(world_size, n_pages)
+        if before is not None:
+            run.chain = before.chain
+            run.feed.restore(json.loads(json.dumps(before.feed.state())), before.cursor)
+            if before.world_size == world_size:
+                run.in_step = before.in_step
+                run.cursor = before.cursor
+        for _ in range(micro_batches):
+            run.micro_batch(trained)
+        before = run
+    assert before is not None
+    begun = set(before.feed.blocks()) | {before.cursor.get("block", 0)} - {0}
+    for _ in range(6 * MICRO_BATCHES_PER_STEP * len(before.pages[0])):
+        before.micro_batch(trained)
+    listed = set(before.feed.blocks()) & begun
+    judged = range(min(VALIDATOR_PAGES, n_pages))
+    lost = {
+        (block, rank, number)
+        for block in listed
+        for rank in range(JUDGED_RANKS)
+        for number in judged
+    } - trained
+    assert not lost

@@ -100,18 +100,20 @@ def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     assert feed.state()["gaps"] == [(91, 99)]
 
 
-@pytest.mark.parametrize("change", ["ranks", "micro-batch"])
-def test_what_is_cut_differently_begins_with_a_new_block(change: str) -> None:
+@pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
+def test_what_is_cut_differently_begins_anew(change: str) -> None:
     world = World()
     state, cursor = saved(world)
     world.chain = 200
     if change == "ranks":
         world.world_size = 3
     feed = world.feed(micro_batch=5 if change == "micro-batch" else 2)
-    feed.restore(state, cursor)
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=200)
+    feed.restore(state, cursor, exact=change != "a disk")
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
     feed.step_done()
     assert feed.blocks() == [], "the micro-batches of the step under way were dropped"
+    order = feed.on_boundary(may_begin=True)
+    assert (order.request, order.begin, order.start) == (101, 100, 0), "no page of it is lost"
 
 
 @pytest.mark.parametrize(("have", "served"), [(0, 0), (7, 0), (8, 1)])
