@@ -66,6 +66,7 @@ class Facts:
     eos_id: int = 0
     global_outer_step: int = 0
     first_block: int = 0  # of the chain: what a fresh start trains on first
+    hotkey: str = ""
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
@@ -239,6 +240,7 @@ def connect(
             eos_id=eos_id,
             global_outer_step=outer_step,
             first_block=member.chain.block(),
+            hotkey=member.hotkey,
         ),
     )
 

@@ -202,6 +202,7 @@ class Miner:
             trainer=self.trainer,
             folder=place.folder / "checkpoints",
             keep=config.miner.keep_checkpoints,
+            owner=facts.hotkey,
         )
         alive()
 
@@ -396,7 +397,11 @@ class RankZero:
             hold_back=0 if data.holds_back(held) else held,
             recent=self._half_a_round,
         )
-        blocks.restore(kept.get("rank_zero", {}).get("blocks", {}), kept.get("data", {}))
+        blocks.restore(
+            kept.get("rank_zero", {}).get("blocks", {}),
+            kept.get("data", {}),
+            exact=self._miner.checkpointer.exact,
+        )
         if self._miner.first_block:
             blocks.begin_with(self._miner.first_block)
         return blocks

@@ -29,7 +29,10 @@ STEPS = int(os.environ.get("NODE_STEPS", "0"))
 def connect(config: Any, folder: Path, stack: Any, *, wanted: Any) -> Any:
     network: Any = miner_ranks.Network(upload_steps=4)
     tokenizer, eos = fetch_tokenizer(config, folder)
-    network.facts = Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0)
+    model = tiny(vocab=BYTE_VOCABULARY)
+    network.facts = Facts(3, model, str(tokenizer), eos, hotkey="5Miner")
+    if config.training.shard_across_nodes:
+        miner_ranks.SHARDS = miner_ranks.WORLD
     return network
 
 

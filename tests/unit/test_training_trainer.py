@@ -471,7 +471,8 @@ def test_whatever_damage_a_manifest_has_the_one_before_is_taken(tmp_path: Path) 
         path.write_bytes(content)
         restored = keeper.restore()
         assert restored is not None
-        assert restored[0].inner_step == (2 if json_line(content) == whole else 1)
+        honest = json.dumps(json_line(content), sort_keys=True) == json.dumps(whole, sort_keys=True)
+        assert restored[0].inner_step == (2 if honest else 1)  # False is 0 to Python, not to JSON
 
     check()
     del whole["manifest_sha256"]  # of a miner from before manifests had one
