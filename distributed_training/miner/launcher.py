@@ -284,7 +284,8 @@ class _Supervisor:
         lost = nodes.ended(status)
         if self._signals.stop.is_set():
             return False
-        return lost or (self._regroup_at is not None and status is ExitStatus.STOPPED)
+        ended = (self._regroup_at, self._trouble_at) != (None, None)  # by us, for other nodes' sake
+        return lost or (ended and status is ExitStatus.STOPPED)
 
     def _run_once(self, plan: Plan | None) -> ExitStatus:
         forget_ranks(self._folder)

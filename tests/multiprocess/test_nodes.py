@@ -285,6 +285,26 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
     _copies_are_equal(pair)
 
 
+@pytest.mark.slow
+def test_an_outage_that_is_over_when_ranks_are_ended_is_no_stop(
+    two: Callable[..., list[Node]],
+) -> None:
+    """The ranks' connections live on, so they save and end as if asked to; the miner goes on."""
+    pair = two()
+    for node in pair:
+        node.start(steps=40)
+    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
+    machine = pair[1]._machine
+    assert machine is not None
+    machine.unplug()
+    wait_for(lambda: "Node 1 is gone: nothing was heard" in pair[0].output, "noticed", seconds=60)
+    machine.plug()
+    assert [node.wait() for node in pair] == [0, 0], pair[0].output
+    assert pair[0].output.count("Nodes 0, 1: 2 ranks") == 2
+    assert set(pair[0].inner_steps()) == set(range(1, 41))
+    _copies_are_equal(pair)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("when", ["round", "publication"])
 def test_a_node_killed_in_between_leaves_equal_weights(
