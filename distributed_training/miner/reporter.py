@@ -65,10 +65,10 @@ class Metrics:
         self._trackers = trackers
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
-            file.registry.counter(f"{name}_total")  # 0 until then: the first one is an increase
+            file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
-        file.registry.gauge("protocol_run").set(names.RUN)
-        file.registry.gauge("registered").set(1)  # a start without a uid comes to no metrics
+        file.registry.set("protocol_run", names.RUN)
+        file.registry.set("registered", 1)  # a start without a uid comes to no metrics
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
@@ -78,58 +78,58 @@ class Metrics:
 
     def round_ended(self, outer_step: int, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry
-        registry.counter("rounds_total").add()
-        registry.counter("rounds_failed_total").add(not ok)
+        registry.add("rounds_total")
+        registry.add("rounds_failed_total", not ok)
         self._last_rounds.append((outer_step, ok))
-        registry.gauge("round_seconds").set(seconds)
+        registry.set("round_seconds", seconds)
         self._participated()
 
     def loaded(self, before: int, reached: int) -> None:
         """Outer steps that others took; rounds that failed here are counted already."""
         known = {outer_step for outer_step, _ in self._last_rounds}
         missed = [step for step in range(max(before, reached - 20), reached) if step not in known]
-        self._file.registry.counter("rounds_missed_total").add(max(0, reached - before))
+        self._file.registry.add("rounds_missed_total", max(0, reached - before))
         self._last_rounds.extend((step, False) for step in missed)
         self._participated()
 
     def _participated(self) -> None:
         registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
         failed = list(itertools.takewhile(lambda ok: not ok, reversed(worked)))
-        registry.gauge("rounds_failed_in_a_row").set(len(failed))
+        registry.set("rounds_failed_in_a_row", len(failed))
         if worked:
-            registry.gauge("round_participation_ratio").set(sum(worked) / len(worked))
+            registry.set("round_participation_ratio", sum(worked) / len(worked))
 
     def publication_ended(self, report: PublicationReport) -> None:
         registry = self._file.registry
-        registry.counter("publications_total").add()
-        registry.counter("publications_failed_total").add(not report.ok)
-        registry.counter("uploaded_bytes_total").add(report.bytes_sent)
+        registry.add("publications_total")
+        registry.add("publications_failed_total", not report.ok)
+        registry.add("uploaded_bytes_total", report.bytes_sent)
 
     def previewed(self, delta: float) -> None:
-        self._file.registry.gauge("preview_loss_change").set(delta)
+        self._file.registry.set("preview_loss_change", delta)
 
     def score_previewed(self, fields: Mapping[str, Any]) -> None:
         for name in ("random_relative", "assigned_relative", "rank", "train_share"):
-            self._file.registry.gauge(f"score_{name}").set(fields.get(name))
+            self._file.registry.set(f"score_{name}", fields.get(name))
         valid = fields.get("repo_valid")
-        self._file.registry.gauge("score_repo_valid").set(None if valid is None else float(valid))
+        self._file.registry.set("score_repo_valid", None if valid is None else float(valid))
 
     def stopped(self, exit_status: int) -> None:
         """The last figures stay in the file: an alert tells a deregistration from a stop."""
         registered = exit_status != ExitStatus.DEREGISTERED
-        self._file.registry.gauge("registered").set(registered)
+        self._file.registry.set("registered", registered)
         self._file.write(time.monotonic(), self._collect, at_once=True)
 
     def _collect(self) -> None:
         registry = self._file.registry
         for name, measure in self._gauges.items():
-            registry.gauge(name).set(_unless_it_fails(measure))
+            registry.set(name, _unless_it_fails(measure))
         for name, values in (_unless_it_fails(self._by_rank) or {}).items():
             registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
         for room, counts in self._counts.items():
             counted = dict(counts())
             if "connections" in counted:  # the one that may fall
-                registry.gauge(f"{room}_connections").set(counted.pop("connections"))
+                registry.set(f"{room}_connections", counted.pop("connections"))
             registry.totals(room, counted)
 
 

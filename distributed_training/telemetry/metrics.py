@@ -35,63 +35,39 @@ def unix_time(moment: float | None) -> float | None:
     return None if moment is None else moment - time.monotonic() + time.time()
 
 
-class Counter:
-    """Only grows. Any thread may add."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._lock = threading.Lock()
-        self.value = 0.0
-
-    def add(self, amount: float = 1.0) -> None:
-        """Raises ValueError for a negative or non-finite amount."""
-        if not (math.isfinite(amount) and amount >= 0):
-            raise ValueError(f"counter {self.name} cannot grow by {amount}")
-        with self._lock:
-            self.value += amount
-
-
-class Gauge:
-    """The latest measurement, or absent: None means "could not be measured"."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.value: float | None = None
-
-    def set(self, value: float | None) -> None:
-        """NaN and Inf count as not measured."""
-        self.value = value if value is not None and math.isfinite(value) else None
-
-
 class Registry(Collector):
-    """Owns every metric by name; asking again for a name gives the same object."""
+    """The figures of all metrics, by name. Any thread may change them.
+
+    Methods raise ValueError for a name that is not in the catalogue, TypeError for one of the other
+    kind: a counter's ends with ``_total``.
+    """
 
     def __init__(self) -> None:
-        self._counters: dict[str, Counter] = {}
-        self._gauges: dict[str, Gauge] = {}
+        self._values: dict[str, float] = {}
         # Those with a label: its name, and the figures by its value ("": without the label).
         self._labelled: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
         self._client = CollectorRegistry(auto_describe=False)
         self._client.register(self)
 
-    def counter(self, name: str) -> Counter:
-        """Raises ValueError for a name that is not in the catalogue, TypeError for a gauge's."""
+    def add(self, name: str, amount: float = 1.0) -> None:
+        """A counter grows. Raises ValueError also for a negative or non-finite amount."""
         _check(name, total=True)
+        if not (math.isfinite(amount) and amount >= 0):
+            raise ValueError(f"counter {name} cannot grow by {amount}")
         with self._lock:
-            return self._counters.setdefault(name, Counter(name))
+            self._values[name] = self._values.get(name, 0.0) + amount
 
-    def gauge(self, name: str) -> Gauge:
-        """Raises ValueError for a name that is not in the catalogue, TypeError for a counter's."""
+    def set(self, name: str, value: float | None) -> None:
+        """The latest measurement; None, NaN and Inf mean "could not be measured": it is absent."""
         _check(name, total=False)
         with self._lock:
-            return self._gauges.setdefault(name, Gauge(name))
+            self._values.pop(name, None)
+            if value is not None and math.isfinite(value):
+                self._values[name] = value
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Measurements that differ by ``label`` only (``rank``): the latest of all of them.
-
-        Raises ValueError for a name that is not in the catalogue, TypeError for a counter's.
-        """
+        """Measurements that differ by ``label`` only (``rank``): the latest of all of them."""
         _check(name, total=False)
         with self._lock:
             self._labelled[name] = (label, dict(values))
@@ -109,8 +85,7 @@ class Registry(Collector):
     def values(self) -> dict[str, float]:
         """What the catalogue's metrics stand at, by name; those without a value are left out."""
         with self._lock:
-            metrics: list[Counter | Gauge] = [*self._gauges.values(), *self._counters.values()]
-        return {metric.name: metric.value for metric in metrics if metric.value is not None}
+            return dict(self._values)
 
     def collect(self) -> Iterator[Metric]:
         """What has a value, for the Prometheus client."""
@@ -162,7 +137,7 @@ class MetricsFile:
             return
         self._written = now
         update()
-        self.registry.gauge("metrics_written_timestamp_seconds").set(time.time())
+        self.registry.set("metrics_written_timestamp_seconds", time.time())
         try:
             write_bytes(self._path, self.registry.text().encode(), durable=False)
             self._failing = False
@@ -189,7 +164,7 @@ def record_step(registry: Registry, report: StepReport) -> None:
         "gpu_utilization_percent": report.gpu_utilization,
     }
     for name, value in gauges.items():
-        registry.gauge(name).set(value)
-    registry.counter("train_tokens_total").add(report.tokens)
-    registry.counter("train_steps_total").add(0 if report.skipped else 1)
-    registry.counter("train_steps_skipped_total").add(report.skipped)
+        registry.set(name, value)
+    registry.add("train_tokens_total", report.tokens)
+    registry.add("train_steps_total", 0 if report.skipped else 1)
+    registry.add("train_steps_skipped_total", report.skipped)

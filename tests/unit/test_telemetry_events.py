@@ -131,19 +131,18 @@ def test_switched_off(tmp_path: Path) -> None:
 
 def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry = Registry()
-    gauge = registry.gauge("train_mfu")
-    registry.counter("publications_total").add(2)
+    registry.add("publications_total", 2)
     assert "dt_publications_total 2.0\n" in registry.text() and "train_mfu" not in registry.text()
-    gauge.set(0.5)
-    assert registry.gauge("train_mfu") is gauge
-    gauge.set(float("nan"))
-    assert gauge.value is None
+    registry.set("train_mfu", 0.5)
+    assert registry.values()["train_mfu"] == 0.5
+    registry.set("train_mfu", float("nan"))
+    assert "train_mfu" not in registry.values()
     with pytest.raises(TypeError):
-        registry.counter("train_mfu")
+        registry.add("train_mfu")
     with pytest.raises(ValueError):
-        registry.counter("publications_total").add(-1)
+        registry.add("publications_total", -1)
     with pytest.raises(ValueError):
-        registry.gauge("not_in_the_catalogue")
+        registry.set("not_in_the_catalogue", 1.0)
 
 
 def test_the_metrics_file_is_whole_and_not_written_too_often(
@@ -156,7 +155,7 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
     def update() -> None:
         updates.append(1.0)
         file.registry.totals("server", {"refused.bad-signature": len(updates), "calls": 7})
-        file.registry.gauge("chain_age_seconds").set(12.5)
+        file.registry.set("chain_age_seconds", 12.5)
 
     for now in (100.0, 110.0, 115.0):
         file.write(now, update)

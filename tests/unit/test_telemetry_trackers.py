@@ -55,7 +55,7 @@ def warning(caplog: pytest.LogCaptureFixture) -> str:
 def test_torchtitans_names_stand_where_the_same_thing_is_meant() -> None:
     registry = Registry()
     record_step(registry, REPORT)
-    registry.gauge("next_round_timestamp_seconds").set(1e9)
+    registry.set("next_round_timestamp_seconds", 1e9)
     drawn = figures(registry.values())
     assert drawn["loss_metrics/global_avg_loss"] == 2.5 and drawn["mfu(%)"] == 40
     assert drawn["time_metrics/data_loading(%)"] == 25 and drawn["lr"] == 1e-3
