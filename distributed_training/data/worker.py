@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import queue
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -100,22 +101,22 @@ def _run(connection: Connection) -> None:
     root = logging.getLogger()
     root.addHandler(_Handler(send))
     root.setLevel(logging.WARNING)
-    wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
+    maker: BlockMaker | None = None
 
-    def work() -> None:
-        maker: BlockMaker | None = None
-        while True:
-            block = wanted.get()
-            try:
-                if maker is None:  # at each block again: what is in the way may pass
-                    maker = BlockMaker(spec)
-                send(maker.prepare(block))
-            except Exception as error:  # noqa: BLE001 - one block must not end the worker
-                send(Failure(block, f"{type(error).__name__}: {error}"))
+    def prepare(block: int) -> Prepared:
+        nonlocal maker
+        maker = maker or BlockMaker(spec)  # at each block again: what is in the way may pass
+        return maker.prepare(block)
 
-    threading.Thread(target=work, daemon=True).start()
+    def tell(block: int, prepared: Future[Prepared]) -> None:
+        error = prepared.exception()  # whatever it is, it must not end the worker
+        failed = f"{type(error).__name__}: {error}"
+        send(prepared.result() if error is None else Failure(block, failed))
+
+    pool = ThreadPoolExecutor(1)
     while True:
-        wanted.put(connection.recv())
+        block = connection.recv()
+        pool.submit(prepare, block).add_done_callback(partial(tell, block))
 
 
 def main() -> None:

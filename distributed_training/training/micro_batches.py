@@ -75,9 +75,7 @@ class MicroBatches:
             return
         except torch.OutOfMemoryError as error:
             self._out_of_memory(error, plan)
-        except Exception as error:  # a compiler's errors have no base in common
-            if not self.compiled or not _is_compiler_error(error):
-                raise
+        except _compiler_errors(self.compiled) as error:
             self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
             self.sharded.uncompile()
             self.compiled = self._tell_compiled = False
@@ -187,8 +185,10 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-def _is_compiler_error(error: BaseException) -> bool:
-    """Whether torch.compile failed, and not the model it compiled."""
+def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
+    """What torch.compile raises when it fails, and not the model it compiled."""
+    if not compiled:
+        return ()
     from torch._dynamo.exc import TorchDynamoException
 
-    return isinstance(error, TorchDynamoException)
+    return (TorchDynamoException,)

@@ -16,9 +16,13 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -76,34 +80,30 @@ class SnapshotHandle:
         self.codes: dict[str, list[Code | None]] = {}
         # Rank 0: by direction, the content of gradients.pt.
         self.contents: dict[str, dict[str, Any]] = {}
-        self.error: BaseException | None = None
-        self._thread: threading.Thread | None = None
+        self._written: Future[None] | None = None
         self._cancelled = threading.Event()
 
     def start(self, write: Callable[[SnapshotHandle], None]) -> None:
-        def run() -> None:
-            try:
-                write(self)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                self.error = error
-
-        self._thread = threading.Thread(target=run, name="snapshot", daemon=True)
-        self._thread.start()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._written = pool.submit(write, self)
+        pool.shutdown(wait=False)
 
     def done(self) -> bool:
         """True when this rank's files are all there, or writing failed (see ``error``)."""
-        return self._thread is not None and not self._thread.is_alive()
+        return self._written is not None and self._written.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why writing failed; None if it did not, or is not done."""
+        return self._written.exception() if self._written and self._written.done() else None
 
     def join(self) -> None:
         """Until it is done."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._written is not None:
+            wait([self._written])
 
     def cancel(self) -> None:
-        """Give it up, unless it is done. Returns when the thread has ended.
-
-        A process must not end with the thread still in it: the interpreter would abort.
-        """
+        """Give it up, unless it is done. Returns when it has ended."""
         self._cancelled.set()
         self.join()
 
@@ -121,12 +121,11 @@ class SnapshotHandle:
 
         Raises what the writing raised, TimeoutError when it goes on longer than ``timeout``.
         """
-        assert self._thread is not None
-        self._thread.join(None if timeout is None else timeout.total_seconds())
-        if self._thread.is_alive():
+        assert self._written is not None
+        wait([self._written], None if timeout is None else timeout.total_seconds())
+        if not self._written.done():
             raise TimeoutError(f"snapshot {self.folder} is still being written")
-        if self.error is not None:
-            raise self.error
+        self._written.result()
 
 
 def prepare_folder(folder: Path) -> None:
@@ -151,18 +150,14 @@ def write_snapshot(
     parts = folder / _PARTS
     ready = parts / f"rank-{state.rank}.ready.json"
     files: list[Path] = []
-    try:
+    with ExitStack() as stack:
+        stack.push(partial(_tell_failure, ready, _gradient_part(parts, state.rank)))
         layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
         codes = {each.name: each.encode(handle.check) for each in state.directions}
         if state.own:
             handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
-    except BaseException as error:
-        _gradient_part(parts, state.rank).unlink(missing_ok=True)  # a full disk needs the room
-        with contextlib.suppress(OSError):  # rank 0 waits for it, then
-            write_json(ready, {"error": f"{type(error).__name__}: {error}"})
-        raise
     write_json(ready, {"error": None})
     if state.rank == 0:
         _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
@@ -193,6 +188,20 @@ def write_snapshot(
     sync_folder(folder)
     done = {"rank": state.rank, "world_size": state.world_size, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
+
+
+def _tell_failure(
+    ready: Path,
+    part: Path,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+) -> None:
+    """At the end of a rank's part: tell rank 0, which waits for it, if it failed."""
+    if error is not None:
+        part.unlink(missing_ok=True)  # a full disk needs the room
+        with contextlib.suppress(OSError):
+            write_json(ready, {"error": f"{type(error).__name__}: {error}"})
 
 
 def write_snapshots(

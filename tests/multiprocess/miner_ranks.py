@@ -520,7 +520,7 @@ def full_disk(folder: Path) -> None:
         """Written before anybody asks, whatever the disk's pace."""
         handle = take(*arguments, **fields)
         done = handle.done
-        handle.done = lambda: handle._thread.join(30) or done()
+        handle.done = lambda: handle.join() or done()
         return handle
 
     if RANK == 0:
