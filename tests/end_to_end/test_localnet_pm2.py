@@ -1,15 +1,14 @@
-"""A real miner of a local subnet under a real pm2: it trains, stops cleanly, goes on afterwards.
+"""A real miner of a local subnet under a real pm2, and what happens to it in a life.
 
-The long test does to it what happens in a life: a restart in mid-upload, a stop in mid-round, a
-killed launcher, a reboot. After each it takes the next round with everybody. At last it is
-deregistered, and pm2 leaves it down.
+A restart in mid-upload, a stop in mid-round, a killed launcher, a reboot. After each it takes the
+next round with everybody. At last it is deregistered, and pm2 leaves it down. That it trains,
+resumes and stops under pm2 is in test_update_pm2.py.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
@@ -50,49 +49,6 @@ class LocalMiner(Pm2):
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
         return [e for e in read_events(self.miner.plan.events) if e["kind"] in kinds]
-
-
-@pytest.fixture()
-def subnet(tmp_path: Path) -> Iterator[LocalSubnet]:
-    subnet = LocalSubnet(options=SubnetOptions(folder=tmp_path / "subnet", ranks=(1,)))
-    with subnet:
-        yield subnet
-
-
-def test_pm2_trains_and_stops_a_miner_of_the_local_subnet(
-    subnet: LocalSubnet, tmp_path: Path
-) -> None:
-    (miner,) = subnet.miners
-
-    def steps() -> list[dict[str, Any]]:
-        return list(read_events(miner.plan.events, "step"))
-
-    # Started by the subnet first, so that pm2's start is a restart that must lose nothing.
-    subnet.wait_until(lambda: len(steps()) >= 12, WAIT, "the first steps")
-    assert stop_miner(subnet, 0) == 0
-    before = steps()[-1]
-
-    pm2 = LocalMiner(subnet, tmp_path / "pm2")
-    try:
-        pm2("start", str(ROOT / "app.config.js"))
-        count = len(steps())
-        subnet.wait_until(lambda: len(steps()) >= count + 5, WAIT, "steps under pm2")
-        starts = list(read_events(miner.plan.events, "start"))
-        assert starts[-1]["resumed"]
-        resumed = steps()[count]
-        assert (resumed["outer_step"], resumed["inner_step"]) == (
-            before["outer_step"],
-            before["inner_step"] + 1,
-        )
-        pm2("stop", NAME)
-        assert pm2.state == ("stopped", 0)
-        stops = list(read_events(miner.plan.events, "stop"))
-        assert len(stops) == 2 and stops[-1]["exit_status"] == 0
-        left = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
-        folder = str(miner.plan.folder)
-        assert not [line for line in left if folder in line and "pm2" not in line]
-    finally:
-        pm2("kill")
 
 
 @pytest.mark.long

@@ -83,6 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         ranks=(1,),  # two uploads beside each other: test_scoring_script.py
         blocks_per_allreduce=900,
         miner_flags=("--neuron.score_preview", "own", "--neuron.upload_steps", "10"),
+        validator_flags=("--validator.score_blocks", "5"),
     )
     with LocalSubnet(options=options) as subnet:
         uids = [miner.plan.uid for miner in subnet.miners]

@@ -1,4 +1,4 @@
-"""scripts/update.sh with real pm2, real git tags and a miner of a local subnet that trains.
+"""A miner of a local subnet that trains, under real pm2; scripts/update.sh with real git tags.
 
 Nothing is downloaded: the environment of a new version is this one's, by a link.
 """
@@ -60,7 +60,7 @@ def make_repository(folder: Path) -> None:
     broken = {
         "v2": ("distributed_training/__init__.py", "\n# another version\n"),
         "v3-doctor": ("scripts/diagnose.py", "\nraise RuntimeError('the doctor is ill')\n"),
-        "v4-start": ("distributed_training/miner/start.py", "\nraise RuntimeError('no luck')\n"),
+        "v4-start": ("neurons/miner.py", "\nraise RuntimeError('no luck')\n"),
     }
     for tag, (path, more) in broken.items():
         git(folder, "checkout", "--quiet", "v1")
@@ -84,6 +84,7 @@ class Machine:
         make_repository(self.home)
         (self.home / ".venv").symlink_to(sys.prefix)
         (self.home / "marker.env").touch()
+        self.before: dict[str, Any] = {}  # the last step before pm2 started it
         environ = {
             **subnet.services.environment(self.miner.plan),
             "PYTHONPATH": "",
@@ -148,12 +149,25 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         machine = Machine(folder, subnet)
         wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
         assert stop_miner(subnet, 0) == 0
+        machine.before = machine.steps[-1]
         try:
             machine.pm2("start", str(machine.home / "app.config.js"))
             machine.await_steps()
             yield machine
         finally:
             machine.pm2("kill")
+
+
+def test_under_pm2_it_goes_on_at_the_very_next_step(machine: Machine) -> None:
+    """The subnet started it first, so that pm2's start is a restart that must lose nothing."""
+    steps = machine.steps
+    first = steps[steps.index(machine.before) + 1]
+    assert (first["outer_step"], first["inner_step"]) == (
+        machine.before["outer_step"],
+        machine.before["inner_step"] + 1,
+    )
+    assert list(read_events(machine.miner.plan.events, "start"))[-1]["resumed"]
+    assert machine.pm2.state == ("online", 0)
 
 
 @pytest.mark.parametrize(
@@ -263,8 +277,16 @@ def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> 
     done = machine.update("v1", "--first-step", "3m")  # and back
     assert done.returncode == 0, done.stdout + done.stderr
     machine.await_steps()
+
+
+def test_pm2_stops_it_and_nothing_is_left(machine: Machine) -> None:
+    _, restarts = machine.pm2.state
     machine.pm2("stop", NAME)
-    assert machine.pm2.app()["pm2_env"]["status"] == "stopped"
+    assert machine.pm2.state == ("stopped", restarts)
+    assert list(read_events(machine.miner.plan.events, "stop"))[-1]["exit_status"] == 0
+    left = [" ".join(p.cmdline()) for p in machine.subnet.mark.processes()]
+    folder = str(machine.miner.plan.folder)
+    assert not [line for line in left if folder in line and "pm2" not in line]
 
 
 def test_without_a_miner_under_pm2_there_is_nothing_to_update(machine: Machine) -> None:
