@@ -23,8 +23,8 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2
 class StdlibSource:
     """A :class:`~.source.PageSource` over ``*.py`` of the standard library."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self._folder = folder or Path(sysconfig.get_paths()["stdlib"])
+    def __init__(self) -> None:
+        self._folder = Path(sysconfig.get_paths()["stdlib"])
 
     def num_rows(self) -> Mapping[str, int]:
         return {config: len(rows) for config, rows in self._tables.items()}
@@ -64,7 +64,7 @@ class StdlibSource:
             except (OSError, UnicodeDecodeError):
                 continue
         if not found:
-            raise PageUnavailable(f"{self._folder} holds no Python sources: pass another folder")
+            raise PageUnavailable(f"{self._folder} holds no Python sources")
 
 
 def _digest(path: str) -> int:

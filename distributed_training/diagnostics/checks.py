@@ -69,30 +69,26 @@ def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:
     return [*gpus, check_disk(folder, needed_bytes=needed), *ports]
 
 
-def check_port(flag: str, port: int, *, udp: bool = False) -> Check:
+def check_port(flag: str, port: int) -> Check:
     """Whether ``port`` can be listened on, at all addresses of this machine."""
     name = f"port {flag}"
     if port == 0:
         return Check(name, "ok", "a free one is taken")
-    kinds = [socket.SOCK_STREAM] + ([socket.SOCK_DGRAM] if udp else [])
-    for kind in kinds:
-        with socket.socket(socket.AF_INET, kind) as probe:
-            if kind == socket.SOCK_STREAM:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # skip TIME_WAIT
-            try:
-                probe.bind(("0.0.0.0", port))
-                if kind == socket.SOCK_STREAM:
-                    probe.listen(1)
-            except OSError as error:
-                in_use = error.errno == errno.EADDRINUSE
-                why = "in use" if in_use else (error.strerror or "not usable")
-                return Check(
-                    name,
-                    "fail",
-                    f"port {port} (--{flag}) is {why}, so peers could not reach this miner",
-                    f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
-                    "another port",
-                )
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # skip TIME_WAIT
+        try:
+            probe.bind(("0.0.0.0", port))
+            probe.listen(1)
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            why = "in use" if in_use else (error.strerror or "not usable")
+            return Check(
+                name,
+                "fail",
+                f"port {port} (--{flag}) is {why}, so peers could not reach this miner",
+                f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
+                "another port",
+            )
     return Check(name, "ok", f"{port} is free")
 
 

@@ -137,10 +137,10 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
     return PtContent(content, machine.storages, found, frozenset(machine.calls))
 
 
-def refuse_calls(found: PtContent, allowed: Collection[str] = PLAIN_CALLS) -> None:
+def refuse_calls(found: PtContent) -> None:
     """Raises PtFileError if loading the file would call anything else: what ``weights_only`` allows
     includes constructors that take any amount of memory."""
-    for name in found.calls - frozenset(allowed):
+    for name in found.calls - PLAIN_CALLS:
         raise PtFileError(f"it holds more than plain values and tensors: {name[:80]!r}")
 
 

@@ -33,9 +33,9 @@ _TABLES = (
 class Neuron:
     """One run folder. ``name`` is the folder's."""
 
-    def __init__(self, folder: Path, name: str = "") -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.name = name or folder.name
+        self.name = folder.name
         self.steps: deque[tuple[float | None, ...]] = deque(maxlen=_STEPS)
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_ROWS) for k in _TABLES}
         self.marks: deque[dict[str, Any]] = deque(maxlen=_POINTS)  # outer steps
