@@ -189,7 +189,7 @@ class _Steps:
 
 
 def problems_with_weights(subnet: TwoNodes) -> list[str]:
-    """After a round that everybody took."""
+    """After a round that everybody took. Raises AssertionError, OSError if it came in between."""
     assert subnet.other is not None
     found: list[str] = []
     here, there = (f / "checkpoints" for f in (subnet.miners[0].plan.folder, subnet.other.folder))
@@ -214,13 +214,17 @@ def problems_with_weights(subnet: TwoNodes) -> list[str]:
     return found if names else [*found, "the nodes have no checkpoint in common"]
 
 
-def settled(check: Callable[[], list[str]]) -> list[str]:
-    """Checkpoints come and go while they are read: of several tries the last."""
-    for _ in range(5):
-        with contextlib.suppress(OSError, AssertionError, json.JSONDecodeError):
-            return check()
-        time.sleep(1.0)
-    return check()
+def settled(subnet: TwoNodes) -> list[str]:
+    """Checkpoints come and go while they are read, and the next round may come: tried again."""
+    deadline = time.monotonic() + kills.ROUND.total_seconds()
+    while True:
+        subnet.poll()
+        try:
+            return problems_with_weights(subnet)
+        except (OSError, AssertionError, json.JSONDecodeError):
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.5)
 
 
 def run(
@@ -255,7 +259,7 @@ def run(
             kills.clean_round(subnet)
             for way, phase in cells:
                 deaths.append(death := die(subnet, way, phase))
-                wrong = settled(lambda: problems_with_weights(subnet))
+                wrong = settled(subnet)
                 problems += [f"{way} in {phase}: {line}" for line in wrong]
                 say(f"{way} in {phase}: {_text(death)} {wrong or ''}")
             assert subnet.services is not None

@@ -132,6 +132,7 @@ class Host:
         self._plan: Plan | None = None
         self._trouble: str | None = None  # why the ranks of the plan must end
         self._lost = False  # a node of the plan is gone
+        self._apart: list[tuple[int, int]] = []  # of the last try
         self._leaving = False
         self._changed = threading.Condition()
         self._address, self._port = address_of(settings.rdzv_endpoint)
@@ -176,7 +177,9 @@ class Host:
         with self._changed:
             if stop.is_set() or any(self._guests.get(n) is not g for n, g in guests.items()):
                 return None
-            for node, problem in whom_to_refuse(apart).items():
+            # Twice in a row: an outage of seconds is no firewall, and status 2 is for good.
+            before, self._apart = self._apart, apart
+            for node, problem in whom_to_refuse([p for p in apart if p in before]).items():
                 log.warning("Node %d is refused: %s", node, problem)
                 self._guests[node].ready = False
                 self._guests[node].line.send(refused=problem)
