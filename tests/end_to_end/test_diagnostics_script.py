@@ -11,16 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.r2_keys import KEYS
+
 pytestmark = pytest.mark.timeout(200)
 
 ROOT = Path(__file__).parents[2]
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
-}
 LOCAL = ["--preset", "local", "--dht.port", "0", "--nproc_per_node", "1"]
 
 

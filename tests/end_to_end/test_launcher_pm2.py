@@ -18,16 +18,10 @@ from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.process import mark_of
 from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
+from tests.r2_keys import KEYS
 from tests.waiting import wait_for
 
 FAKE = ROOT / "tests" / "multiprocess" / "launcher_fake_rank.py"
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
-}
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 

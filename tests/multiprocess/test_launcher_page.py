@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.multiprocess.test_launcher_tree import KEYS, Launched
+from tests.multiprocess.test_launcher_tree import Launched
+from tests.r2_keys import KEYS
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]

@@ -20,6 +20,7 @@ from distributed_training.miner import rank_group
 from distributed_training.miner.process import listening_ranks, mark_of
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.node.signals import StopSignals
+from tests.r2_keys import KEYS
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
@@ -39,13 +40,6 @@ LAUNCH = (
     f"sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
 )
 COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
-}
 
 
 class Launched:

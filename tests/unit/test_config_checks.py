@@ -4,16 +4,9 @@ import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
 from distributed_training.protocol.names import MASTER_HOTKEY
+from tests.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(20)
-
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
-}
 
 
 def config(*argv: str, **environ: str) -> Config:

@@ -24,17 +24,11 @@ from distributed_training.config import Config, ConfigError, describe, load_conf
 from distributed_training.config.schema import Setting, schema
 from distributed_training.node.start import make_run_folder
 from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
+from tests.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
-}
 SETTINGS = list(schema("validator"))
 FLAGS = [setting for setting in SETTINGS if not setting.secret]
 

@@ -18,17 +18,12 @@ from distributed_training.config.presets import CARDS
 from distributed_training.config.schema import schema
 from distributed_training.protocol.names import BOOTSTRAP_PEERS
 from distributed_training.training.sizes import named_config
+from tests import r2_keys
 
 pytestmark = pytest.mark.timeout(30)
 
 ROOT = Path(__file__).parents[2]
-KEYS = {
-    "R2_ACCOUNT_ID": "a" * 32,
-    "R2_READ_ACCESS_KEY_ID": "b" * 32,
-    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
-    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
-    "R2_WRITE_SECRET_ACCESS_KEY": "wr1te" + "e" * 59,
-}
+KEYS = r2_keys.KEYS | {"R2_WRITE_SECRET_ACCESS_KEY": "wr1te" + "e" * 59}  # seen where it leaks
 
 
 def load(*argv: str, environ: dict[str, str] | None = None, dotenv: Path | None = None) -> Config:

@@ -1,0 +1,11 @@
+"""Keys of R2 that are well-formed and open nothing, as an operator's environment holds them."""
+
+from __future__ import annotations
+
+KEYS = {
+    "R2_ACCOUNT_ID": "a" * 32,
+    "R2_READ_ACCESS_KEY_ID": "b" * 32,
+    "R2_READ_SECRET_ACCESS_KEY": "c" * 64,
+    "R2_WRITE_ACCESS_KEY_ID": "d" * 32,
+    "R2_WRITE_SECRET_ACCESS_KEY": "e" * 64,
+}
