@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import time
@@ -19,28 +18,12 @@ from bittensor import http_auth
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.wallet import Wallet, create_wallet
+from tests.chain_program import chain_program
 from tests.chain_server_thread import LocalChainServer
 from tests.chain_world import PEER, VALIDATOR
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
-
-
-@contextmanager
-def program() -> Iterator[tuple[str, subprocess.Popen]]:
-    command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found is not None, line
-        yield found[0], process
-    finally:
-        process.kill()
-        process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
 
 
 @contextmanager
@@ -54,7 +37,7 @@ def chain_of(url: str, wallet: Wallet) -> Iterator[LocalChain]:
 
 
 def test_a_stop_is_clean_and_the_start_needs_no_torch() -> None:
-    with program() as (_, process):
+    with chain_program() as (_, process):
         process.terminate()
         assert process.wait(10) == 0
     code = "import sys, distributed_training.localnet.chain_server; print('torch' in sys.modules)"

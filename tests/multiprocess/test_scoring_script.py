@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from distributed_training.validator.global_state import GlobalPublisher, GlobalS
 from distributed_training.validator.initial import initial_weights, small_llama
 from distributed_training.validator.scorer import Scorer
 from distributed_training.validator.standings import Standings
+from tests.chain_program import chain_program
 from tests.forked import Program
 from tests.gradient_file import build_payload
 from tests.waiting import wait_for
@@ -103,30 +103,16 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other
     folder = tmp_path_factory.mktemp("subnet")
-    server = ObjectStoreServer(folder=folder / "store")
-    server.start()
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    module = "distributed_training.localnet.chain_server"
-    arguments = ["--port", str(port), "--seconds-per-block", "3600"]
-    process = subprocess.Popen([sys.executable, "-m", module, *arguments])
     try:
-        wait_for(lambda: _answers(f"{url}/state"), "the chain server answers", 60)
-        (folder / "localnet.json").write_text(json.dumps({"chain": url, "store": server.endpoint}))
-        yield _publish_all(folder, url, server)
+        with (
+            ObjectStoreServer(folder=folder / "store") as server,
+            chain_program("--seconds-per-block", "3600") as (url, _),
+        ):
+            addresses = {"chain": url, "store": server.endpoint}
+            (folder / "localnet.json").write_text(json.dumps(addresses))
+            yield _publish_all(folder, url, server)
     finally:
-        process.terminate()
-        process.wait(10)
-        server.stop()
         torch.set_num_threads(threads)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
-    except OSError:
-        return False
 
 
 def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:

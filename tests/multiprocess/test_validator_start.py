@@ -6,11 +6,9 @@ import dataclasses
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +28,7 @@ from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
+from tests.chain_program import chain_program
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -54,23 +53,8 @@ def store(tmp_path: Path) -> Iterator[ObjectStoreServer]:
 
 @pytest.fixture
 def chain_url() -> Iterator[str]:
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "distributed_training.localnet.chain_server"]
-    arguments = ["--port", str(port), "--seconds-per-block", "1"]
-    process = subprocess.Popen([*command, *arguments])
-    url = f"http://127.0.0.1:{port}"
-    wait_for(lambda: _answers(f"{url}/state"), "the chain", seconds=60)
-    yield url
-    process.terminate()
-    process.wait(10)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
-    except OSError:
-        return False
+    with chain_program("--seconds-per-block", "1") as (url, _):
+        yield url
 
 
 def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
