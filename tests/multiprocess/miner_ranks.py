@@ -46,27 +46,10 @@ from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.swarm.memory import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.multiprocess import jumping_clock
+from tests.multiprocess.small_miner import FLAGS
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARDS = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))  # ranks with one copy of the model
-FLAGS = {
-    # as training_world.SETTINGS
-    "neuron.device": "cpu",
-    "neuron.sequence_length": "32",
-    "neuron.precision": "fp32",
-    "neuron.local_batch_size_train": "2",
-    "neuron.local_batch_size_train_effective": "16",
-    "neuron.learning_rate": "0.002",
-    "neuron.warmup_steps": "3",
-    "neuron.total_steps": "100",
-    "neuron.checkpoint_steps": "5",
-    # small blocks, one ahead: they come in order whatever the ranks' pace
-    "data.source": "stdlib",
-    "data.pages_per_block": "1",
-    "data.rows_per_page": "1",
-    "data.prefetch_blocks": "1",
-    "data.max_prefetch_blocks": "1",
-}
 
 
 class Alone:

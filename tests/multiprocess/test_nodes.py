@@ -18,6 +18,7 @@ import torch
 
 from distributed_training.miner.process import mark_of
 from distributed_training.telemetry import read_events
+from tests.multiprocess import small_miner
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.namespaces import Machine, machines
 from tests.waiting import wait_for
@@ -26,22 +27,8 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "multiprocess" / "node_launch.py"
-FLAGS = {  # as miner_ranks.FLAGS
-    "neuron.device": "cpu",
-    "neuron.sequence_length": "32",
-    "neuron.precision": "fp32",
-    "neuron.local_batch_size_train": "2",
-    "neuron.local_batch_size_train_effective": "16",
-    "neuron.learning_rate": "0.002",
-    "neuron.warmup_steps": "3",
-    "neuron.total_steps": "100",
-    "neuron.checkpoint_steps": "5",
+FLAGS = small_miner.FLAGS | {
     "neuron.global_tokenizer_name": "bytes",
-    "data.source": "stdlib",
-    "data.pages_per_block": "1",
-    "data.rows_per_page": "1",
-    "data.prefetch_blocks": "1",
-    "data.max_prefetch_blocks": "1",
     "diagnostics.start_check": "false",
     "node_timeout": "6",
 }
