@@ -6,17 +6,15 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import tiny, train, trainer
+from training_world import process_group, tiny, train, trainer
 
 from distributed_training.common import memory
 from distributed_training.common.memory import (
@@ -38,18 +36,12 @@ from distributed_training.training.outer import OuterOptimizerState, save_outer_
 from distributed_training.training.plan import MARGIN, plan_memory
 from distributed_training.training.sizes import named_config
 
+__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(60)
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOUR = ModelShape.from_config(named_config("4b"))
 ONE = ModelShape.from_config(named_config("1b"))
-
-
-@pytest.fixture(scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 8}], ids=str)

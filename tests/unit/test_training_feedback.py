@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import sequences, train, trainer
+from training_world import process_group, sequences, train, trainer
 
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.trainer import Trainer
 
+__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:

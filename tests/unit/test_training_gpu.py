@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import sequences, tiny, train, trainer
+from training_world import process_group, sequences, tiny, train, trainer
 
 from distributed_training.training import attention
 from distributed_training.training.host_copies import HostCopies
@@ -33,16 +31,10 @@ from distributed_training.training.plan import plan_batch
 from distributed_training.training.step_meter import StepMeter
 from distributed_training.training.throughput import DeviceGauge
 
+__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(90)
 
 GPU = torch.device("cuda")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Reads(TorchDispatchMode):

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch_2_5
-from training_world import train, trainer
+from training_world import process_group, train, trainer
 
 from distributed_training.protocol.types import Progress
 
+__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:

@@ -7,19 +7,26 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from device_stand_in import OnDevice
-from training_world import SEQUENCE, evaluate, sequences, tiny, train, trainer, whole_weights
+from training_world import (
+    SEQUENCE,
+    evaluate,
+    process_group,
+    sequences,
+    tiny,
+    train,
+    trainer,
+    whole_weights,
+)
 
 from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
@@ -30,14 +37,8 @@ from distributed_training.training.outer import OuterOptimizerState, save_outer_
 from distributed_training.training.trainer import Trainer
 from tests.hostile_files import damage, other_values
 
+__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(90)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def losses(made: Trainer, first: int = 0, last: int = 4) -> list[float]:
