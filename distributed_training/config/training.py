@@ -57,8 +57,7 @@ class TrainingSettings:
     """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
     what earlier uploads left out, as the public miner does; 'off' publishes the largest entries
     and forgets the rest; 'best' tries both at each upload and publishes the one that lowers the
-    loss more, and so does 'round', the name of a way that was none better. Never part of the
-    all-reduce"""
+    loss more; 'round' is an older name and does the same as 'best'. Never part of the all-reduce"""
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
     """'search': multiply the published values by the factor that lowers the loss on held-back
     sequences most, as validators apply them; 'plain': publish them as they are, as the public

@@ -15,9 +15,11 @@ trap save USR1
 step=-1
 while :; do
     step=$((step + 1))
-    # Each task is one node's launcher, and reads SLURM_NNODES and SLURM_NODEID by itself.
+    # Each task is one node's launcher, and reads SLURM_NNODES and SLURM_NODEID by itself. %n in a
+    # flag is the number of its node.
     srun --kill-on-bad-exit=0 --wait=0 bash -c 'exec "${@//%n/$SLURM_NODEID}"' miner \
         ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
+    # USR1 ends a wait before srun has ended: wait again until it has.
     until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
     [ -n "$again" ] || [ "$status" != 1 ] && break
     echo "The miner failed; it is started again in ${DT_PAUSE:-10} s"
