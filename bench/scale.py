@@ -45,6 +45,17 @@ def measured(sizes: Sequence[int], rounds: int, terms: Terms) -> dict[str, Any]:
     }
 
 
+def medians(rounds: Sequence[Seen]) -> list[Seen]:
+    """Of each number of peers, figure by figure."""
+    by_size: dict[int, list[dict[str, Any]]] = {}
+    for one in rounds:
+        by_size.setdefault(one.peers, []).append(asdict(one))
+    return [
+        Seen(**{name: statistics.median(one[name] for one in same) for name in same[0]})
+        for _, same in sorted(by_size.items())
+    ]
+
+
 def held_against(calibration: Calibration, real: Sequence[Seen]) -> float:
     """Prints simulated beside real rounds. The largest difference at the sizes held out."""
     worst = 0.0
@@ -72,11 +83,7 @@ def main() -> None:
         kept = measured(sizes, options.rounds, Terms())
         MEASURED.write_text(json.dumps(kept, indent=1) + "\n")
     kept = json.loads(MEASURED.read_text())
-    real = [
-        Seen(**{name: statistics.median(r[name] for r in kept["rounds"] if r["peers"] == n)
-                for name in kept["rounds"][0]})
-        for n in sorted({r["peers"] for r in kept["rounds"]})
-    ]  # fmt: skip
+    real = medians([Seen(**one) for one in kept["rounds"]])
     calibration = calibrate(real, kept)
     worst = held_against(calibration, real)
     print(f"\nlargest difference where it was not calibrated: {worst:.0%} (goal 15 %)\n")

@@ -30,7 +30,7 @@ _SPREAD = 0.02  # seconds within which the real peers' rounds are called
 @dataclass(frozen=True)
 class Calibration:
     terms: Terms
-    costs: Costs  # without the two lines
+    costs: Costs  # but for what grows with the peers: the two lines, the calls of a lookup
     settle: tuple[float, float]  # at no peers, and for each peer
     apart: tuple[float, float]
 
@@ -46,7 +46,7 @@ class Calibration:
 
 @cache
 def _calls(peers: int) -> float:
-    return scale_costs.lookup(peers).calls
+    return scale_costs.lookup_calls(peers)
 
 
 def calibrate(real: Sequence[Seen], kept: Mapping[str, Any]) -> Calibration:
@@ -64,12 +64,6 @@ def calibrate(real: Sequence[Seen], kept: Mapping[str, Any]) -> Calibration:
     costs = Costs(
         framing=float(framing),
         message_bytes=float(message_bytes),
-        pace=1.0,
-        apart=0.0,
-        settle=0.0,
-        call=0.0,
-        tries=0.0,
-        lookup_calls=0.0,
         entry_bytes=kept["entries"]["bytes"],
         entry_seconds=kept["entries"]["seconds"],
         shares_factor=kept["shares"]["factor"],

@@ -29,14 +29,6 @@ _BITS = 160
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """Of one key, as a mean over peers that look."""
-
-    calls: float  # peers asked
-    turns: float  # one after the other, when WORKERS are asked at a time
-
-
-@dataclass(frozen=True)
 class Power:
     """``factor * n ** exponent``: seconds."""
 
@@ -72,8 +64,9 @@ class _Tables:
         return self.ids[bisect.bisect_left(self.ids, low) : bisect.bisect_left(self.ids, high)]
 
 
-def lookup(peers: int, *, searches: int = 30, seed: int = 0) -> Lookup:
-    """hivemind's search in a DHT of ``peers``, whose routing tables are made up."""
+def lookup_calls(peers: int, *, searches: int = 30, seed: int = 0) -> float:
+    """How many peers a search of hivemind's for one key asks in a DHT of ``peers``, on average.
+    The routing tables are made up."""
     dice = random.Random(seed)
     tables = _Tables(peers, dice)
     asked = 0
@@ -103,8 +96,7 @@ def lookup(peers: int, *, searches: int = 30, seed: int = 0) -> Lookup:
 
     for _ in range(searches):
         asyncio.run(one(dice.choice(tables.ids), dice.getrandbits(_BITS)))
-    calls = asked / searches
-    return Lookup(calls, math.ceil(calls / WORKERS))
+    return asked / searches
 
 
 def shares(*sizes: int) -> Power:

@@ -142,7 +142,9 @@ def _lines(left: Sequence[Peer], peers: Sequence[Peer], dimension: int) -> Itera
     step = SIDE**dimension
     for peer in left:
         number = place[id(peer)]
-        lines.setdefault(number - number // step % SIDE * step, []).append(peer)
+        coordinate = number // step % SIDE
+        first = number - coordinate * step  # the place in its line where the coordinate is 0
+        lines.setdefault(first, []).append(peer)
     return [line for line in lines.values() if len(line) > 1]
 
 

@@ -2,8 +2,7 @@
 
 Started in the place of ``distributed_training.swarm.host``. The counts stand in a file of the
 folder ``BENCH_SCALE_COUNTS``, named by the process id: calls of find, store and ping as 8-byte
-integers.
-A call is one message to a peer and its answer.
+integers. A call is one message to a peer and its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from distributed_training.swarm import host
 
 KINDS = ("find", "store", "ping")
 _LAYOUT = struct.Struct("<3q")
-_FOLDER = "BENCH_SCALE_COUNTS"
+FOLDER = "BENCH_SCALE_COUNTS"
 
 
 def read(folder: Path, pid: int) -> dict[str, int]:
@@ -50,5 +49,5 @@ def count_calls(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    count_calls(Path(os.environ[_FOLDER]) / str(os.getpid()))
+    count_calls(Path(os.environ[FOLDER]) / str(os.getpid()))
     sys.exit(host.main())

@@ -16,11 +16,12 @@ from typing import Any
 
 import simpy
 
+from bench.scale_costs import REPLICAS, WORKERS
+
 Process = Generator[simpy.Event, Any, Any]
 
 _MEGABIT = 1e6 / 8  # bytes
 _SLICES = 8  # of a transfer: what a death in the middle of it costs is as fine as this
-_REPLICAS, _WORKERS = 5, 4  # hivemind's DHT: nodes that hold a value; calls of a search at a time
 _LOST = 3.0  # after which a call of the DHT is given up
 _BETWEEN_LOOKUPS = 0.1  # as in the product's averager
 _ANSWER = 1e-3  # seconds of a node's interpreter for one answer without a value
@@ -31,12 +32,12 @@ class Costs:
     """What things cost: ``bench.scale`` measures them, ``bench/scale_measured.json`` keeps them."""
 
     framing: float  # bytes on the wire for each byte of values
-    pace: float  # share of a line's rate that a transfer reaches
-    apart: float  # what the transfer takes besides moving bytes
-    settle: float  # how much longer matchmaking takes than it gathers
-    call: float  # seconds of a lookup in the DHT, beyond the network's latency
-    tries: float  # lookups of a peer before a leader takes it
-    lookup_calls: float  # peers that one lookup asks
+    pace: float = 1.0  # share of a line's rate that a transfer reaches
+    apart: float = 0.0  # what the transfer takes besides moving bytes
+    settle: float = 0.0  # how much longer matchmaking takes than it gathers
+    call: float = 0.0  # seconds of a lookup in the DHT, beyond the network's latency
+    tries: float = 0.0  # lookups of a peer before a leader takes it
+    lookup_calls: float = 0.0  # peers that one lookup asks
     entry_bytes: float = 54.0  # in the answer to a lookup, for each peer that seeks a group
     entry_seconds: float = 5e-7  # to write it, and as much to read it
     join: float = 2e-3  # of a group's leader, to take one follower
@@ -135,7 +136,7 @@ class Round:
         """Whether it was answered in time. Asks ``lookup_calls`` peers, some at a time."""
         calls = self.costs.lookup_calls
         self.peers[i].messages += calls
-        turns = math.ceil(calls / _WORKERS)
+        turns = math.ceil(calls / WORKERS)
         began = self.env.now
         with self._hot.request() as turn:
             answered = yield turn | self.env.timeout(_LOST)
@@ -152,7 +153,7 @@ class Round:
     def _declare(self, i: int, until: float) -> Process:
         stored = yield from self._lookup(i)
         # Once to say that it seeks, and once, with a lookup, that it does not any more.
-        stores = min(_REPLICAS, self.costs.lookup_calls)
+        stores = min(REPLICAS, self.costs.lookup_calls)
         self.peers[i].messages += 2 * stores + self.costs.lookup_calls
         if stored:
             bisect.insort(self._declared, (until, i))

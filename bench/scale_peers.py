@@ -50,7 +50,7 @@ def measure(
     opens connections and, with unequal lines, measures the bandwidth that load balancing uses."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-scale-")))
-        os.environ["BENCH_SCALE_COUNTS"] = str(folder)
+        os.environ[scale_host.FOLDER] = str(folder)
         links = stack.enter_context(Links(rates or [terms.rate] * peers))
         swarms = _open(stack, links, folder, peers, terms)
         return [_round(swarms, links, folder, terms) for _ in range(rounds + 1)][1:]

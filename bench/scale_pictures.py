@@ -63,11 +63,11 @@ def calibration(path: Path, made: Calibration, real: Sequence[Seen]) -> None:
         axes.plot(sizes, values, "-", color="#4c72b0", label="simulated")
         for one in real:
             used = one.peers in CALIBRATED_ON
+            name = "real, calibrated on" if used else "real, held out"
             axes.plot(
                 one.peers, scale * getattr(one, kind), "o",
                 color="#444444" if used else "#c44e52",
-                label=None if one.peers not in (sizes[0], sizes[-1])
-                else "real, calibrated on" if used else "real, held out",
+                label=name if one.peers in (sizes[0], sizes[-1]) else None,  # each name once
             )  # fmt: skip
         _axis(axes, sizes, names.get(kind, kind), unit)
         axes.set_ylim(bottom=0)

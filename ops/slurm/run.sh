@@ -21,7 +21,7 @@ while :; do
         ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
     # USR1 ends a wait before srun has ended: wait again until it has.
     until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
-    [ -n "$again" ] || [ "$status" != 1 ] && break
+    if [ -n "$again" ] || [ "$status" != 1 ]; then break; fi
     echo "The miner failed; it is started again in ${DT_PAUSE:-10} s"
     sleep "${DT_PAUSE:-10}"
 done

@@ -10,7 +10,7 @@ import pytest
 simpy = pytest.importorskip("simpy", reason="pip install -e .[bench]")
 
 from bench.scale_calibration import CALIBRATED_ON, calibrate, replay  # noqa: E402
-from bench.scale_costs import lookup  # noqa: E402
+from bench.scale_costs import lookup_calls  # noqa: E402
 from bench.scale_designs import DESIGNS, WORLDS, World, outcome, population  # noqa: E402
 from bench.scale_model import Costs, Peer, Round, Rules, balance  # noqa: E402
 from bench.scale_peers import Seen, Terms  # noqa: E402
@@ -122,9 +122,9 @@ def test_too_few_peers_find_no_group_and_late_ones_are_not_in_it() -> None:
 
 
 def test_a_lookup_asks_everybody_in_a_small_network_and_about_a_bucket_in_a_large_one() -> None:
-    assert lookup(2).calls == 1
-    assert lookup(16).calls == 15
-    assert 15 < lookup(1024, searches=10).calls < 40
+    assert lookup_calls(2) == 1
+    assert lookup_calls(16) == 15
+    assert 15 < lookup_calls(1024, searches=10) < 40
 
 
 def test_designs_take_all_of_a_sound_network_but_for_todays() -> None:
