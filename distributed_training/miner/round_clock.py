@@ -108,6 +108,10 @@ class RoundClock:
         """Between two rounds."""
         return self._period
 
+    def half(self) -> int:
+        """Blocks; validators refuse a block list that is further behind the chain."""
+        return self.blocks // 2
+
     def seconds(self, blocks: int | None = None) -> float:
         """That so many blocks take at the pace seen; default: those between two rounds."""
         return (self._period if blocks is None else blocks) * self._seconds_per_block

@@ -395,7 +395,7 @@ class RankZero:
             ranks=self._place.ranks,
             micro_batch_size=trainer.micro_batch_size,
             hold_back=0 if data.holds_back(held) else held,
-            recent=self._half_a_round,
+            recent=self.round_clock.half,
         )
         blocks.restore(
             kept.get("rank_zero", {}).get("blocks", {}),
@@ -405,10 +405,6 @@ class RankZero:
         if self._miner.first_block:
             blocks.begin_with(self._miner.first_block)
         return blocks
-
-    def _half_a_round(self) -> int:
-        """Blocks; validators refuse a list that is further behind the chain."""
-        return self.round_clock.blocks // 2
 
     def _reporter(self) -> Reporter:
         place, outside, opened = self._place, self._outside, self._place.stack.enter_context
@@ -444,7 +440,7 @@ class RankZero:
                     self.schedule,
                     newest=lambda: self.blocks.newest_trained,
                     chain_block=outside.chain.block,
-                    most_blocks=self._half_a_round,
+                    most_blocks=self.round_clock.half,
                 ),
                 **machine.single(),
             },

@@ -72,8 +72,7 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
 def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
     """The public validator's period is 750 blocks from the first round on, whatever is set."""
     clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
-    rank_zero: Any = SimpleNamespace(round_clock=clock)
-    assert start.RankZero._half_a_round(rank_zero) == 375
+    assert clock.half() == 375
 
 
 class Server:
