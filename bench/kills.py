@@ -173,10 +173,13 @@ def kill_for(
     kinds: Sequence[str],
     phases: Sequence[str] = ("any",),
     seed: int,
+    least: int = 0,
 ) -> list[Kill]:
-    """Kill at random for so long. Raises SubnetFailure if a neuron ends for good."""
-    chosen, kills, end = random.Random(seed), [], time.monotonic() + seconds
-    while time.monotonic() < end:
+    """Kill at random for so long, and until there were ``least`` kills. Raises SubnetFailure if a
+    neuron ends for good."""
+    kills: list[Kill] = []
+    chosen, end = random.Random(seed), time.monotonic() + seconds
+    while time.monotonic() < end or len(kills) < least:
         pause = timedelta(seconds=chosen.uniform(0.5, 1.5) * every)
         with contextlib.suppress(SubnetFailure):
             subnet.wait_until(lambda: False, pause)

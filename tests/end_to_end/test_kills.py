@@ -24,7 +24,7 @@ def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
     outcome = kills.run(
         tmp_path,
         killing=lambda subnet: kills.kill_for(
-            subnet, 30, every=8, kinds=("data worker", "p2pd", "rank"), seed=3
+            subnet, 0, least=3, every=8, kinds=("data worker", "p2pd", "rank"), seed=3
         ),
         ranks=(1,),
         blocks=25,

@@ -98,7 +98,7 @@ class Machine:
         assert self.subnet.services is not None
         plan = self.miner.plan
         wallet = self.subnet.services.wallet(self.subnet.validator.plan)
-        request = RoundRequest(wallet.ss58, timeout=timedelta(seconds=20))
+        request = RoundRequest(wallet.ss58, timeout=timedelta(seconds=8))
         hotkey = self.subnet.services.wallet(plan).ss58
         neuron = Neuron(uid=plan.uid, hotkey=hotkey, ip="127.0.0.1", port=plan.axon_port)
         replies = SignedClient(wallet=wallet).sweep_all_reduce([neuron], request)
@@ -144,7 +144,12 @@ class Machine:
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     folder = tmp_path_factory.mktemp("update")
-    options = SubnetOptions(folder=folder / "subnet", ranks=(1,), blocks_per_allreduce=100_000)
+    options = SubnetOptions(
+        folder=folder / "subnet",
+        ranks=(1,),
+        blocks_per_allreduce=100_000,
+        miner_flags=("--clamp.timeout", "5:1200"),  # a round that nobody else takes part in
+    )
     with LocalSubnet(options=options) as subnet:
         machine = Machine(folder, subnet)
         wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
