@@ -367,9 +367,8 @@ class RankZero:
         )
         self.global_epoch.start()
         if miner.kept and not self.behind:
-            self.global_epoch.compare_weights(
-                miner.trainer.outer_step
-            )  # of the last round, perhaps
+            # Of the last round, perhaps.
+            self.global_epoch.compare_weights(miner.trainer.outer_step)
         self._record(
             "start",
             uid=outside.uid,
