@@ -7,6 +7,7 @@ of one key come at most once a second (429).
 
 from __future__ import annotations
 
+import dataclasses
 import http.client
 import re
 import socket
@@ -19,6 +20,9 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.store.s3 import S3ObjectStore
 
 DROP = -1  # a fault: close the connection in the middle of the body
 CHUNK = 64 * 1024
@@ -87,6 +91,14 @@ class Shim:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def through(
+    shim: Shim, settings: StoreSettings, bucket: str
+) -> tuple[StoreSettings, S3ObjectStore]:
+    """Settings and a store that reach ``bucket`` by ``shim``."""
+    changed = dataclasses.replace(settings, endpoint_url=shim.endpoint)
+    return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True)
 
 
 def make_certificate(folder: Path) -> Path:

@@ -21,8 +21,10 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import encode
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.payload import GradientMetadata
-from distributed_training.protocol.types import Revision
+from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.interface import ObjectStore
+from distributed_training.store.journal import Journal, Submission
+from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
 from tests.gradient_file import build_payload
 
@@ -106,6 +108,19 @@ def write_snapshot(
         if rank not in late:
             finish_rank(folder, rank, world_size, files[rank])
     return {name: folder / name for names in files.values() for name in names}
+
+
+def publish(
+    store: S3ObjectStore,
+    folder: Path,
+    *,
+    settings: StoreSettings,
+    journal: Path,
+    revision: Revision = Revision(RUN, 4, 10),
+) -> PublicationReport:
+    """What ``folder`` holds as ``revision``, by the instance "me" from a journal at ``journal``."""
+    publication = Publication(store, Journal(journal), settings, "me")
+    return publication.run(Submission(folder, revision, 1, PEER_ID))
 
 
 def finish_rank(folder: Path, rank: int, world_size: int, names: list[str] | None = None) -> None:

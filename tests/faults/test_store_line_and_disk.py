@@ -24,8 +24,6 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import IntegrityError
-from distributed_training.store.journal import Journal, Submission
-from distributed_training.store.publication import Publication
 from distributed_training.store.remote_state import download
 from distributed_training.store.retry import deadline_in
 from distributed_training.store.s3 import S3ObjectStore
@@ -36,6 +34,7 @@ from tests.support_store import (
     assert_published,
     digest,
     new_bucket,
+    publish,
     server,
     settings_for,
     write_snapshot,
@@ -117,12 +116,6 @@ class TcpProxy:
                     return
 
 
-def publish(store: S3ObjectStore, folder: Path, settings: Any, journal: Path) -> Any:
-    return Publication(store, Journal(journal), settings, "me").run(
-        Submission(folder, REVISION, 1, PEER_ID)
-    )
-
-
 @pytest.mark.parametrize("what", ["reset", "stall"])
 def test_a_connection_that_dies_in_the_middle_of_a_part(
     server: ObjectStoreServer, tmp_path: Path, what: str
@@ -142,7 +135,7 @@ def test_a_connection_that_dies_in_the_middle_of_a_part(
     with TcpProxy(server.endpoint, decide) as proxy:
         settings = dataclasses.replace(base, endpoint_url=proxy.endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=direct.bucket, write=True)
-        report = publish(store, tmp_path / "s", settings, tmp_path / "j.json")
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
         assert (proxy.resets, proxy.stalls) == ((3, 0) if what == "reset" else (0, 3))
     assert report.ok, report.reason
     assert_published(direct, REVISION, files)
@@ -170,12 +163,12 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
         settings = dataclasses.replace(base, endpoint_url=shim.endpoint)
         store = S3ObjectStore.from_settings(settings, bucket=direct.bucket, write=True)
         began = time.monotonic()
-        report = publish(store, tmp_path / "s", settings, tmp_path / "j.json")
+        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
         assert gone.is_set() and not report.ok
         assert time.monotonic() - began < 15, "it did not retry until its deadline of 30 s"
         assert f"bucket {direct.bucket} does not exist" in report.reason
         direct.create_bucket()
-        again = publish(store, tmp_path / "s", settings, tmp_path / "j.json")
+        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
         assert again.ok, again.reason
     assert_published(direct, REVISION, files)
     assert direct.list_multiparts() == []

@@ -1,4 +1,4 @@
-"""Publication and reading back over the twin in memory: what is refused, and in which order."""
+"""Publication over the twin in memory: what is refused, and in which order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -21,12 +20,11 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import cleanup, remote_state, uploader_process
+from distributed_training.store import cleanup, uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
 from distributed_training.store.errors import StoppedError, StoreError, TransientError
 from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.publication import Publication
-from distributed_training.store.remote_state import RemoteState, StateUnavailable
 from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.snapshot_folder import FileRecord, check_files, prune_snapshots
 from distributed_training.store.uplink import Uplink
@@ -493,135 +491,3 @@ def test_endpoints(jurisdiction: str, host: str) -> None:
     assert endpoint_of(local, theirs) == "http://127.0.0.1:1"
     with pytest.raises(ValueError, match="32 hexadecimal"):
         endpoint_of(StoreSettings(account_id="evil.example/"))
-
-
-# --- reading --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def published(tmp_path: Path) -> MemoryObjectStore:
-    store = MemoryObjectStore()
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    assert run(store, tmp_path / "s").ok
-    return store
-
-
-def remote(store: MemoryObjectStore) -> RemoteState:
-    return RemoteState(store=store, deadline=timedelta(seconds=2), concurrency=2)
-
-
-def test_fetch_gives_the_same_files_and_is_not_repeated(
-    published: MemoryObjectStore, tmp_path: Path
-) -> None:
-    reader = remote(published)
-    root = reader.metadata()
-    assert root is not None
-    assert root.revision == REVISION
-    epoch = reader.epoch_metadata(3)
-    assert epoch is not None and epoch.revision == REVISION
-    assert reader.age(3) is not None
-    folder = reader.fetch(3, tmp_path / "g", MINER_FILES)
-    for name in MINER_FILES:
-        assert (folder / name).read_bytes() == (tmp_path / "s" / name).read_bytes()
-    stamp = (folder / keys.MODEL).stat().st_mtime_ns
-    assert reader.fetch(3, tmp_path / "g", MINER_FILES) == folder
-    assert (folder / keys.MODEL).stat().st_mtime_ns == stamp
-    assert [p.name for p in (tmp_path / "g").iterdir()] == ["epoch-3"]
-    with pytest.raises(StateUnavailable, match="no whole outer step 9"):
-        reader.fetch(9, tmp_path / "g")
-
-
-def header(field: str, value: str) -> Callable[[bytes], bytes]:
-    """A safetensors file whose header says something else of its first tensor."""
-
-    def change(data: bytes) -> bytes:
-        length = int.from_bytes(data[:8], "little")
-        text = re.sub(
-            rf'("{field}":)\[[^]]*\]', rf"\g<1>{value}", data[8 : 8 + length].decode(), count=1
-        )
-        return len(text).to_bytes(8, "little") + text.encode() + data[8 + length :]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("key", "change", "text"),
-    [
-        ("epoch-3/model.safetensors", lambda d: d[:-5], "not a whole safetensors file"),
-        ("epoch-3/model.safetensors", lambda d: b"\xff" * 8 + d[8:], "header's length"),
-        ("epoch-3/model.safetensors", lambda d: d[:-4] + b"\x00\x00\xc0\x7f", "NaN or Inf"),
-        ("epoch-3/model.safetensors", header("shape", "[1e999]"), "not a whole safetensors file"),
-        ("epoch-3/model.safetensors", header("shape", "[-8,-8]"), "impossible shape"),
-        ("epoch-3/model.safetensors", header("data_offsets", "[0.0,256.0]"), "impossible shape"),
-        ("epoch-3/gradients.pt", lambda d: d[: len(d) // 2], "not a whole .pt file"),
-        ("epoch-3/config.json", lambda d: b"[]", "not a JSON object"),
-        (
-            "epoch-3/config.json",
-            lambda d: d.replace(b'"inner_step": 50', b'"inner_step": 45'),
-            "mixture",
-        ),
-        ("epoch-3/metadata.json", lambda d: b"{", "not JSON"),
-    ],
-)
-def test_a_poisoned_object_is_refused_and_the_last_good_state_stays(
-    published: MemoryObjectStore, tmp_path: Path, key: str, change: object, text: str
-) -> None:
-    good = remote(published).fetch(3, tmp_path / "g", MINER_FILES)
-    held = {name: (good / name).read_bytes() for name in MINER_FILES}
-    data = published.get(key, limit=1 << 30)
-    assert data is not None
-    published.put(key, change(data))  # type: ignore[operator]
-    with pytest.raises(StateUnavailable, match=text):
-        remote(published).fetch(3, tmp_path / "other", MINER_FILES)
-    assert not (tmp_path / "other" / "epoch-3").exists()
-    assert {name: (good / name).read_bytes() for name in MINER_FILES} == held
-
-
-def test_a_pickle_that_would_run_code_does_not(
-    published: MemoryObjectStore, tmp_path: Path
-) -> None:
-    marker = tmp_path / "ran"
-
-    class Evil:
-        def __reduce__(self) -> tuple:
-            import os
-
-            return os.system, (f"touch {marker}",)
-
-    torch.save({"metadata": Evil()}, tmp_path / "evil.pt")
-    published.put("epoch-3/gradients.pt", (tmp_path / "evil.pt").read_bytes())
-    remote(published).fetch(3, tmp_path / "g", [keys.GRADIENTS])
-    assert not marker.exists()
-
-
-def test_sizes_are_bounded_before_reading(
-    published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(remote_state, "MOST_BYTES", 1000)
-    with pytest.raises(StateUnavailable, match="more than the 1000 allowed"):
-        remote(published).fetch(3, tmp_path / "g", MINER_FILES)
-
-
-def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
-    reads: list[str] = []
-
-    def before(operation: str, key: str) -> None:
-        if operation == "get_range":
-            reads.append(key)
-            if broken and len(reads) > 2:
-                raise TransientError("cut")
-
-    broken = True
-    store = MemoryObjectStore(before=before)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=9000)
-    data = (tmp_path / "s" / keys.MODEL).read_bytes()
-    store.put("epoch-3/model.safetensors", data)
-    store.put("epoch-3/metadata.json", Metadata.of(REVISION, PEER_ID).to_json())
-    with pytest.raises(StoreError, match="cut"):
-        remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
-    broken = False
-    reads.clear()
-    folder = remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
-    assert (folder / keys.MODEL).read_bytes() == data
-    ranges = -(-len(data) // (16 * 1024 * 1024))
-    assert len(reads) == ranges - 2

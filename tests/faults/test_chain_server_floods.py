@@ -1,0 +1,194 @@
+"""Floods at the signed server: who is shut out, who is served, what is kept of strangers."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from distributed_training.chain import admission as admission_module
+from distributed_training.chain import server as server_module
+from distributed_training.chain.admission import Admission, Buckets
+from distributed_training.chain.trust import TrustedAddresses, normalize
+from tests.chain_memory import MemoryChain
+from tests.chain_raw import connect, request, send, status, still_answers
+from tests.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(90)
+
+
+JUNK = b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
+
+
+def test_who_keeps_sending_junk_is_shut_out(caplog) -> None:
+    caplog.set_level(logging.WARNING)
+    with world(SETTINGS) as made:
+        answers = [send(made, JUNK, "127.0.0.9", 0.1) for _ in range(25)]
+        assert {status(a) for a in answers} == {401, 0}
+        assert answers[-1] == b""
+        assert made.refused("connection_blocked") >= 1
+        # Others are not, and the log is not a way to fill a disk.
+        still_answers(made)
+        assert len([m for m in caplog.messages if "127.0.0.9" in m]) == 1
+
+
+def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
+    made = World(SETTINGS)
+    now = [time.monotonic()]
+    made.server._admission._clock = lambda: now[0]
+    with made.server:
+        wait_for(
+            lambda: (send(made, JUNK, "127.0.0.9", 0.1), made.refused("connection_blocked"))[1]
+        )
+        known = made.server.counters()
+        for _ in range(5):
+            assert send(made, JUNK, "127.0.0.9", 0.1) == b""
+        # Nothing of what they sent was read.
+        after = made.server.counters()
+        assert after["refused.connection_blocked"] == known["refused.connection_blocked"] + 5
+        assert after["refused.unsigned"] == known["refused.unsigned"]
+        still_answers(made)
+        now[0] += 61
+        wait_for(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
+
+
+def test_a_flood_from_everywhere_leaves_validators_in() -> None:
+    with world(SETTINGS) as made:
+        assert is_alive_from(made, "127.0.0.77") == 200
+        strangers = [f"127.1.{i // 250}.{i % 250 + 1}" for i in range(400)]
+        shut_out = [s for s in strangers if send(made, JUNK, s, 0.02) == b""]
+        assert made.refused("connection_rate") >= 1 and len(shut_out) >= 10
+        assert is_alive_from(made, "127.0.0.77") == 200
+
+
+def flood(made: World) -> None:
+    """Strangers use up what they share."""
+    numbers = iter(range(10_000))
+    wait_for(
+        lambda: (
+            send(made, JUNK, f"127.1.1.{next(numbers) % 250 + 1}"),
+            made.refused("connection_rate"),
+        )[1]
+    )
+
+
+def is_alive_from(made: World, source: str) -> int:
+    headers = sign("btauth", VALIDATOR, "/IsAlive", b"{}")
+    return status(send(made, request("/IsAlive", headers, b"{}"), source, 0.3))
+
+
+def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(admission_module, "NEWCOMERS_BURST", 5)
+    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
+    with world(SETTINGS, tmp_path) as made:
+        assert is_alive_from(made, "127.0.0.77") == 200
+    with world(SETTINGS, tmp_path) as made:
+        flood(made)
+        assert is_alive_from(made, "127.0.0.77") == 200
+        assert is_alive_from(made, "127.0.0.78") == 0
+
+
+def test_a_validator_that_serves_an_endpoint_is_served_in_a_flood(monkeypatch) -> None:
+    monkeypatch.setattr(admission_module, "NEWCOMERS_BURST", 5)
+    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
+    monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.02)
+    with world(SETTINGS) as made:
+        flood(made)
+        assert is_alive_from(made, "127.0.0.79") == 0
+        MemoryChain(hotkey=POOR.ss58, ledger=made.ledger).serve("127.0.0.78", 8091)
+        MemoryChain(hotkey=SECOND.ss58, ledger=made.ledger).serve("127.0.0.79", 8091)
+        wait_for(lambda: is_alive_from(made, "127.0.0.79") == 200)
+        assert is_alive_from(made, "127.0.0.78") == 0
+
+
+def test_connections_are_capped_for_each_address_and_for_all() -> None:
+    limits = replace(SETTINGS, max_connections=10, max_connections_per_address=4)
+    with world(limits) as made:
+        held = []
+
+        def open_from(source: str) -> None:
+            # A refused one is reset while it connects or soon after, or never gets an answer. A
+            # silent one would not be seen at all for a while.
+            with suppress(ConnectionError, TimeoutError):
+                sock = connect(made, source, 0.3)
+                held.append(sock)
+                sock.sendall(b"P")
+
+        for _ in range(8):
+            open_from("127.0.0.5")
+        wait_for(lambda: made.refused("connections_of_address") == 4)
+        for i in range(7):
+            open_from(f"127.0.1.{i}")
+        wait_for(lambda: made.refused("connections") >= 1)
+        assert made.server.counters()["connections"] == 10
+        # A validator's address has room of its own.
+        made.server._trusted.add("127.0.0.1")
+        wait_for(lambda: status(is_alive(made)) == 200)
+        for sock in held:
+            sock.close()
+        wait_for(lambda: made.server.counters()["connections"] == 0)
+
+
+def is_alive(made: World) -> bytes:
+    headers = sign("btauth", PEER, "/IsAlive", b"{}")
+    return send(made, request("/IsAlive", headers, b"{}"), timeout=0.3)
+
+
+def test_addresses_are_counted_by_who_owns_them() -> None:
+    assert normalize("::ffff:1.2.3.4") == "1.2.3.4" == normalize("1.2.3.4")
+    assert (
+        normalize("2001:db8:1:2:3::4")
+        == normalize("2001:db8:1:2:ffff::")
+        != normalize("2001:db8:1:3::")
+    )
+
+
+def test_memory_for_strangers_is_bounded() -> None:
+    now = [0.0]
+    buckets = Buckets(rate=1.0, burst=2, capacity=100, clock=lambda: now[0])
+    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+    now[0] = 1.0
+    assert buckets.take("a") and not buckets.take("a")
+    admission = Admission(
+        trusted=TrustedAddresses(),
+        max_connections=10,
+        max_connections_per_address=2,
+        requests_per_address=1,
+        clock=lambda: now[0],
+    )
+    rng = random.Random(1)
+    for _ in range(20_000):
+        address = f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}"
+        admission.strike(address)
+        if admission.connect(address):
+            admission.disconnect(address)
+        now[0] += 0.01
+    assert len(admission._requests) <= 4096 and len(admission._strikes) <= 4096
+    assert len(admission._blocked) <= 4096
+    assert not admission._open and admission.connections == 0
+
+
+def test_many_starts_and_calls_leave_nothing_behind(tmp_path: Path) -> None:
+    def live(calls: int) -> None:
+        with world(SETTINGS, tmp_path) as made:
+            for _ in range(calls):
+                assert is_alive_from(made, "127.0.0.1") == 200
+                send(made, JUNK, "127.0.0.9", 0.1)
+
+    def left() -> tuple[int, int]:
+        return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
+
+    (tmp_path / ".callers.json.1.2.tmp").write_text("of a writer that was killed")
+    live(1)
+    before = left()
+    for calls in (1, 20, 1, 1, 1):
+        live(calls)
+    assert left() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["callers.json"]
