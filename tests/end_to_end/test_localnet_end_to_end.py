@@ -66,10 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         outer_steps=OUTER_STEPS,
-        miner_flags=(
-            "--neuron.stop_timeout",
-            "60",
-        ),  # on a busy machine a checkpoint takes its time
+        miner_flags=("--neuron.stop_timeout", "60"),  # a busy machine takes long for a checkpoint
     )
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=90))
     with subnet:
