@@ -55,6 +55,12 @@ from tests.namespaces import Machine, machines
 KILLED, UNPLUGGED, NODE_0_KILLED = WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
 AGAIN = timedelta(seconds=60)  # the goal, at rest
 _BLOCKS = 40  # between two rounds, a second each: a start is to come in between
+#: A miner whose average had failed parts takes the published weights --neuron.round_reload_timeout
+#: after the round: it must come before the next one.
+_TIMEOUTS = (
+    *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
+    *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
+)
 _TIMEOUT = 5  # --node_timeout, seconds
 _LONGEST = timedelta(minutes=5)  # until a broken run is given up
 _TOLERANCE = 1e-5  # between miners: sums of float32 in another order
@@ -247,6 +253,8 @@ def run(
             least_miners=1,
             restart_miners=True,
             blocks_per_allreduce=_BLOCKS,
+            miner_flags=_TIMEOUTS,
+            validator_flags=_TIMEOUTS,
         )
         subnet = TwoNodes(
             machine=machine,
