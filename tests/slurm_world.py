@@ -40,7 +40,10 @@ JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 NodeName=n0 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2
-PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n0,n1 Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=120 State=UP
+PartitionName=urgent Nodes=n0,n1 MaxTime=INFINITE PriorityTier=9 PreemptMode=OFF State=UP
 """
 
 

@@ -1,9 +1,9 @@
 # Runs the miner with the flags in "$@" on the nodes of this job, until it ends for good.
 #
-# Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints, and Slurm queues the
-# job again. Before the job's time is over (--signal above, 180 s) this script does the same. Exit
-# status 1 is a fault: the miner is started again, as pm2 does; 2 (bad configuration) and 3
-# (deregistered) end the job.
+# Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints and ends with status 0.
+# To Slurm the job is over then, so this script queues it again. Before the job's time is over
+# (--signal above, 180 s) it does the same. Exit status 1 is a fault: the miner is started again, as pm2
+# does; 2 (bad configuration) and 3 (deregistered) end the job.
 
 again=""
 save() {
@@ -21,11 +21,12 @@ while :; do
         ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
     # USR1 ends a wait before srun has ended: wait again until it has.
     until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
+    if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then again=yes; fi
     if [ -n "$again" ] || [ "$status" != 1 ]; then break; fi
     echo "The miner failed; it is started again in ${DT_PAUSE:-10} s"
     sleep "${DT_PAUSE:-10}"
 done
-if [ -n "$again" ] && [ "$status" = 0 ]; then
+if [ -n "$again" ] && [ "$status" -lt 2 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

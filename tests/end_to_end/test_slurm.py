@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,26 +23,32 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 def cluster(tmp_path: Path) -> Iterator[Slurm]:
     with slurm(tmp_path / "slurm") as world:
         (world.folder / "ops").symlink_to(ROOT / "ops")
-        for hotkey in ("default", "h0", "h1"):
-            path = world.folder / "wallets" / "default" / "hotkeys" / hotkey
+        for hotkey in ("H", "h0", "h1"):
+            path = world.folder / "wallets" / "W" / "hotkeys" / hotkey
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
         yield world
 
 
-def _submit(cluster: Slurm, script: str, *options: str, flags: list[str], **more: str) -> str:
+def _submit(cluster: Slurm, script: str, **more: str) -> str:
+    """With the guide's command."""
+    page = (ROOT / "docs" / "several-machines.md").read_text()
+    (line,) = [line for line in page.splitlines() if f"ops/slurm/{script}.sbatch" in line]
+    before, _, after = line.partition("sbatch ")
+    variables = dict(word.split("=", 1) for word in shlex.split(before))
+    options, _, flags = after.partition(f"ops/slurm/{script}.sbatch")
     arguments = [part for name, text in FLAGS.items() for part in (f"--{name}", text)]
     environment = {
         "DT_MINER": f"{sys.executable} {LAUNCH}",
         "BT_WALLET_PATH": str(cluster.folder / "wallets"),
         "OMP_NUM_THREADS": "1",
         **KEYS,
+        **variables,
         **more,
     }
-    command = ["sbatch", "--parsable", "--cpus-per-task=1", *options, f"ops/slurm/{script}.sbatch"]
-    return cluster.run(
-        *command, *COMMON, *arguments, "--nproc_per_node", "1", *flags, **environment
-    )
+    command = ["sbatch", "--parsable", "--cpus-per-task=1", *options.split()]
+    command += [f"ops/slurm/{script}.sbatch", *COMMON, *arguments, "--nproc_per_node", "1"]
+    return cluster.run(*command, *flags.split(), **environment)
 
 
 def _losses(folder: Path) -> dict[int, float]:
@@ -66,7 +73,7 @@ def _ended(cluster: Slurm, job: str) -> None:
 
 def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slurm) -> None:
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"  # n0 is no name that this machine resolves
-    job = _submit(cluster, "several-nodes", flags=[], RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
+    job = _submit(cluster, "several-nodes", RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
     folder = cluster.folder / "runs" / "miner-node0"
     wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
@@ -81,8 +88,29 @@ def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slur
     assert (cluster.folder / "runs" / "miner-node1" / "checkpoints").is_dir()
 
 
+def test_a_preempted_job_saves_in_its_grace_time_and_goes_on_later(cluster: Slurm) -> None:
+    """By Slurm itself: a job of a partition with a higher priority takes both nodes."""
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    job = _submit(cluster, "several-nodes", RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
+    folder = cluster.folder / "runs" / "miner-node0"
+    wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
+    urgent = cluster.run(
+        "sbatch", "--parsable", "--partition=urgent", "--nodes=2", "--exclusive", "--output=urgent",
+        "--wrap", "srun hostname",
+    )  # fmt: skip
+    _ended(cluster, urgent)
+    saved = max(_losses(folder))
+    assert saved < 60, "the urgent job came first"
+    assert cluster.job(job)["Restarts"] == "1", "queued again by Slurm"
+    _ended(cluster, job)
+    assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
+    output = _output(cluster)
+    assert "SIGTERM received: stopping" in output and "Not stopped after" not in output
+    assert f"Resumed at outer step 0, inner step {saved}" in output
+
+
 def test_an_array_runs_a_miner_for_each_hotkey(cluster: Slurm) -> None:
-    job = _submit(cluster, "one-node", "--array=0-1", flags=[], DT_HOTKEYS="h0 h1", NODE_STEPS="4")
+    job = _submit(cluster, "one-node", NODE_STEPS="4")
     for index in range(2):
         _ended(cluster, f"{job}_{index}")
         assert len(_losses(cluster.folder / "runs" / f"miner-h{index}")) == 4
