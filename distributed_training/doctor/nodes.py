@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import random
 import socket
 from datetime import timedelta
 
@@ -29,6 +30,10 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
             with socket.create_connection((address, port), _TIMEOUT.total_seconds()) as line:
                 own = line.getsockname()[0].partition("%")[0]
             found = f"node 0 answers at {settings.rdzv_endpoint}"
+            if problem := _blocked(address):
+                found += f", but not at port {problem}, so its ranks could not be reached"
+                remedy = f"let all TCP ports through from {own} in the firewall of node 0"
+                return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
         interface = interface_of(own)
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition(": ")
@@ -49,3 +54,16 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
             finding = f"{name} is {wanted}, the rendezvous goes through {interface}"
             checks.append(Check("nodes' interface", "warn", finding, f"unset {name}, if not meant"))
     return checks
+
+
+def _blocked(address: str) -> str | None:
+    """A port such as ranks listen at, and why it cannot be reached. Where nobody listens a machine
+    itself refuses at once, and a firewall keeps silent or says that it is one."""
+    port = random.randrange(32768, 60999)
+    try:
+        socket.create_connection((address, port), _TIMEOUT.total_seconds()).close()
+    except ConnectionRefusedError:
+        return None
+    except OSError as error:
+        return f"{port} ({error.strerror or error})"
+    return None

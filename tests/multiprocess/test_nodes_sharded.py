@@ -90,25 +90,25 @@ def test_with_copies_neither_disk_is_needed_either(
     two: Two,  # noqa: F811
     nodes: Nodes,  # noqa: F811
 ) -> None:
+    """Each node has a copy over two ranks."""
     plain = {"neuron.preview_sequences": "0"}
-    straight = nodes("one", nproc_per_node="2", **plain).start(steps=18)
-    pair = two(**plain)
+    pair = two(**plain, nproc_per_node="2")
     got = _train(pair, 6)
     for steps, lost in ((12, 0), (18, 1)):
         shutil.rmtree(pair[lost].folder)
         got |= _train(pair, steps)
+    straight = nodes("one", nproc_per_node="4", **plain).start(steps=18)
     assert straight.wait() == 0, straight.output
     assert got == pytest.approx(straight.inner_steps(), abs=1e-4)
     listed = [_blocks(each.folder) for each in (pair[0], straight)]
-    assert listed[0] == listed[1], "what was trained on since the last publication"
+    assert listed[0] >= listed[1] > set(), "what was trained on since the last publication"
 
 
-def _blocks(folder: Path) -> list[list[int]]:
+def _blocks(folder: Path) -> set[int]:
     manifest = json.loads(
         (max(folder.glob("checkpoints/checkpoint-*")) / "rank-0.json").read_text()
     )
-    blocks: list[list[int]] = manifest["extra"]["rank_zero"]["blocks"]["blocks"]
-    return blocks
+    return {block for block, _ in manifest["extra"]["rank_zero"]["blocks"]["blocks"]}
 
 
 def test_a_lost_node_of_one_copy_comes_back_and_all_go_on_exactly(
