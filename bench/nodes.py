@@ -3,9 +3,11 @@
     python bench/nodes.py [--rounds 8] [--steps 3]
 
 Processes on this machine, over loopback. An inner step: one node of two ranks (FSDP, the baseline)
-against two nodes of one (a copy each, HSDP), in turn. A snapshot is one node's work, so that of two
-nodes is held against one node with as many ranks as each of them has, here one: how long training
-is held, and until the files are there. Prints medians and their ratio.
+against two nodes of one, in turn: with a copy each (HSDP), and with one copy over both
+(--neuron.shard_across_nodes). A snapshot of a copy is one node's work, so it is held against one
+node with as many ranks as each of the two has, here one: how long training is held, and until the
+files are there. Of one copy over both each node has a part; the baseline is one node of two ranks.
+Prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from distributed_training.training.trainer import Trainer
 
 SEQUENCE, EFFECTIVE = 128, 16
 TWO_RANKS, TWO_NODES, ONE_RANK = "one node of 2 ranks", "two nodes of 1 rank", "one node of 1 rank"
+ACROSS = "one copy over two nodes"
 STEP, HELD, WRITTEN = "inner step", "snapshot holds training", "snapshot is written"
 
 #: What was measured -> in which layout -> seconds.
@@ -66,7 +69,7 @@ def run(rank: int, ranks: dict[str, int], port: int, folder: str, rounds: int, s
     world = 1 if ONE_RANK in ranks else 2
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    made = {name: trainer(Layout(rank, world, local)) for name, local in ranks.items()}
+    made = {n: trainer(Layout(rank, world, local, n == ACROSS)) for n, local in ranks.items()}
     vocabulary = local_llama_config(sequence_length=SEQUENCE)["vocab_size"]
     batch = torch.randint(0, vocabulary, (2, SEQUENCE))
     figures: Figures = {what: {name: [] for name in made} for what in (STEP, HELD, WRITTEN)}
@@ -113,13 +116,17 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         alone = [measure(folder, {ONE_RANK: 1}, options.rounds, options.steps)]
         both = measure(folder, {TWO_RANKS: 2, TWO_NODES: 1}, options.rounds, options.steps)
+        across = measure(folder, {TWO_RANKS: 2, ACROSS: 1}, options.rounds, options.steps)
         alone.append(measure(folder, {ONE_RANK: 1}, options.rounds, options.steps))
-    for what, baseline in ((STEP, TWO_RANKS), (HELD, ONE_RANK), (WRITTEN, ONE_RANK)):
-        known = both[what].get(baseline) or [s for f in alone for s in f[what][ONE_RANK]]
-        before, now = statistics.median(known), statistics.median(both[what][TWO_NODES])
-        print(
-            f"{what}: {baseline} {before:.3f} s, {TWO_NODES} {now:.3f} s, ratio {now / before:.3f}"
-        )
+    for what, baseline, name, measured in (
+        (STEP, TWO_RANKS, TWO_NODES, both),
+        (HELD, ONE_RANK, TWO_NODES, both),
+        (WRITTEN, ONE_RANK, TWO_NODES, both),
+        *((what, TWO_RANKS, ACROSS, across) for what in (STEP, HELD, WRITTEN)),
+    ):
+        known = measured[what].get(baseline) or [s for f in alone for s in f[what][ONE_RANK]]
+        before, now = statistics.median(known), statistics.median(measured[what][name])
+        print(f"{what}: {baseline} {before:.3f} s, {name} {now:.3f} s, ratio {now / before:.3f}")
     return 0
 
 

@@ -1,58 +1,87 @@
 """A snapshot of a model that is sharded across nodes: node 0's ranks write what all ranks have.
 
 Each rank of another node sends its part to the rank of node 0 with its number there, a parameter at
-a time. That goes through the ranks' own group, so training waits for it; without
+a time, beside training: in the snapshot's thread, over a group of its own. Without
 ``--neuron.shard_across_nodes`` node 0 has everything, and nothing is sent.
+
+Hazard: both go through the same messages whatever happens, or one waits until the group's timeout.
+A rank that gives up says so in place of each parameter.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .feedback import Code, Direction
-from .shards import RowStream, row_range
+from .layout import Layout
+from .shards import row_range
 from .snapshot import SnapshotState
 
 
-def hand_over(state: SnapshotState, stream: RowStream) -> list[SnapshotState]:
-    """What this rank writes, its own part last. Collective."""
-    layout = stream.layout
-    if layout.shards == layout.local:
-        return [state]
+def hand_over(
+    state: SnapshotState, layout: Layout, group: dist.ProcessGroup, check: Callable[[], None]
+) -> list[SnapshotState]:
+    """What this rank writes, its own part last. All ranks call it. ``check`` raises to give up.
+
+    Raises what ``check`` and the encoding raise; RuntimeError where another rank gave up."""
     if layout.on_node_0:
         others = range(layout.rank + layout.local, layout.world_size, layout.local)
-        return [*(_receive(state, stream, rank) for rank in others), state]
-    codes = {each.name: each.encode() for each in state.directions}
+        found = [_receive(state, layout, group, rank) for rank in others]
+        if None in found:
+            raise RuntimeError("a rank of another node gave up its part of the snapshot")
+        return [*(part for part in found if part is not None), state]
+    codes: dict[str, list[Code | None]] = {}
+    problem: BaseException | None = None
+    try:
+        codes = {each.name: each.encode(check) for each in state.directions}
+    except BaseException as error:  # noqa: BLE001 - raised below, once the other side knows
+        problem = error
     for i, parts in enumerate(
         zip(state.weights, state.exp_avg, state.exp_avg_sq, strict=True)
     ):  # a parameter at a time
-        mine = (*parts, {name: made[i] for name, made in codes.items()})
         receiver = layout.rank % layout.local
-        dist.send_object_list([mine], group=stream.group, group_dst=receiver)
+        mine = None if problem else {name: made[i] for name, made in codes.items()}
+        dist.send_object_list([mine], group=group, group_dst=receiver)
+        for rows in parts if mine is not None and parts[0].numel() else ():
+            dist.send(rows.contiguous(), group=group, group_dst=receiver)
+    if problem is not None:
+        raise problem
     made = [Direction(name, list(parts)) for name, parts in codes.items()]
     return [dataclasses.replace(state, directions=made, writes=False)]
 
 
-def _receive(state: SnapshotState, stream: RowStream, rank: int) -> SnapshotState:
-    weights, first, second = [], [], []
+def _receive(
+    state: SnapshotState, layout: Layout, group: dist.ProcessGroup, rank: int
+) -> SnapshotState | None:
+    weights: list[Tensor] = []
+    first: list[Tensor] = []
+    second: list[Tensor] = []
     codes: dict[str, list[Code | None]] = {each.name: [] for each in state.directions}
     shards = []
     for shard in state.shards:
         box: list[Any] = [None]
-        dist.recv_object_list(box, group=stream.group, group_src=rank)
-        rows, exp_avg, exp_avg_sq, made = box[0]
-        weights.append(rows)
-        first.append(exp_avg)
-        second.append(exp_avg_sq)
-        for name, code in made.items():
+        dist.recv_object_list(box, group=group, group_src=rank)
+        if box[0] is None:
+            continue
+        for name, code in box[0].items():
             codes[name].append(code)
-        start, stop = row_range(shard.shape[0], stream.layout.shards, rank)
+        start, stop = row_range(shard.shape[0], layout.shards, rank)
+        for kept in (weights, first, second):
+            rows = torch.empty((stop - start, *shard.shape[1:]))
+            if rows.numel():
+                dist.recv(rows, group=group, group_src=rank)
+            kept.append(rows)
         shards.append(dataclasses.replace(shard, start=start, stop=stop))
+    if len(shards) < len(state.shards):
+        return None
     return dataclasses.replace(
         state,
         rank=rank,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from distributed_training.config.training import TrainingSettings
@@ -35,7 +36,7 @@ from .snapshot import (
     SnapshotState,
     prepare_folder,
     publish_instead,
-    write_snapshots,
+    write_snapshot,
 )
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,10 @@ class Publication:
             search=settings.step_length == "search",
         )
         self._held: Tensor | None = None
+        self._last: SnapshotHandle | None = None
+        layout, self._beside = stream.layout, None
+        if layout.shards > layout.local:  # to other nodes, beside training
+            self._beside = dist.new_group(backend="gloo", timeout=PARTS_TIMEOUT)
 
     @torch.no_grad()
     def snapshot(
@@ -86,6 +91,8 @@ class Publication:
         only (with DCT for all codes). Raises OSError on all ranks alike when ``folder`` cannot be
         made; what fails later is in the handle.
         """
+        if self._beside is not None and self._last is not None:
+            self._last.join()  # its messages to another node come first
         started = time.perf_counter()
         start = self._outer.epoch_start
         if start is None:
@@ -109,10 +116,17 @@ class Publication:
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
         directions = self._outer.feedback.directions(start, current, self._outer.learning_rate)
         state = self._state(directions, current, steps, config, metadata)
-        states = hand_over(state, self._stream)
         handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
-        handle.start(partial(write_snapshots, states, parts_timeout=PARTS_TIMEOUT))
+        handle.start(partial(self._write, state))
+        self._last = handle
         return handle
+
+    def _write(self, state: SnapshotState, handle: SnapshotHandle) -> None:
+        states = [state]
+        if self._beside is not None:
+            states = hand_over(state, self._stream.layout, self._beside, handle.check)
+        for each in states:
+            write_snapshot(each, handle, parts_timeout=PARTS_TIMEOUT)
 
     def _state(
         self,

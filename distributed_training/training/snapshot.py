@@ -204,14 +204,6 @@ def _tell_failure(
             write_json(ready, {"error": f"{type(error).__name__}: {error}"})
 
 
-def write_snapshots(
-    states: Sequence[SnapshotState], handle: SnapshotHandle, *, parts_timeout: timedelta
-) -> None:
-    """:func:`write_snapshot` of each."""
-    for state in states:
-        write_snapshot(state, handle, parts_timeout=parts_timeout)
-
-
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
     """Rank 0, once the snapshot is done: ``gradients.pt`` becomes ``factor`` times the values of
     another ``direction``. Raises OSError; what was written before then stays."""
