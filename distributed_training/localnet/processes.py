@@ -7,6 +7,7 @@ a neuron started is found again, also after its parent is gone.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -54,9 +55,10 @@ class Child:
             raise RuntimeError(f"{self.name} is running already")
         self.stopping = False
         self.folder.mkdir(parents=True, exist_ok=True)
+        starter = _WITH_STARTER if shutil.which(_WITH_STARTER[0]) else ()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*_WITH_STARTER, *self.command],
+                [*starter, *self.command],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
