@@ -109,6 +109,12 @@ def test_a_preview_is_what_the_published_file_does(world_size: int, tmp_path: Pa
 
 
 @pytest.mark.timeout(120)
+def test_any_node_of_one_copy_may_lose_its_disk(tmp_path: Path) -> None:
+    Ranks("disks_of_nodes", 3, tmp_path).finish()
+    Ranks("one_of_the_nodes", 1, tmp_path).finish()
+
+
+@pytest.mark.timeout(120)
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     killed = Ranks("until_killed", 2, tmp_path)
     plain = Ranks("straight", 2, tmp_path)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from training_world import evaluate, sequences, train, trainer, whole_weights
 
 from distributed_training.common.processes import leave
+from distributed_training.config import ConfigError
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 from distributed_training.training import outer_step
@@ -333,6 +335,45 @@ def until_killed(folder: Path) -> None:
     dist.barrier()
     train(made, 5, 6)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def disks_of_nodes(folder: Path) -> None:
+    """One copy over WORLD nodes of one rank, each with a disk of its own; one after the other is
+    replaced."""
+    own = folder / f"node{RANK}"
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, across_nodes=True)
+    keeper = Checkpointer(trainer=made, folder=own, owner="me")
+    keeper.save({"rank": RANK}, Progress(0, 2, 2, [3]))
+    whole = whole_weights(made)
+    for lost in range(WORLD):
+        keeper.wait()
+        dist.barrier()
+        if lost == RANK:
+            shutil.rmtree(own)
+        made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, across_nodes=True, seed=7)
+        keeper = Checkpointer(trainer=made, folder=own, owner="me")
+        assert keeper.restore() == (Progress(0, 2, 2, [3]), {"rank": RANK}) and keeper.exact
+        same(whole, whole_weights(made))
+        keeper.save({"rank": RANK}, Progress(0, 2, 2, [3]))
+    keeper.wait()
+    if RANK == 0:
+        torch.save(whole, folder / "whole.pt")
+
+
+def one_of_the_nodes(folder: Path) -> None:
+    """Node 0 alone: it has its part and that of the last node."""
+    made = trainer(rank=RANK, world_size=WORLD, seed=7)
+    keeper = Checkpointer(trainer=made, folder=folder / "node0")
+    try:
+        keeper.restore()
+    except ConfigError as error:
+        assert "what rank 1 had of it is on none of the nodes" in str(error), error
+    else:
+        raise AssertionError("a part is missing")
+    shutil.copytree(folder / "node1", folder / "node0", dirs_exist_ok=True)
+    restored = keeper.restore()
+    assert restored is not None and restored[1] == {"rank": 0}
+    same(torch.load(folder / "whole.pt", weights_only=True), whole_weights(made))
 
 
 def resume(folder: Path, last: str = "10") -> None:
