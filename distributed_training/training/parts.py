@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from distributed_training.common.files import read_json_object, sha256_of
 
 from .model import Schema
 from .shards import RowStream, row_range
+
+log = logging.getLogger(__name__)
 
 FORMAT = 2
 DIGEST = "manifest_sha256"
@@ -162,6 +165,11 @@ class Parts:
             holders[part] = [r for r, (f, _) in enumerate(answers) if f.get(part, "") is None]
             if not holders[part]:
                 raise CheckpointError(next(f[part] for f, _ in answers if f.get(part)))
+        if lacking:
+            node = holders[lacking[0]][0] // layout.local
+            where = f"node {node}" if node else "the first node"
+            why = next(f[lacking[0]] for f in everywhere if f.get(lacking[0]))
+            log.info("The state comes from %s, since another has none: %s", where, why)
         return holders, set().union(*(kinds for _, kinds in answers))
 
     def _opened(self) -> Iterator[Any]:

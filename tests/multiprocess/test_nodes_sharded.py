@@ -101,6 +101,7 @@ def test_with_copies_neither_disk_is_needed_either(
     assert straight.wait() == 0, straight.output
     assert got == pytest.approx(straight.inner_steps(), abs=1e-4)
     listed = [_blocks(each.folder) for each in (pair[0], straight)]
+    assert "The state comes from node 1, since another has none" in pair[0].output
     assert listed[0] >= listed[1] > set(), "what was trained on since the last publication"
 
 
