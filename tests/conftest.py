@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         order += [*busy[:1], *others[:2]]
         del busy[:1], others[:2]
     items.sort(key=lambda item: order.index(item.path))
+
+
+@pytest.fixture(scope="module")
+def process_group() -> Iterator[None]:
+    """Of this process alone. Here, since the trainers of the tests run where pytest is not."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

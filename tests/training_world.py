@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 
 from distributed_training.config.training import TrainingSettings
 from distributed_training.training.layout import Layout
@@ -28,14 +25,6 @@ SETTINGS = TrainingSettings(
     total_steps=100,
     precision="fp32",
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    """Of this process alone, for the module that imports it."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def tiny(**changes: Any) -> dict[str, Any]:

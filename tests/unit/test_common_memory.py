@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import process_group, tiny, train, trainer
+from training_world import tiny, train, trainer
 
 from distributed_training.common import memory
 from distributed_training.common.memory import (
@@ -36,7 +36,6 @@ from distributed_training.training.outer import OuterOptimizerState, save_outer_
 from distributed_training.training.plan import MARGIN, plan_memory
 from distributed_training.training.sizes import named_config
 
-__all__ = ["process_group"]
 pytestmark = pytest.mark.timeout(60)
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import process_group, sequences, train, trainer
+from training_world import sequences, train, trainer
 
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.trainer import Trainer
 
-__all__ = ["process_group"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
 def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import process_group, sequences, tiny, train, trainer
+from training_world import sequences, tiny, train, trainer
 
 from distributed_training.training import attention
 from distributed_training.training.host_copies import HostCopies
@@ -31,8 +31,7 @@ from distributed_training.training.plan import plan_batch
 from distributed_training.training.step_meter import StepMeter
 from distributed_training.training.throughput import DeviceGauge
 
-__all__ = ["process_group"]
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
 GPU = torch.device("cuda")
 

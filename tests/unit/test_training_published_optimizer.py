@@ -11,12 +11,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch_2_5
-from training_world import process_group, train, trainer
+from training_world import train, trainer
 
 from distributed_training.protocol.types import Progress
 
-__all__ = ["process_group"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
 def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:

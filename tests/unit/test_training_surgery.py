@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -18,14 +16,7 @@ from training_world import sequences, tiny, train, trainer, whole_weights
 from distributed_training.training.state import load_state, state_of
 from distributed_training.training.trainer import Trainer
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
 def conflicting(step: int) -> list[tuple[Tensor, int]]:

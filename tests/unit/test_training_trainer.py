@@ -20,7 +20,6 @@ from device_stand_in import OnDevice
 from training_world import (
     SEQUENCE,
     evaluate,
-    process_group,
     sequences,
     tiny,
     train,
@@ -37,8 +36,7 @@ from distributed_training.training.outer import OuterOptimizerState, save_outer_
 from distributed_training.training.trainer import Trainer
 from tests.hostile_files import damage, other_values
 
-__all__ = ["process_group"]
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
 
 def losses(made: Trainer, first: int = 0, last: int = 4) -> list[float]:
