@@ -47,6 +47,13 @@ from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.telemetry import read_events
 
 PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
+BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
+#: A miner whose average had failed parts takes the published weights --neuron.round_reload_timeout
+#: after the round: it must come before the next one.
+TIMEOUTS = (
+    *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
+    *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
+)
 TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
 _MOVED = 300_000  # bytes through p2pd that are no talk of the DHT any more
 _LOOK = 0.01  # seconds
@@ -211,8 +218,9 @@ def run(
         folder,
         killing=lambda subnet: kill_cells(subnet, cells, seed=seed),
         ranks=ranks,
-        blocks=40,  # a start on a busy machine is to come in between
-        miner_flags=("--neuron.page_port", "0"),
+        blocks=BLOCKS,
+        miner_flags=("--neuron.page_port", "0", *TIMEOUTS),
+        validator_flags=TIMEOUTS,
     )
     for cell in cells:
         if cell.kill is None:

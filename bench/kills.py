@@ -320,6 +320,7 @@ def run(
     ranks: tuple[int, ...] = (2, 1),
     blocks: int | None = None,
     miner_flags: tuple[str, ...] = (),
+    validator_flags: tuple[str, ...] = (),
 ) -> Outcome:
     """``killing``: as :func:`kill_for`. ``blocks``: between two rounds, a second each."""
     outcome = Outcome()
@@ -331,6 +332,7 @@ def run(
         restart_miners=True,
         blocks_per_allreduce=blocks,
         miner_flags=miner_flags,
+        validator_flags=validator_flags,
     )
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
     marks: list[Mark] = []

@@ -43,7 +43,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from bench import kills
-from bench.kill_table import PHASES, TURN, Cell, Watch
+from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, TURN, Cell, Watch
 from distributed_training.common.ports import free_ports
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child
@@ -54,13 +54,6 @@ from tests.namespaces import Machine, machines
 
 KILLED, UNPLUGGED, NODE_0_KILLED = WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
 AGAIN = timedelta(seconds=60)  # the goal, at rest
-_BLOCKS = 40  # between two rounds, a second each: a start is to come in between
-#: A miner whose average had failed parts takes the published weights --neuron.round_reload_timeout
-#: after the round: it must come before the next one.
-_TIMEOUTS = (
-    *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
-    *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
-)
 _TIMEOUT = 5  # --node_timeout, seconds
 _LONGEST = timedelta(minutes=5)  # until a broken run is given up
 _TOLERANCE = 1e-5  # between miners: sums of float32 in another order
@@ -252,9 +245,9 @@ def run(
             ranks=(1, 1),
             least_miners=1,
             restart_miners=True,
-            blocks_per_allreduce=_BLOCKS,
-            miner_flags=_TIMEOUTS,
-            validator_flags=_TIMEOUTS,
+            blocks_per_allreduce=BLOCKS,
+            miner_flags=TIMEOUTS,
+            validator_flags=TIMEOUTS,
         )
         subnet = TwoNodes(
             machine=machine,
