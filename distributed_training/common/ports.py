@@ -8,6 +8,15 @@ import socket
 from pathlib import Path
 
 
+def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
+    """A listener at an IP address of either version. Raises OSError."""
+    return socket.create_server((address, port), family=_family(address), backlog=backlog)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     """Ports of ``address`` that are free, all different.
 
@@ -22,11 +31,10 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     random.SystemRandom().shuffle(candidates)
     with contextlib.ExitStack() as held:  # until all are found, or one might be found twice
         found: list[int] = []
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for port in candidates:
             if len(found) == count:
                 break
-            probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            probe = held.enter_context(socket.socket(_family(address), socket.SOCK_STREAM))
             try:
                 probe.bind((address, port))
             except OSError:

@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+from distributed_training.common.ports import listen
+
 #: Covers the opening of one connection; a packet that got lost is sent again after 1 s and 3 s.
 KNOCK = timedelta(seconds=5)
 _CALLERS = 4096
@@ -23,8 +25,7 @@ Door = tuple[str, int]  # address and port
 
 def open_door(address: str, port: int = 0) -> socket.socket:
     """Close it once the ranks start. Nobody accepts: the kernel answers by itself."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=_CALLERS)
+    return listen(address, port, backlog=_CALLERS)
 
 
 def shut_doors(doors: Mapping[int, Door]) -> list[int]:

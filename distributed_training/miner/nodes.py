@@ -35,7 +35,7 @@ from typing import Any
 import psutil
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.ports import free_ports
+from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
 from distributed_training.miner.node_doors import Door, open_door, shut_doors, whom_to_refuse
@@ -137,9 +137,8 @@ class Host:
         self._changed = threading.Condition()
         self._address, self._port = address_of(settings.rdzv_endpoint)
         self._interface = interface_of(self._address)
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         try:
-            self._listener = socket.create_server((self._address, self._port), family=family)
+            self._listener = listen(self._address, self._port)
         except OSError as error:
             raise ConfigError(
                 f"--rdzv_endpoint {settings.rdzv_endpoint} cannot be listened at "

@@ -8,13 +8,14 @@ on rank 0 (:class:`~.orders.Given`) or is derived from the integers.
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from distributed_training.common.ports import listen
 
 from .orders import Command, DataOrder, Order
 
@@ -151,8 +152,7 @@ def _store(
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
     if rank == 0:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, port), family=family).detach()
+        listener = listen(address, port).detach()
     return dist.TCPStore(
         address,
         port,
