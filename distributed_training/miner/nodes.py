@@ -157,10 +157,11 @@ class Host:
                 ready = {node: guest for node, guest in self._guests.items() if guest.ready}
                 waited = time.monotonic() - began
                 enough = 1 + len(ready) >= settings.least
-                enough = enough and waited >= settings.node_wait.total_seconds()
-                if not (enough or ready.keys() == wanted):
+                late = waited >= settings.node_wait.total_seconds()
+                begins = ready.keys() == wanted or (enough and late)
+                if not begins:
                     self._changed.wait(0.2)
-            if enough or ready.keys() == wanted:
+            if begins:
                 if plan := self._begin(dict(sorted(ready.items())), stop):
                     return plan
             elif waited - said >= _SAY_AGAIN:
