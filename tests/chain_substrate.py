@@ -23,13 +23,15 @@ RAO = 10**9
 
 
 class LedgerSubstrate:
-    """``silent``: accepts calls and never answers them, as a hung node does."""
+    """``silent``: accepts calls and never answers them, as a hung node does. ``newest_block_age``:
+    seconds."""
 
     def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
         self.ledger = ledger
         self.netuid = netuid
         self.token_symbols: dict[int, str] = {}
         self.silent = False
+        self.newest_block_age = 0.0
         self.connections = 0
         self.signers: list[str] = []
 
@@ -66,7 +68,7 @@ class LedgerSubstrate:
         if item == "Uids":
             return next((u for u, n in self.ledger.entries.items() if n.hotkey == params[1]), None)
         defaults = {
-            "Now": 1000 * int(time.time()),
+            "Now": round(1000 * (time.time() - self.newest_block_age)),
             "ValidatorPermit": [n.validator_permit for n in self._neurons()],
             "MaxWeightsLimit": 65535,
             "MinAllowedWeights": 0,

@@ -90,6 +90,12 @@ class LastKnown:
     def counters(self) -> Mapping[str, int]:
         return dict(self._counts)
 
+    def _clock_when_read(self) -> float:
+        """The chain's time at the last look, in seconds since the epoch; 0 before the first one."""
+        if self._ahead_of_monotonic is None or self._read_at is None:
+            return 0.0
+        return self._ahead_of_monotonic + self._read_at
+
     def clock(self) -> float | None:
         ahead = self._ahead_of_monotonic
         return None if ahead is None else ahead + self._monotonic()

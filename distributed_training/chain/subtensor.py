@@ -34,7 +34,6 @@ T = TypeVar("T")
 FIRST_PAUSE = timedelta(seconds=1)  # after a failure; doubled when all endpoints have failed
 LONGEST_PAUSE = timedelta(minutes=1)
 FURTHEST_BEHIND = 30  # blocks
-NOBODY_BETTER = timedelta(minutes=10)  # then the chain itself has gone back
 STANDSTILL = 180.0  # seconds without a new block; then the other endpoints are asked
 _CLOSE_TIMEOUT = 5.0
 _LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
@@ -228,7 +227,7 @@ class BittensorChain(LastKnown):
             self._counts["connections"] += 1
             while True:
                 block = int(await self._timed(client.block()))
-                self._refuse_behind(block)
+                await self._refuse_behind(client, block)
                 if block > seen:
                     seen, moved_at = block, self._monotonic()
                 elif self._monotonic() - moved_at > STANDSTILL:
@@ -253,11 +252,16 @@ class BittensorChain(LastKnown):
             with suppress(Exception):
                 await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
 
-    def _refuse_behind(self, block: int) -> None:
+    async def _refuse_behind(self, client: Any, block: int) -> None:
         """A node that stopped long ago knows neither our registration nor what we wrote: what it
-        shows would end the miner. Reorganizations go back a few blocks only."""
+        shows would end the miner, however long nobody better answers. Reorganizations go back a
+        few blocks only. A chain that was itself set back further makes new blocks all the same,
+        and they are younger than what was seen before."""
         behind = self._block - block
-        if behind > FURTHEST_BEHIND and self.age() < NOBODY_BETTER:
+        if behind <= FURTHEST_BEHIND:
+            return
+        newest = (await self._timed(client.timestamp())).timestamp()
+        if newest < self._clock_when_read():
             raise ChainError(f"the node is {behind} blocks behind what was seen before")
 
     async def _timed(self, call: Awaitable[T]) -> T:
