@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,10 @@ from hypothesis import settings
 # Machines are shared: how long one example takes says nothing. Each test has its own time limit.
 settings.register_profile("shared", deadline=None)
 settings.load_profile("shared")
+
+# Tests run beside each other: torch's threads, here and in what a test starts, would wait for each
+# other's cores. Read when torch is imported, which no test is before this.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
