@@ -94,7 +94,6 @@ class Peer:
             text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
-        self.facts = self.answer()
         self.weight = 0.0
 
     def answer(self) -> dict[str, Any]:
@@ -147,7 +146,9 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(network: Network, tmp_
             peers.append(
                 Peer(network.names[side], f"10.213.77.{side + 1}", tmp_path / str(i), known)
             )
-            known = known or peers[0].facts["maddrs"]
+            known = known or peers[0].answer()["maddrs"]
+        for peer in peers[1:]:  # they start beside each other
+            peer.answer()
         first = play(peers)
         assert all(a.get("peers") == 4 and not a["partial"] for a in first), first
         assert {a["weight"] for a in first} == {2.5}
