@@ -15,6 +15,7 @@ import pytest
 from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
+from tests.subnet_tools import paced
 
 pytestmark = [pytest.mark.slow]
 
@@ -26,6 +27,7 @@ def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
         killing=lambda subnet: kills.kill_for(
             subnet, 0, least=3, every=8, kinds=("data worker", "p2pd", "rank"), seed=3
         ),
+        prepare=paced,
         ranks=(1,),
         blocks=25,
     )
@@ -45,7 +47,7 @@ def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Pat
         blocks_per_allreduce=30,
         miner_flags=("--neuron.hang_timeout", "10"),
     )
-    with LocalSubnet(options=options) as subnet:
+    with LocalSubnet(options=paced(options)) as subnet:
         (miner,) = subnet.miners
         kills.clean_round(subnet)
         assert "The ranks hang" not in miner.child.log.read_text()

@@ -31,6 +31,7 @@ from distributed_training.localnet.summary import Summary
 from distributed_training.telemetry.catalogue import METRICS
 from distributed_training.telemetry.page.process import PageProcess
 from tests import chromium
+from tests.subnet_tools import paced
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -68,7 +69,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         outer_steps=OUTER_STEPS,
         miner_flags=("--neuron.stop_timeout", "60"),  # a busy machine takes long for a checkpoint
     )
-    subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=90))
+    subnet = LocalSubnet(options=paced(options), stop_grace=timedelta(seconds=90))
     with subnet:
         subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
         subnet.wait_for_figures(timedelta(seconds=30))

@@ -21,6 +21,7 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.telemetry import read_events
 from tests.end_to_end.test_doctor import doctor
+from tests.subnet_tools import paced
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
     folder = tmp_path_factory.mktemp("running") / "subnet"
     options = SubnetOptions(folder=folder, ranks=(1,), blocks_per_allreduce=100_000)
-    with LocalSubnet(options=options) as running:
+    with LocalSubnet(options=paced(options)) as running:
         (miner,) = running.miners
         running.wait_until(lambda: bool(miner.state.losses), timedelta(seconds=180), "a step")
         yield running

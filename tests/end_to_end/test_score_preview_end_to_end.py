@@ -20,7 +20,7 @@ import pytest
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
-from tests.subnet_tools import stop_miner
+from tests.subnet_tools import paced, stop_miner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         miner_flags=("--neuron.score_preview", "own", "--neuron.upload_steps", "10"),
         validator_flags=("--validator.score_blocks", "5"),
     )
-    with LocalSubnet(options=options) as subnet:
+    # A look takes what CPU the ranks leave over: beside ranks that leave none it does not end.
+    with LocalSubnet(options=paced(options)) as subnet:
         uids = [miner.plan.uid for miner in subnet.miners]
 
         def both_seen() -> bool:

@@ -25,12 +25,24 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
 from tests.pm2 import NAME, PM2, ROOT, Pm2, needs_pm2
-from tests.subnet_tools import stop_miner
+from tests.subnet_tools import paced, stop_miner
 from tests.waiting import wait_for
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 
 NO_NETWORK = "https://nowhere.invalid/miner.git"
+
+#: In neurons/miner.py of every version: they train at the pace of the subnet's own miner.
+PACE = """
+from distributed_training.miner import rank_group
+rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
+"""
+
+#: No average comes of the rounds here; 10 s after the last the miner says so and trains on.
+TIMEOUTS = (
+    *("--neuron.next_chunk_timeout", "2", "--neuron.allreduce_timeout", "4"),
+    *("--neuron.round_timeout", "9", "--neuron.round_reload_timeout", "10"),
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), needs_pm2]
 
@@ -52,6 +64,7 @@ def make_repository(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
+    insert(folder / "neurons" / "miner.py", PACE)
     git(folder, "init", "--quiet")
     git(folder, "remote", "add", "origin", NO_NETWORK)
     git(folder, "add", "--all", "--force")
@@ -64,12 +77,16 @@ def make_repository(folder: Path) -> None:
     }
     for tag, (path, more) in broken.items():
         git(folder, "checkout", "--quiet", "v1")
-        text = (folder / path).read_text()
-        head, main, rest = text.partition('\nif __name__ == "__main__":')
-        (folder / path).write_text(head + more + main + rest)
+        insert(folder / path, more)
         git(folder, "commit", "--quiet", "--all", "--message", tag)
         git(folder, "tag", tag)
     git(folder, "checkout", "--quiet", "v1")
+
+
+def insert(program: Path, more: str) -> None:
+    """Before what it does when it is started."""
+    head, main, rest = program.read_text().partition('\nif __name__ == "__main__":')
+    program.write_text(head + more + main + rest)
 
 
 class Machine:
@@ -148,9 +165,10 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         folder=folder / "subnet",
         ranks=(1,),
         blocks_per_allreduce=100_000,
-        miner_flags=("--clamp.timeout", "5:1200"),  # a round that nobody else takes part in
+        # rounds that nobody else takes part in
+        miner_flags=("--clamp.timeout", "5:1200", *TIMEOUTS),
     )
-    with LocalSubnet(options=options) as subnet:
+    with LocalSubnet(options=paced(options)) as subnet:
         machine = Machine(folder, subnet)
         wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
         assert stop_miner(subnet, 0) == 0

@@ -1,0 +1,39 @@
+"""``neurons/miner.py``, whose ranks train a third of the time.
+
+A miner trains on all that a machine has, for as long as it runs. Where a test asks what else
+happens in a subnet, that only takes the cores from what it waits for and from the tests beside it.
+Nothing else differs. The fork server imports this file last, so that its ranks have the pause.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+PAUSE = 2.0  # seconds for each that a micro-batch took of a core
+
+if __name__ != "__main__":
+    from distributed_training.training.trainer import Trainer
+
+    _add = Trainer.add_micro_batch
+
+    @functools.wraps(_add)
+    def _paced(self: Trainer, *batch: Any, **more: Any) -> Any:
+        began = time.thread_time()
+        try:
+            return _add(self, *batch, **more)
+        finally:
+            time.sleep(PAUSE * (time.thread_time() - began))
+
+    Trainer.add_micro_batch = _paced
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from distributed_training.miner import launcher, rank_group
+
+    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
+    sys.exit(launcher.launch(sys.argv[1:]))
