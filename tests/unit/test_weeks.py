@@ -107,7 +107,8 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
     for first in range(4, 28, 6):
         live(range(first, first + 6))
     few, *_, many = left
-    assert (many.descriptors, many.threads) == (few.descriptors, few.threads)
+    # A thread of a test before this one may have ended in between.
+    assert many.descriptors <= few.descriptors and many.threads <= few.threads
     assert len(many.files) <= len(few.files) and many.bytes <= few.bytes + 200, (few, many)
     assert {name for name in many.files if not name.startswith("snapshots/")} == {
         "instance",
