@@ -14,8 +14,9 @@ again and again, and it still holds the last epoch's g when a new one begins. Wh
 ``off``     publish top-k(lr * g) and remember nothing.
 
 The code of some rows of a matrix is the same rows of the code of the matrix, so each rank encodes
-its own rows where they lie, beside training. Vectors (and everything under DCT) are chunked across
-that border; they are gathered and encoded whole on rank 0, on the training thread.
+its own rows where they lie, beside training. What is chunked across that border must be whole, on the
+training thread: vectors, small and many, are exchanged in one message, and every rank encodes them;
+a matrix (under DCT alone) is gathered and encoded on rank 0.
 """
 
 from __future__ import annotations
@@ -146,20 +147,14 @@ class ErrorFeedback:
             return lambda: self._encode_rows(i, gradient(i))
 
         count = range(len(self._shards))
-        return Direction(
-            "off",
-            [
-                later(i) if self.by_rows(i) else self._take_whole(i, gradient(i), subtract=False)
-                for i in count
-            ],
-        )
+        codes = self._take_wholes(gradient, None)
+        return Direction("off", [codes[i] if i in codes else later(i) for i in count])
 
     def _upload(self, gradient: Rows) -> Direction:
         """The public miner's way: EF advances by what ``gradient`` gives."""
         if self.residual is None:
             self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
         before = self.residual
-        whole: dict[int, Tensor] = {}  # what remains of those encoded here and now
         rows: dict[int, Tensor] = {}  # ... of those encoded later
 
         def advanced(i: int) -> Tensor:
@@ -177,14 +172,11 @@ class ErrorFeedback:
         def done() -> None:
             self._replace(rows)
 
-        parts: list[Callable[[], Code] | Code | None] = []
-        for i in range(len(self._shards)):
-            if self.by_rows(i):
-                parts.append(later(i))
-            else:
-                whole[i] = advanced(i)
-                parts.append(self._take_whole(i, whole[i], subtract=True))
-        self._replace(whole)
+        count = range(len(self._shards))
+        remains: dict[int, Tensor] = {}
+        codes = self._take_wholes(advanced, remains)
+        self._replace(remains)
+        parts = [codes[i] if i in codes else later(i) for i in count]
         return Direction("upload", parts, self._in_turn, done)
 
     def _replace(self, entries: Mapping[int, Tensor]) -> None:
@@ -211,8 +203,31 @@ class ErrorFeedback:
         rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
         return code
 
+    def _take_wholes(
+        self, make: Rows, remains: dict[int, Tensor] | None
+    ) -> dict[int, Code | None]:
+        """The codes of what must be whole, of the rows that ``make`` gives. Rank 0 gets them;
+        collective. What they leave out goes into ``remains``, if given. Raises RankFailedError on
+        all ranks alike, of a matrix."""
+        codes: dict[int, Code | None] = {}
+        indices = [i for i in range(len(self._shards)) if not self.by_rows(i)]
+        vectors = [i for i in indices if len(self._shards[i].shape) == 1]
+        wholes = self._stream.whole([(self._shards[i].shape[0], make(i)) for i in vectors])
+        for i, whole in zip(vectors, wholes, strict=True):
+            code = self.codec.encode(whole)
+            if remains is not None:
+                self.codec.subtract_sent(whole, code)
+                remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
+            codes[i] = code if self._stream.rank == 0 else None
+        for i in (i for i in indices if i not in codes):
+            rows = make(i)
+            codes[i] = self._take_whole(i, rows, subtract=remains is not None)
+            if remains is not None:
+                remains[i] = rows
+        return codes
+
     def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
-        """The code of a parameter that must be whole; collective; rank 0 gets it.
+        """The code of a matrix that must be whole; collective; rank 0 gets it.
 
         With ``subtract``, ``rows`` loses what the code holds. Raises RankFailedError on all ranks
         alike.

@@ -104,7 +104,7 @@ class Publication:
                 prepare_folder(folder)
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
-        problem = self._stream.first_error(problem)  # also: no rank writes before it is there
+        problem = self._stream.from_rank_0(problem)  # also: no rank writes before it is there
         if problem is not None:
             raise OSError(problem)
         metadata = {

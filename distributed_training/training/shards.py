@@ -8,7 +8,7 @@ weights, momentum, error feedback, checkpoints) works on these plain float32 row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -71,13 +71,19 @@ def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[Parameter
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     """``timeout`` covers each of its collectives. All ranks call this."""
     group = dist.new_group(backend="gloo", timeout=timeout)
-    peers = None
-    for shard in range(layout.shards if layout.replicas > 1 else 0):
-        same = list(range(shard, layout.world_size, layout.shards))
-        made = dist.new_group(same, backend="gloo", timeout=timeout)  # by all, whoever is in it
-        peers = made if layout.rank in same else peers
     assert group is not None
-    return RowStream(group=group, layout=layout, peers=peers)
+    if layout.replicas == 1:
+        return RowStream(group=group, layout=layout, copy=group)
+
+    def mine(kinds: Iterable[range]) -> dist.ProcessGroup:
+        """Of disjoint groups; each is made by all ranks, whoever is in it."""
+        made = [(dist.new_group(list(k), backend="gloo", timeout=timeout), k) for k in kinds]
+        return next(found for found, ranks in made if layout.rank in ranks)
+
+    world, shards = layout.world_size, layout.shards
+    peers = mine(range(shard, world, shards) for shard in range(shards))
+    copy = mine(range(first, first + shards) for first in range(0, world, shards))
+    return RowStream(group=group, layout=layout, copy=copy, peers=peers)
 
 
 class RankFailedError(RuntimeError):
@@ -93,11 +99,17 @@ class RowStream:
     """
 
     def __init__(
-        self, *, group: dist.ProcessGroup, layout: Layout, peers: dist.ProcessGroup | None = None
+        self,
+        *,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        copy: dist.ProcessGroup,
+        peers: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
         self.layout = layout
         self.rank, self.world_size = layout.rank, layout.world_size
+        self._copy = copy  # the ranks that hold one copy of the model with this one
         self._peers = peers  # the ranks with this rank's rows, node 0's first
 
     def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
@@ -116,6 +128,25 @@ class RowStream:
             start, stop = row_range(shape[0], shards, rank)
             if stop > start:
                 dist.recv(destination[start:stop], group=self.group, group_src=rank)
+
+    def whole(self, vectors: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Vectors on every rank, by their sizes and this rank's rows of them in host memory.
+
+        One message for all, between the ranks of a copy: only for what is small."""
+        if not vectors:
+            return []
+        sizes, rows = zip(*vectors, strict=True)
+        shards, mine = self.layout.shards, torch.cat(rows)
+        counts = [
+            [stop - start for start, stop in (row_range(n, shards, r) for n in sizes)]
+            for r in range(shards)
+        ]
+        most = max(map(sum, counts))
+        found = [torch.empty(most) for _ in range(shards)]
+        padded = torch.nn.functional.pad(mine, (0, most - len(mine)))
+        dist.all_gather(found, padded, group=self._copy)
+        parts = [f[: sum(c)].split(c) for f, c in zip(found, counts, strict=True)]
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
         """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``; rank 0 may give None
