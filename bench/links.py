@@ -12,7 +12,7 @@ import ctypes
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,19 +63,12 @@ class Links:
         return f"{self._tag}-switch"
 
     def _make(self) -> None:
-        _ip("netns", "add", self._switch)
-        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._switch, "link", "set", "bridge", "up")
-        for i, rate in enumerate(self._rates):
-            name, port = self._name(i), f"port{i}"
-            _ip("netns", "add", name)
-            there = ["peer", "name", "line", "netns", name]
-            _ip("-n", self._switch, "link", "add", port, "type", "veth", *there)
-            _ip("-n", name, "addr", "add", f"{self.addresses[i]}/24", "dev", "line")
-            _run("ip", "netns", "exec", name, "sysctl", "-qw", _CONGESTION)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", "line", "up")
-            _ip("-n", self._switch, "link", "set", port, "master", "bridge", "up")
+        names = [self._name(i) for i in range(len(self._rates))]
+        for name in (self._switch, *names):
+            ip("netns", "add", name)
+        join("port", dict(zip(names, self.addresses, strict=True)), switch=self._switch)
+        for i, (name, rate) in enumerate(zip(names, self._rates, strict=True)):
+            run("ip", "netns", "exec", name, "sysctl", "-qw", _CONGESTION)
             self.shape(i, rate)
 
     def shape(self, peer: int, rate: float) -> None:
@@ -91,8 +84,8 @@ class Links:
             "latency",
             _QUEUE,
         ]
-        for namespace, device in ((self._name(peer), "line"), (self._switch, f"port{peer}")):
-            _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+        for namespace, device in ((self._name(peer), "eth0"), (self._switch, f"port{peer}")):
+            run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
 
     @contextlib.contextmanager
     def inside(self, peer: int) -> Iterator[None]:
@@ -106,7 +99,7 @@ class Links:
                 _enter(home)
 
     def counters(self) -> list[Counters]:
-        said = _ip("-n", self._switch, "-j", "-s", "link", "show").stdout
+        said = ip("-n", self._switch, "-j", "-s", "link", "show").stdout
         lines = {line["ifname"]: line["stats64"] for line in json.loads(said)}
         ports = [lines[f"port{i}"] for i in range(len(self._rates))]
         # What the switch receives is what the peer sent.
@@ -115,15 +108,33 @@ class Links:
     def close(self) -> None:
         for name in (*map(self._name, range(len(self._rates))), self._switch):
             if Path(f"/run/netns/{name}").exists():
-                _ip("netns", "del", name)
+                ip("netns", "del", name)
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def join(
+    bridge: str, addresses: Mapping[str, str], *, device: str = "eth0", switch: str | None = None
+) -> None:
+    """Give each namespace that there is its address, on a new ``device``, and a line from there to
+    a new ``bridge``, in namespace ``switch`` or on this machine. Its ends there are called after
+    the bridge, and numbered. Raises OSError or subprocess.CalledProcessError."""
+    here = ["-n", switch] if switch else []
+    ip(*here, "link", "add", bridge, "type", "bridge")
+    ip(*here, "link", "set", bridge, "up")
+    for i, (name, address) in enumerate(addresses.items()):
+        there = ["peer", "name", device, "netns", name]
+        ip(*here, "link", "add", f"{bridge}{i}", "type", "veth", *there)
+        ip(*here, "link", "set", f"{bridge}{i}", "master", bridge, "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+        for each in ("lo", device):
+            ip("-n", name, "link", "set", each, "up")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True)
 
 
-def _ip(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return _run("ip", *arguments)
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("ip", *arguments)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from bench.links import ip, join, run
+
 
 class Machine:
     """One namespace. ``address`` is that of its only interface besides loopback."""
@@ -23,52 +25,52 @@ class Machine:
 
     def unplug(self) -> None:
         """What it sends and what is sent to it is lost from here on, without a word."""
-        _ip("-n", self.name, "link", "set", "eth0", "down")
+        ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug(self) -> None:
-        _ip("-n", self.name, "link", "set", "eth0", "up")
+        ip("-n", self.name, "link", "set", "eth0", "up")
 
-    def close_ports_but(self, port: int) -> None:
+    def close_ports_but(self, port: int, *, device: str = "eth0") -> None:
         """A firewall: connections from elsewhere to other ports are dropped without a word. (Their
         first packets, SYN without ACK, go into a cable without an end.)"""
-        _ip("-n", self.name, "link", "add", "hole", "type", "veth", "peer", "name", "nowhere")
-        _ip("-n", self.name, "link", "set", "hole", "up")
+        ip("-n", self.name, "link", "add", "hole", "type", "veth", "peer", "name", "nowhere")
+        ip("-n", self.name, "link", "set", "hole", "up")
         tc = [*self.prefix, "tc"]
-        filters = [*tc, "filter", "add", "dev", "eth0", "ingress", "protocol", "ip"]
+        filters = [*tc, "filter", "add", "dev", device, "ingress", "protocol", "ip"]
         passed = f"prio 1 u32 match ip dport {port} 0xffff classid 1:1"
         dropped = (
             "prio 2 u32 match ip protocol 6 0xff match u8 0x02 0x12 at 33 "
             "action mirred egress redirect dev hole"
         )
-        _run(*tc, "qdisc", "add", "dev", "eth0", "clsact")
-        _run(*filters, *passed.split())
-        _run(*filters, *dropped.split())
+        run(*tc, "qdisc", "add", "dev", device, "clsact")
+        run(*filters, *passed.split())
+        run(*filters, *dropped.split())
 
-    def open_ports(self) -> None:
+    def open_ports(self, *, device: str = "eth0") -> None:
         """After :meth:`close_ports_but`."""
-        _run(*self.prefix, "tc", "qdisc", "del", "dev", "eth0", "clsact")
+        run(*self.prefix, "tc", "qdisc", "del", "dev", device, "clsact")
+        ip("-n", self.name, "link", "del", "hole")
 
 
 @contextmanager
-def machines(count: int, *, network: str = "10.0.0", here: bool = False) -> Iterator[list[Machine]]:
-    """``network``: of their addresses. ``here``: they reach this machine too, at its .254. Skips
-    the test, with the reason, where namespaces cannot be made."""
+def machines(
+    count: int, *, network: str = "10.0.0", here: bool = False, second: str | None = None
+) -> Iterator[list[Machine]]:
+    """``network``: of their addresses. ``here``: they reach this machine too, at its .254.
+    ``second``: another network, which each has at eth1 with the same last number. Skips the test,
+    with the reason, where namespaces cannot be made."""
     tag = f"dt{os.getpid() % 100000}"
     made = [Machine(f"{tag}n{i}", f"{network}.{i + 1}") for i in range(count)]
     try:
         try:
-            _ip("link", "add", tag, "type", "bridge")
-            _ip("link", "set", tag, "up")
+            for machine in made:
+                ip("netns", "add", machine.name)
+            join(f"{tag}v", {m.name: m.address for m in made})
             if here:
-                _ip("addr", "add", f"{network}.254/24", "dev", tag)
-            for i, machine in enumerate(made):
-                _ip("netns", "add", machine.name)
-                _ip("link", "add", f"{tag}v{i}", "type", "veth", "peer", "name", "eth0",
-                    "netns", machine.name)  # fmt: skip
-                _ip("link", "set", f"{tag}v{i}", "master", tag, "up")
-                _ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", "eth0")
-                _ip("-n", machine.name, "link", "set", "eth0", "up")
-                _ip("-n", machine.name, "link", "set", "lo", "up")
+                ip("addr", "add", f"{network}.254/24", "dev", f"{tag}v")
+            if second is not None:
+                more = {m.name: f"{second}.{i + 1}" for i, m in enumerate(made)}
+                join(f"{tag}w", more, device="eth1")
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
             pytest.skip(f"network namespaces cannot be made here: {said}")
@@ -76,12 +78,5 @@ def machines(count: int, *, network: str = "10.0.0", here: bool = False) -> Iter
     finally:
         for machine in made:
             subprocess.run(["ip", "netns", "del", machine.name], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", tag], capture_output=True, check=False)
-
-
-def _ip(*arguments: str) -> None:
-    _run("ip", *arguments)
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, text=True)
+        for bridge in (f"{tag}v", f"{tag}w"):
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)

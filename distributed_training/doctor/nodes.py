@@ -10,6 +10,8 @@ from datetime import timedelta
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.diagnostics.checks import Check
+from distributed_training.miner.node_doors import VARIABLES, other_addresses
+from distributed_training.miner.node_line import Line
 from distributed_training.miner.nodes import address_of, interface_of
 
 _TIMEOUT = timedelta(seconds=5)
@@ -29,12 +31,16 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
         else:
             with socket.create_connection((address, port), _TIMEOUT.total_seconds()) as line:
                 own = line.getsockname()[0].partition("%")[0]
+                others = _other_addresses(line)
             found = f"node 0 answers at {settings.rdzv_endpoint}"
-            if problem := _blocked(address):
-                found += f", but not at port {problem}, so its ranks could not be reached"
-                remedy = f"let all TCP ports through from {own} in the firewall of node 0"
-                return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
+            for each in (address, *others):
+                if problem := _blocked(each):
+                    at = "" if each == address else f" of {each}, its SOCKET_IFNAME's address,"
+                    found += f", but not at port {problem}{at}, so its ranks could not be reached"
+                    remedy = f"let all TCP ports through from {own} in the firewall of node 0"
+                    return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
         interface = interface_of(own)
+        other_addresses(interface)  # or there is no such interface
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition(": ")
         return [Check("nodes", "fail", finding, remedy)]
@@ -49,11 +55,21 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
         checks.append(Check("nodes' firewall", "warn", finding, remedy))
     else:
         checks.append(Check("nodes' firewall", "ok", f"{own} is no public address"))
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    for name in VARIABLES:
         if (wanted := os.environ.get(name)) and interface not in wanted:
             finding = f"{name} is {wanted}, the rendezvous goes through {interface}"
             checks.append(Check("nodes' interface", "warn", finding, f"unset {name}, if not meant"))
     return checks
+
+
+def _other_addresses(connection: socket.socket) -> list[str]:
+    """Of node 0, where its environment has gradients go through another interface."""
+    line = Line(connection, _TIMEOUT)
+    line.send(asks="addresses")
+    try:
+        return list((line.read() or {}).get("addresses", ()))
+    except (OSError, ValueError):
+        return []  # an older version, or another program
 
 
 def _blocked(address: str) -> str | None:

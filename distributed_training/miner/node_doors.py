@@ -2,25 +2,37 @@
 
 A firewall may pass the launchers' port and no other. The ranks would then wait for each other for
 as long as a collective may take, and none could tell why. So each launcher listens at a port like
-those that its ranks will have, its *door*, and all the others knock.
+those that its ranks will have, its *door*, and all the others knock. Where the environment has the
+gradients go through another interface than the rendezvous', there is a door at its address as well.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
+import psutil
+
 from distributed_training.common.ports import listen
+from distributed_training.config import ConfigError
 
 #: Covers the opening of one connection; a packet that got lost is sent again after 1 s and 3 s.
 KNOCK = timedelta(seconds=5)
 _CALLERS = 4096
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+#: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Door = tuple[str, int]  # address and port
+DoorOf = tuple[int, str, int]  # of which node
+Apart = tuple[int, int, str]  # from which node to which, at what address
 
 
 def open_door(address: str, port: int = 0) -> socket.socket:
@@ -28,34 +40,64 @@ def open_door(address: str, port: int = 0) -> socket.socket:
     return listen(address, port, backlog=_CALLERS)
 
 
-def shut_doors(doors: Mapping[int, Door]) -> list[int]:
-    """The nodes of ``doors`` to which no connection can be opened within :data:`KNOCK`."""
+def other_addresses(interface: str) -> list[str]:
+    """This machine's, on the interfaces that the environment has gradients go through instead of
+    ``interface``. Raises ConfigError if gloo's is not there."""
+    there, found = psutil.net_if_addrs(), list[str]()
+    for variable in VARIABLES:
+        wanted = os.environ.get(variable, "")
+        if wanted.startswith("^"):  # NCCL takes any but those
+            continue
+        names = tuple(filter(None, wanted.removeprefix("=").split(",")))
+        exact = wanted.startswith("=") or variable == VARIABLES[0]  # NCCL's are beginnings of names
+        taken = [n for n in there if (n in names if exact else n.startswith(names))]
+        if names and not taken and variable == VARIABLES[0]:
+            raise ConfigError(
+                f"{variable} is {wanted}, and no network interface of this machine has that name, "
+                f"so its ranks could not meet others: one of {', '.join(there)}, or unset it"
+            )
+        for name in taken:
+            if name != interface and (address := _address_on(there[name])):
+                found.append(address)
+    return sorted(set(found))
 
-    def shut(door: Door) -> bool:
+
+def _address_on(entries: Sequence[psutil._ntuples.snicaddr]) -> str | None:
+    kinds = {e.family: e.address for e in reversed(entries) if e.family in _FAMILIES}
+    usable = (kinds[f] for f in _FAMILIES if f in kinds)
+    return next((a for a in usable if not ipaddress.ip_address(a).is_link_local), None)
+
+
+def shut_doors(doors: Sequence[DoorOf]) -> list[tuple[int, str]]:
+    """Node and address of those of ``doors`` to which no connection can be opened within
+    :data:`KNOCK`."""
+
+    def shut(door: DoorOf) -> bool:
         with contextlib.suppress(OSError):
-            socket.create_connection(door, timeout=KNOCK.total_seconds()).close()
+            socket.create_connection(door[1:], timeout=KNOCK.total_seconds()).close()
             return False
         return True
 
     if not doors:
         return []
     with ThreadPoolExecutor(len(doors)) as pool:
-        found = pool.map(shut, doors.values())
-        return [node for node, is_shut in zip(doors, found, strict=True) if is_shut]
+        found = pool.map(shut, doors)
+        return [door[:2] for door, is_shut in zip(doors, found, strict=True) if is_shut]
 
 
-def whom_to_refuse(apart: Sequence[tuple[int, int]]) -> dict[int, str]:
-    """Node -> why, so that none of the rest are apart. ``apart``: from which node to which no
-    connection came about. Node 0 cannot be refused; as few others as may be are."""
+def whom_to_refuse(apart: Sequence[Apart]) -> dict[int, str]:
+    """Node -> why, so that none of the rest are apart. Node 0 cannot be refused; as few others as
+    may be are."""
     refused: dict[int, str] = {}
     while apart:
-        counted = Counter(n for one, other in apart for n in (other, one, other) if n != 0)
+        counted = Counter(n for one, other, _ in apart for n in (other, one, other) if n != 0)
         ((wrong, _),) = counted.most_common(1)
-        one, other = next(pair for pair in apart if wrong in pair)
+        one, other, address = next(each for each in apart if wrong in each[:2])
         refused[wrong] = (
             f"no connection from node {one} to node {other} came about within "
-            f"{KNOCK.total_seconds():.0f} s, so their ranks could not meet: let all TCP ports "
-            "through between the nodes, in the firewalls of both (docs/several-machines.md)"
+            f"{KNOCK.total_seconds():.0f} s, at {address}, so their ranks could not meet: let all "
+            "TCP ports through between the nodes, in the firewalls of both "
+            "(docs/several-machines.md)"
         )
-        apart = [pair for pair in apart if wrong not in pair]
+        apart = [each for each in apart if wrong not in each[:2]]
     return refused

@@ -28,7 +28,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -38,7 +38,16 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
-from distributed_training.miner.node_doors import Door, open_door, shut_doors, whom_to_refuse
+from distributed_training.miner.node_doors import (
+    VARIABLES,
+    Apart,
+    Door,
+    DoorOf,
+    open_door,
+    other_addresses,
+    shut_doors,
+    whom_to_refuse,
+)
 from distributed_training.miner.node_facts import difference, facts_of
 from distributed_training.miner.node_line import Line
 
@@ -83,7 +92,7 @@ class Plan:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
         }
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in VARIABLES:
             found[name] = os.environ.get(name) or self.interface
         return found
 
@@ -116,8 +125,8 @@ def interface_of(address: str) -> str:
 class _Guest:
     line: Line
     ready: bool = False
-    door: Door = ("", 0)
-    shut: list[int] | None = None  # the doors it found so; None: it has not said
+    doors: list[Door] = field(default_factory=list)
+    shut: list[tuple[int, str]] | None = None  # the doors it found so; None: it has not said
 
 
 class Host:
@@ -132,11 +141,12 @@ class Host:
         self._plan: Plan | None = None
         self._trouble: str | None = None  # why the ranks of the plan must end
         self._lost = False  # a node of the plan is gone
-        self._apart: list[tuple[int, int]] = []  # of the last try
+        self._apart: list[Apart] = []  # of the last try
         self._leaving = False
         self._changed = threading.Condition()
         self._address, self._port = address_of(settings.rdzv_endpoint)
         self._interface = interface_of(self._address)
+        self._others = other_addresses(self._interface)
         try:
             self._listener = listen(self._address, self._port)
         except OSError as error:
@@ -202,23 +212,26 @@ class Host:
 
     def _knock(
         self, guests: Mapping[int, _Guest], door: Door, stop: threading.Event
-    ) -> list[tuple[int, int]]:
+    ) -> list[Apart]:
         """Have all nodes try each other's doors, ``door`` being node 0's: who did not come through
         to whom. Returns when each guest has answered, or is gone."""
-        with open_door(*door):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(open_door(*door))
+            others = [stack.enter_context(open_door(each)) for each in self._others]
+            doors: list[DoorOf] = [(0, *door), *((0, *d.getsockname()[:2]) for d in others)]
             with self._changed:
-                doors = {0: door} | {node: guest.door for node, guest in guests.items()}
+                theirs = [(n, *each) for n, guest in guests.items() for each in guest.doors]
                 for guest in guests.values():
                     guest.shut = None
-                    guest.line.send(doors=[(node, *each) for node, each in doors.items()])
-            apart = [(0, node) for node in shut_doors({n: doors[n] for n in guests})]
+                    guest.line.send(doors=doors + theirs)
+            apart = [(0, *each) for each in shut_doors(theirs)]
             with self._changed:
                 while not stop.is_set() and any(
                     guest.shut is None and self._guests.get(node) is guest
                     for node, guest in guests.items()
                 ):
                     self._changed.wait(0.2)
-        return apart + [(n, other) for n, guest in guests.items() for other in guest.shut or ()]
+        return apart + [(n, *each) for n, guest in guests.items() for each in guest.shut or ()]
 
     def trouble(self) -> str | None:
         """Why the ranks that run must end now; None while all is well."""
@@ -277,6 +290,8 @@ class Host:
         line = Line(connection, timedelta(seconds=_HELLO_TIMEOUT))
         try:
             message = line.read() or {}
+            if message.get("asks") == "addresses":  # the doctor
+                line.send(addresses=self._others)
             node, problem = int(message["node"]), self._problem(message)
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             line.close()  # a port scanner, or another program
@@ -321,9 +336,10 @@ class Host:
     def _got(self, node: int, guest: _Guest, message: Mapping[str, Any]) -> None:
         with self._changed:
             if "shut" in message:
-                guest.shut = message["shut"]
+                guest.shut = [(node, address) for node, address in message["shut"]]
             if message.get("ready"):
-                guest.ready, guest.door = True, tuple(message["door"])
+                doors = [message["door"], *message.get("more", [])]
+                guest.ready, guest.doors = True, [(address, port) for address, port in doors]
                 if message.get("failed") and self._plan and node in self._plan.nodes:
                     self._trouble = self._trouble or f"node {node}: its ranks failed"
             if message.get("leave") and self._plan is not None:
@@ -359,7 +375,7 @@ class Guest:
         self._own_address = self._interface = ""
         self._known = False  # node 0 took us in before
         self._start: dict[str, Any] | None = None
-        self._doors: dict[int, Door] | None = None  # of the others, to be tried
+        self._doors: list[DoorOf] | None = None  # of the others, to be tried
         self._failed = False  # our ranks, when they ran last
         self._over: ExitStatus | None = None
         self._refused: str | None = None
@@ -394,8 +410,11 @@ class Guest:
                 self._connect(stop)
             elif line is not told:
                 told = line
-                own = door.enter_context(open_door(self._own_address)).getsockname()[:2]
-                line.send(ready=True, failed=self._failed, door=own)
+                own, *more = (
+                    door.enter_context(open_door(address)).getsockname()[:2]
+                    for address in (self._own_address, *other_addresses(self._interface))
+                )
+                line.send(ready=True, failed=self._failed, door=own, more=more)
             elif doors is not None:
                 line.send(shut=shut_doors(doors))
             else:
@@ -454,8 +473,8 @@ class Guest:
             if "over" in message:
                 self._over = ExitStatus(message["over"])
             if "doors" in message:
-                self._doors = {node: (address, port) for node, address, port in message["doors"]}
-                self._doors.pop(self._settings.node_rank, None)
+                all_doors = [(node, address, port) for node, address, port in message["doors"]]
+                self._doors = [d for d in all_doors if d[0] != self._settings.node_rank]
             if "start" in message:
                 self._start, self._trouble = message["start"], None
             if "end" in message:

@@ -14,9 +14,9 @@ again and again, and it still holds the last epoch's g when a new one begins. Wh
 ``off``     publish top-k(lr * g) and remember nothing.
 
 The code of some rows of a matrix is the same rows of the code of the matrix, so each rank encodes
-its own rows where they lie, beside training. What is chunked across that border must be whole, on the
-training thread: vectors, small and many, are exchanged in one message, and every rank encodes them;
-a matrix (under DCT alone) is gathered and encoded on rank 0.
+its own rows where they lie, beside training. What is chunked across that border must be whole and is
+encoded on the training thread: vectors, small and many, travel in one message, and all ranks encode
+them; a matrix (under DCT alone) is gathered and encoded on rank 0.
 """
 
 from __future__ import annotations
@@ -203,9 +203,7 @@ class ErrorFeedback:
         rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
         return code
 
-    def _take_wholes(
-        self, make: Rows, remains: dict[int, Tensor] | None
-    ) -> dict[int, Code | None]:
+    def _take_wholes(self, make: Rows, remains: dict[int, Tensor] | None) -> dict[int, Code | None]:
         """The codes of what must be whole, of the rows that ``make`` gives. Rank 0 gets them;
         collective. What they leave out goes into ``remains``, if given. Raises RankFailedError on
         all ranks alike, of a matrix."""

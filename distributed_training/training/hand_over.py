@@ -5,7 +5,8 @@ a time, beside training: in the snapshot's thread, over a group of its own. With
 ``--neuron.shard_across_nodes`` node 0 has everything, and nothing is sent.
 
 Hazard: both go through the same messages whatever happens, or one waits until the group's timeout.
-A rank that gives up says so in place of each parameter.
+So the receiver asks for each parameter once it has the memory for it. A rank of either side that
+gives up says so in place of the next one, and there are no more.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ def hand_over(
 
     Raises what ``check`` and the encoding raise; RuntimeError where another rank gave up."""
     if layout.on_node_0:
-        others = range(layout.rank + layout.local, layout.world_size, layout.local)
-        found = [_receive(state, layout, group, rank) for rank in others]
-        if None in found:
-            raise RuntimeError("a rank of another node gave up its part of the snapshot")
-        return [*(part for part in found if part is not None), state]
+        return [*_receive_all(state, layout, group, check), state]
     codes: dict[str, list[Code | None]] = {}
     problem: BaseException | None = None
     try:
@@ -48,40 +45,72 @@ def hand_over(
         zip(state.weights, state.exp_avg, state.exp_avg_sq, strict=True)
     ):  # a parameter at a time
         receiver = layout.rank % layout.local
+        wanted = torch.empty(1)
+        dist.recv(wanted, group=group, group_src=receiver)
+        if not wanted:
+            raise RuntimeError(f"rank {receiver} gave up the snapshot") from problem
         mine = None if problem else {name: made[i] for name, made in codes.items()}
         dist.send_object_list([mine], group=group, group_dst=receiver)
-        for rows in parts if mine is not None and parts[0].numel() else ():
+        if problem is not None:
+            raise problem
+        for rows in parts if parts[0].numel() else ():
             dist.send(rows.contiguous(), group=group, group_dst=receiver)
-    if problem is not None:
-        raise problem
     made = [Direction(name, list(parts)) for name, parts in codes.items()]
     return [dataclasses.replace(state, directions=made, writes=False)]
 
 
+def _receive_all(
+    state: SnapshotState, layout: Layout, group: dist.ProcessGroup, check: Callable[[], None]
+) -> list[SnapshotState]:
+    found: list[SnapshotState] = []
+    problem: BaseException | None = None
+
+    def go_on() -> None:
+        if problem is not None:
+            raise problem
+        check()
+
+    for rank in range(layout.rank + layout.local, layout.world_size, layout.local):
+        try:
+            found.append(_receive(state, layout, group, rank, go_on))
+        except BaseException as error:  # noqa: BLE001 - raised below, once all others know
+            problem = error
+    if problem is not None:
+        raise problem
+    return found
+
+
 def _receive(
-    state: SnapshotState, layout: Layout, group: dist.ProcessGroup, rank: int
-) -> SnapshotState | None:
-    weights: list[Tensor] = []
-    first: list[Tensor] = []
-    second: list[Tensor] = []
+    state: SnapshotState,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    rank: int,
+    check: Callable[[], None],
+) -> SnapshotState:
+    kept: tuple[list[Tensor], ...] = ([], [], [])
     codes: dict[str, list[Code | None]] = {each.name: [] for each in state.directions}
     shards = []
     for shard in state.shards:
+        wanted = torch.zeros(1)
+        try:
+            check()
+            start, stop = row_range(shard.shape[0], layout.shards, rank)
+            rows = [torch.empty((stop - start, *shard.shape[1:])) for _ in kept]
+            wanted = torch.ones(1)
+        finally:
+            dist.send(wanted, group=group, group_dst=rank)
         box: list[Any] = [None]
         dist.recv_object_list(box, group=group, group_src=rank)
         if box[0] is None:
-            continue
+            raise RuntimeError(f"rank {rank} gave up its part of the snapshot")
         for name, code in box[0].items():
             codes[name].append(code)
-        start, stop = row_range(shard.shape[0], layout.shards, rank)
-        for kept in (weights, first, second):
-            rows = torch.empty((stop - start, *shard.shape[1:]))
-            if rows.numel():
-                dist.recv(rows, group=group, group_src=rank)
-            kept.append(rows)
+        for each, into in zip(rows, kept, strict=True):
+            if each.numel():
+                dist.recv(each, group=group, group_src=rank)
+            into.append(each)
         shards.append(dataclasses.replace(shard, start=start, stop=stop))
-    if len(shards) < len(state.shards):
-        return None
+    weights, first, second = kept
     return dataclasses.replace(
         state,
         rank=rank,

@@ -36,6 +36,7 @@ from .snapshot import (
     SnapshotState,
     prepare_folder,
     publish_instead,
+    tell_failure,
     write_snapshot,
 )
 
@@ -124,7 +125,13 @@ class Publication:
     def _write(self, state: SnapshotState, handle: SnapshotHandle) -> None:
         states = [state]
         if self._beside is not None:
-            states = hand_over(state, self._stream.layout, self._beside, handle.check)
+            layout = self._stream.layout
+            try:
+                states = hand_over(state, layout, self._beside, handle.check)
+            except BaseException as error:
+                if layout.on_node_0:
+                    tell_failure(handle.folder, layout.rank, error)
+                raise
         for each in states:
             write_snapshot(each, handle, parts_timeout=PARTS_TIMEOUT)
 

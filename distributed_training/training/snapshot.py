@@ -20,9 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -148,17 +146,16 @@ def write_snapshot(
         return
     folder = handle.folder
     parts = folder / _PARTS
-    ready = parts / f"rank-{state.rank}.ready.json"
     files: list[Path] = []
     with ExitStack() as stack:
-        stack.push(partial(_tell_failure, ready, _gradient_part(parts, state.rank)))
+        stack.push(lambda _, error, __: tell_failure(folder, state.rank, error))
         layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
         codes = {each.name: each.encode(handle.check) for each in state.directions}
         if state.own:
             handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
-    write_json(ready, {"error": None})
+    write_json(_ready(parts, state.rank), {"error": None})
     if state.rank == 0:
         _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
         assert (parts / keys.MODEL).stat().st_size == layout.size
@@ -190,18 +187,13 @@ def write_snapshot(
     write_json(_done_file(folder, state.rank), done)
 
 
-def _tell_failure(
-    ready: Path,
-    part: Path,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-) -> None:
+def tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
     """At the end of a rank's part: tell rank 0, which waits for it, if it failed."""
     if error is not None:
-        part.unlink(missing_ok=True)  # a full disk needs the room
+        parts = folder / _PARTS
+        _gradient_part(parts, rank).unlink(missing_ok=True)  # a full disk needs the room
         with contextlib.suppress(OSError):
-            write_json(ready, {"error": f"{type(error).__name__}: {error}"})
+            write_json(_ready(parts, rank), {"error": f"{type(error).__name__}: {error}"})
 
 
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
@@ -255,6 +247,10 @@ def _write_at(handle: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
+def _ready(parts: Path, rank: int) -> Path:
+    return parts / f"rank-{rank}.ready.json"
+
+
 def _gradient_part(parts: Path, rank: int) -> Path:
     return parts / f"gradients.rank-{rank}.safetensors"
 
@@ -276,7 +272,7 @@ def _wait_for_parts(
 ) -> None:
     deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(world_size):
-        ready = parts / f"rank-{rank}.ready.json"
+        ready = _ready(parts, rank)
         while not ready.exists():
             check()
             if time.monotonic() > deadline:

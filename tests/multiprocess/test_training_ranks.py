@@ -98,6 +98,12 @@ def test_snapshot_of_two_ranks_is_that_of_the_whole_model(scenario: str, tmp_pat
 
 
 @pytest.mark.timeout(120)
+def test_a_rank_that_cannot_receive_another_nodes_part_keeps_nobody(tmp_path: Path) -> None:
+    Ranks("given_up_across", 4, tmp_path).finish()
+    assert (tmp_path / "None" / "rank-0.done.json").exists()
+
+
+@pytest.mark.timeout(120)
 def test_another_epoch_start_keeps_the_pseudo_gradient(tmp_path: Path) -> None:
     Ranks("rebase", 2, tmp_path).finish()
 

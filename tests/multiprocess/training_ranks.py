@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -25,8 +26,9 @@ from distributed_training.common.processes import leave
 from distributed_training.config import ConfigError
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
-from distributed_training.training import outer_step
+from distributed_training.training import hand_over, outer_step
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.feedback import Direction
 from distributed_training.training.outer import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
@@ -213,6 +215,36 @@ def snapshot(folder: Path, **layout: Any) -> None:
         if RANK == 0:
             torch.save({"start": start, "now": now, "schema": made.schema}, folder / f"{mode}.pt")
         dist.barrier()
+
+
+def given_up_across(folder: Path) -> None:
+    """Two nodes with two ranks each, and one copy: a rank has no memory for what another node
+    sends, or no code to send. Nobody waits for the group's timeout; the next snapshot is whole."""
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=2, across_nodes=True)
+    train(made, 0, 1)
+    place = folder if RANK < 2 else folder / "no file system in common"
+    parts = hand_over.row_range, Direction.encode
+
+    def fails(*_: object) -> Any:
+        raise MemoryError("none left")
+
+    for failing in (1, 2, None):
+        if failing == RANK:
+            hand_over.row_range, Direction.encode = fails, fails  # type: ignore[assignment]
+        name, began = str(failing), time.monotonic()
+        handle = made.snapshot(place / name, progress=Progress(0, 1, 1, []), block=9, last_loss=1.0)
+        error = None
+        try:
+            handle.wait(timedelta(seconds=60))
+        except (MemoryError, RuntimeError) as raised:
+            error = str(raised)
+        assert time.monotonic() - began < 60
+        hand_over.row_range, Direction.encode = parts  # type: ignore[method-assign]
+        dist.barrier()
+        told = {1: ("rank 1 could", "none left", None, "rank 1 gave up"),
+                2: ("rank 2 gave up", None, "none left", None)}  # fmt: skip
+        expected = told.get(failing or 0, (None,) * 4)[RANK]
+        assert (error is None) if expected is None else expected in str(error), (RANK, error)
 
 
 def rebase(folder: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World])
     )
 )
 def test_who_is_refused_leaves_nobody_apart(apart: set[tuple[int, int]]) -> None:
-    refused = whom_to_refuse(sorted(apart))
+    refused = whom_to_refuse([(*pair, "10.0.0.9") for pair in sorted(apart)])
     assert 0 not in refused
     assert all(refused.keys() & set(pair) for pair in apart)
     assert refused.keys() <= {node for pair in apart for node in pair}
@@ -180,10 +180,10 @@ def test_a_node_whose_ports_are_shut_is_refused_and_the_rest_begin(
 def test_the_node_that_nobody_reaches_is_refused_alone() -> None:
     """Its firewall passes what it asks for itself; and one that passes nothing at all."""
     for apart in ([(0, 2), (1, 2), (3, 2)], [(0, 2), (2, 0), (1, 2), (2, 1), (3, 2), (2, 3)]):
-        refused = whom_to_refuse(apart)
+        refused = whom_to_refuse([(*pair, "10.0.0.9") for pair in apart])
         assert list(refused) == [2]
         assert "no connection from node 0 to node 2 came about within 5 s" in refused[2]
-    assert list(whom_to_refuse([(1, 0)])) == [1], "node 0's own firewall"
+    assert list(whom_to_refuse([(1, 0, "10.0.0.9")])) == [1], "node 0's own firewall"
     assert whom_to_refuse([]) == {}
 
 
