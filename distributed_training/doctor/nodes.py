@@ -35,7 +35,11 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
             found = f"node 0 answers at {settings.rdzv_endpoint}"
             for each in (address, *others):
                 if problem := _blocked(each):
-                    at = "" if each == address else f" of {each}, its SOCKET_IFNAME's address,"
+                    at = (
+                        ""
+                        if each == address
+                        else f" of {each}, where its SOCKET_IFNAME has it listen,"
+                    )
                     found += f", but not at port {problem}{at}, so its ranks could not be reached"
                     remedy = f"let all TCP ports through from {own} in the firewall of node 0"
                     return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]

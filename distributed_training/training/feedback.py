@@ -14,8 +14,8 @@ again and again, and it still holds the last epoch's g when a new one begins. Wh
 ``off``     publish top-k(lr * g) and remember nothing.
 
 The code of some rows of a matrix is the same rows of the code of the matrix, so each rank encodes
-its own rows where they lie, beside training. What is chunked across that border must be whole and is
-encoded on the training thread: vectors, small and many, travel in one message, and all ranks encode
+its own rows where they lie, beside training. What is chunked across that border must be whole, and
+training waits for its code: vectors, small and many, travel in one message, and all ranks encode
 them; a matrix (under DCT alone) is gathered and encoded on rank 0.
 """
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.common.ports import free_ports
 from distributed_training.miner.process import mark_of
 from distributed_training.telemetry import read_events
 from tests.multiprocess import small_miner
@@ -194,6 +195,19 @@ def _step(nodes: list[Node]) -> int:
     return max(nodes[0].inner_steps(), default=0)
 
 
+def _under_way(nodes: list[Node], *, steps: int, past: int = 7) -> None:
+    """All started, to take ``steps``; ``past`` are taken."""
+    for node in reversed(nodes):
+        node.start(steps=steps)
+    wait_for(lambda: _step(nodes) >= past, "steps", seconds=200)
+
+
+def _all_ended_well(nodes: list[Node], *, steps: int) -> None:
+    assert [node.wait() for node in nodes] == [0] * len(nodes), nodes[0].output[-6000:]
+    assert set(nodes[0].inner_steps()) == set(range(1, steps + 1)), "no step is missing"
+    _copies_are_equal(nodes)
+
+
 class Again:
     """How soon training goes on. Within 60 s, or about the time that a busy machine took for the
     first start: a node that comes back imports everything once more."""
@@ -210,9 +224,9 @@ class Again:
         wait_for(condition, what, seconds=self._limit - (time.monotonic() - self._gone))
 
 
-def _copies_are_equal(pair: list[Node]) -> None:
-    rows = [torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair]
-    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+def _copies_are_equal(nodes: list[Node]) -> None:
+    first, *others = (torch.load(n.folder / "rows-0.pt", weights_only=True) for n in nodes)
+    assert all(torch.equal(a, b) for rows in others for a, b in zip(first, rows, strict=True))
 
 
 @pytest.mark.long
@@ -222,9 +236,7 @@ def test_a_killed_node_comes_back_and_all_go_on_exactly(
     """Killed three steps past a checkpoint: the losses are those of a miner that was never killed,
     and training goes on within 60 s."""
     pair, again = two(), Again()
-    for node in pair:
-        node.start(steps=30)
-    wait_for(lambda: _step(pair) >= 8, "steps", seconds=200)
+    _under_way(pair, steps=30, past=8)
     before = pair[0].inner_steps()
     pair[1].kill()
     again.lost()
@@ -246,10 +258,8 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
 ) -> None:
     """``--nnodes 1:2``. Unplugged, nothing tells node 0 but silence."""
     pair, again = two(nnodes="1:2", node_wait="5"), Again()
-    for node in reversed(pair):
-        node.start(steps=60)
-    wait_for(lambda: "Nodes 0, 1: 2 ranks" in pair[0].output, "both", seconds=200)
-    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
+    _under_way(pair, steps=60)
+    assert "Nodes 0, 1: 2 ranks" in pair[0].output
     machine = pair[1]._machine
     assert machine is not None
     if how == "killed":
@@ -266,10 +276,32 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
         machine.plug()
     wait_for(lambda: pair[0].output.count("Nodes 0, 1: 2 ranks") == 2, "taken in", seconds=200)
     assert "A node joins: saving, then all nodes start again" in pair[0].output
-    for node in pair:
-        assert node.wait() == 0, node.output
-    assert set(pair[0].inner_steps()) == set(range(1, 61)), "no step is missing"
-    _copies_are_equal(pair)
+    _all_ended_well(pair, steps=60)
+
+
+@pytest.mark.long
+def test_three_launchers_go_on_without_one_and_take_it_in_again(nodes: Nodes) -> None:
+    """``--nnodes 2:3``: the two that are left connect to each other anew, and so do all three."""
+    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+    own = {"nnodes": "2:3", "node_wait": "5", "rdzv_endpoint": endpoint, "nproc_per_node": "1"}
+    three = [nodes(f"node{i}", node_rank=str(i), **own) for i in range(3)]
+    _under_way(three, steps=60)
+    again = Again()
+    for number in (2, 1):
+        three[number].kill()
+        again.lost()
+        left = f"Nodes 0, {3 - number}: 2 ranks"
+        again.wait_for(lambda line=left: line in three[0].output, left)
+        fewer = _step(three)
+        again.wait_for(lambda at=fewer: _step(three) > at, "training again")
+        three[number].start(steps=60)
+        whole = 4 - number
+        wait_for(
+            lambda n=whole: three[0].output.count("Nodes 0, 1, 2: 3 ranks") == n,
+            "taken in",
+            seconds=200,
+        )
+    _all_ended_well(three, steps=60)
 
 
 @pytest.mark.slow
@@ -278,18 +310,14 @@ def test_an_outage_that_is_over_when_ranks_are_ended_is_no_stop(
 ) -> None:
     """The ranks' connections live on, so they save and end as if asked to; the miner goes on."""
     pair = two()
-    for node in pair:
-        node.start(steps=40)
-    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
+    _under_way(pair, steps=40)
     machine = pair[1]._machine
     assert machine is not None
     machine.unplug()
     wait_for(lambda: "Node 1 is gone: nothing was heard" in pair[0].output, "noticed", seconds=60)
     machine.plug()
-    assert [node.wait() for node in pair] == [0, 0], pair[0].output
+    _all_ended_well(pair, steps=40)
     assert pair[0].output.count("Nodes 0, 1: 2 ranks") == 2
-    assert set(pair[0].inner_steps()) == set(range(1, 41))
-    _copies_are_equal(pair)
 
 
 @pytest.mark.long
@@ -326,9 +354,7 @@ def test_a_node_that_is_stopped_saves_first_and_node_0_says_what_all_end_with(
     two: Callable[..., list[Node]],
 ) -> None:
     pair = two()
-    for node in pair:
-        node.start(steps=40)
-    wait_for(lambda: _step(pair) >= 7, "steps", seconds=200)
+    _under_way(pair, steps=40)
     assert pair[1].process is not None
     pair[1].process.send_signal(signal.SIGTERM)
     assert pair[1].wait() == 0, pair[1].output
@@ -336,10 +362,7 @@ def test_a_node_that_is_stopped_saves_first_and_node_0_says_what_all_end_with(
     assert "A node leaves: saving, then all nodes start again" in pair[0].output
     pair[1].start(steps=40)
     wait_for(lambda: f"inner step {saved}" in pair[0].output, "no step is lost", seconds=200)
-    other = pair[1].wait, pair[0].wait
-    assert [wait() for wait in other] == [0, 0], pair[0].output
-    assert set(pair[0].inner_steps()) == set(range(1, 41))
-    _copies_are_equal(pair)
+    _all_ended_well(pair, steps=40)
 
 
 @pytest.mark.long
@@ -430,3 +453,26 @@ def test_a_firewall_between_ranks_is_one_line_within_seconds(
     machine.open_ports()
     pair[1].start(steps=8)
     assert [node.wait() for node in pair] == [0, 0], pair[0].output
+
+
+@pytest.mark.slow
+def test_a_firewall_on_the_interface_of_the_gradients_is_one_line_too(nodes: Nodes) -> None:
+    """The rendezvous' interface is open; GLOO_SOCKET_IFNAME names another, which is not."""
+    environ = {"GLOO_SOCKET_IFNAME": "eth1"}
+    with machines(2, second="10.9.0") as found:
+        own = {"nnodes": "2", "rdzv_endpoint": "10.0.0.1:29400", "nproc_per_node": "1"}
+        pair = [nodes(f"node{i}", m, node_rank=str(i), **own) for i, m in enumerate(found)]
+        found[0].close_ports_but(29400, device="eth1")
+        pair[0].start(steps=8, environ=environ)
+        wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
+        pair[1].start(environ={"GLOO_SOCKET_IFNAME": "eth7"})
+        assert pair[1].wait(60) == 2
+        pair[1].start(environ=environ)
+        assert pair[1].wait(60) == 2
+        missing, shut = _lines(pair[1])
+        assert "GLOO_SOCKET_IFNAME is eth7, and no network interface of this machine" in missing
+        assert "no connection from node 1 to node 0 came about within 5 s, at 10.9.0.1" in shut
+        found[0].open_ports(device="eth1")
+        pair[1].start(steps=8, environ=environ)
+        _all_ended_well(pair, steps=8)
+        nodes.close()
