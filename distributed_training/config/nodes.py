@@ -14,7 +14,9 @@ from .values import Duration
 DEFAULT_PORT = 29400  # torchrun's
 MOST_NODES = 1024
 
-_HOST = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII)
+_HOST = re.compile(
+    r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
 _SLURM_LIST = re.compile(r"(?P<stem>[\w.-]+)\[(?P<first>[0-9]+)[-,\]][0-9,\]\w\[.-]*", re.ASCII)
 
 

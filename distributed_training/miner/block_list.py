@@ -343,8 +343,15 @@ class BlockList:
         if not exact or (state.get("world_size"), state.get("micro_batch_size")) != layout:
             again = sorted(since_step | ({block} if under_way else set()))
             self._ahead = [*again, *(b for b in ahead if b not in again)]
+            why = "the number of ranks or the micro-batch changed"
+            if (state.get("world_size"), state.get("micro_batch_size")) == layout:
+                why = (
+                    "a node lacks its own part of the checkpoint, so the micro-batches of the "
+                    "inner step under way are dropped"
+                )
             log.info(
-                "Data goes on with a new block: the number of ranks or the micro-batch changed%s",
+                "Data goes on with a new block: %s%s",
+                why,
                 f". From their beginning again: {', '.join(map(str, again))}" if again else "",
             )
             return

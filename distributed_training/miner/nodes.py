@@ -22,6 +22,7 @@ launchers meet here, without torch; ranks then meet in c10d's TCPStore as on one
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import os
 import socket
@@ -107,7 +108,13 @@ def address_of(endpoint: str) -> tuple[str, int]:
             f"--rdzv_endpoint {endpoint}: the host cannot be resolved ({error.strerror}), so the "
             "nodes cannot meet: give node 0's IP address"
         ) from None
-    return str(family[0][4][0]), int(port)
+    address = str(family[0][4][0])
+    if ":" in address and ipaddress.ip_address(address).is_link_local:
+        raise ConfigError(
+            f"--rdzv_endpoint {endpoint} is a link-local address, which names another machine on "
+            "each interface, so the nodes cannot meet: give another address of node 0"
+        )
+    return address, int(port)
 
 
 def interface_of(address: str) -> str:

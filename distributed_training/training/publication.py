@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class Publication:
                 prepare_folder(folder)
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
-        problem = self._stream.from_rank_0(problem)  # also: no rank writes before it is there
+        problem = cast("str | None", self._stream.from_rank_0(problem))  # none writes before
         if problem is not None:
             raise OSError(problem)
         metadata = {

@@ -121,6 +121,11 @@ def test_any_node_of_one_copy_may_lose_its_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
+def test_a_new_disk_in_mid_step_drops_the_step_on_all_nodes(tmp_path: Path) -> None:
+    Ranks("disk_of_a_copy", 2, tmp_path).finish()
+
+
+@pytest.mark.timeout(120)
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     killed = Ranks("until_killed", 2, tmp_path)
     plain = Ranks("straight", 2, tmp_path)

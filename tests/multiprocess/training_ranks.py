@@ -392,6 +392,30 @@ def disks_of_nodes(folder: Path) -> None:
         torch.save(whole, folder / "whole.pt")
 
 
+def disk_of_a_copy(folder: Path) -> None:
+    """A copy on each node, the second with a new disk, in the middle of an inner step."""
+    own = folder / f"node{RANK}"
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=1)
+    train(made, 0, 1)
+    whole = whole_weights(made)
+    made.add_micro_batch(sequences(RANK, count=made.micro_batch_size))
+    assert made.pending_micro_batches == 1
+    keeper = Checkpointer(trainer=made, folder=own, owner="me")
+    keeper.save({"rank": RANK}, Progress(0, 1, 1, []))
+    keeper.wait()
+    dist.barrier()
+    for lost in (None, 1):
+        if lost == RANK:
+            shutil.rmtree(own)
+        made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, seed=7)
+        keeper = Checkpointer(trainer=made, folder=own, owner="me")
+        assert keeper.restore() is not None
+        assert keeper.exact == (lost is None), "which the block list is told, and tells"
+        assert made.pending_micro_batches == (1 if lost is None else 0), "on all nodes alike"
+        same(whole, whole_weights(made))
+        dist.barrier()
+
+
 def one_of_the_nodes(folder: Path) -> None:
     """Node 0 alone: it has its part and that of the last node."""
     made = trainer(rank=RANK, world_size=WORLD, seed=7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 from typing import Any
@@ -101,7 +102,8 @@ def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
-def test_what_is_cut_differently_begins_anew(change: str) -> None:
+def test_what_is_cut_differently_begins_anew(change: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     world = World()
     state, cursor = saved(world)
     world.chain = 200
@@ -109,6 +111,10 @@ def test_what_is_cut_differently_begins_anew(change: str) -> None:
         world.world_size = 3
     feed = world.feed(micro_batch=5 if change == "micro-batch" else 2)
     feed.restore(state, cursor, exact=change != "a disk")
+    (line,) = caplog.messages
+    assert line.startswith("Data goes on with a new block: ")
+    lost = "so the micro-batches of the inner step under way are dropped. From their beginning"
+    assert (lost if change == "a disk" else "ranks or the micro-batch changed. From") in line
     assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
     feed.step_done()
     assert feed.blocks() == [], "the micro-batches of the step under way were dropped"
