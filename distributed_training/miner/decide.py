@@ -9,8 +9,9 @@ mode               meaning
 =================  ==============================================================================
 TRAINING           inner steps; the global epoch is compared with ours from time to time
 AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step
-AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and the global epoch is
-                   left alone until the validator has had its time to publish (``reload`` timeout)
+AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global epoch behind
+                   ours is left alone until the validator has had its time to publish
+                   (``reload`` timeout)
 FETCHING           the global state is being fetched; inner steps go on, and what they do is kept
                    should the fetch fail. No round: our pseudo-gradient is another epoch's
 LOADING            the global state is being loaded; inner steps pause
@@ -57,6 +58,7 @@ class MinerState:
     called_at: float = 0.0
     averaged: AllReduceResult | None = None  # what the outer step under way is made of
     partial: bool = False  # our last outer step may differ from that of others
+    unpublished: bool = False  # the bucket was not seen at our last outer step yet
     # the global state
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the epoch being fetched
@@ -120,7 +122,8 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             return state, (Order.PREVIEW,)
         case ev.RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
             # A rebase would keep what was trained in an epoch that is not ours any more.
-            return replace(state, outer_step=outer, rebase=False), (Task.COMPARE_EPOCHS,)
+            after = replace(state, outer_step=outer, rebase=False, unpublished=False)
+            return after, (Task.COMPARE_EPOCHS,)
         case ev.AllReduceCalled() if ignores_calls(state.mode):
             return state, ()
         case _ if state.mode is Mode.AVERAGING:
@@ -154,7 +157,7 @@ def _in_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
                 return after, ()
             partial = state.averaged is not None and state.averaged.partial
             # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
-            return replace(after, partial=partial), (Order.CHECKPOINT,)
+            return replace(after, partial=partial, unpublished=True), (Order.CHECKPOINT,)
         case _:
             return state, ()
 
@@ -197,10 +200,14 @@ def _global_state(state: MinerState, event: ev.Event) -> Decision:
 
 def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
     if state.mode is Mode.AWAITING_GLOBAL:
-        if seen == state.outer_step and at >= state.global_due:
+        # The root metadata is written last: our outer step in it is published whole. The next round
+        # may be called before the time to publish is up, and must begin from the same weights.
+        published = state.unpublished and seen != state.failed_target
+        if seen == state.outer_step and (published or at >= state.global_due):
             if state.partial:
                 return _fetch(state, seen, rebase=True)
-            return replace(state, mode=Mode.TRAINING), (Task.COMPARE_WEIGHTS,)
+            after = replace(state, mode=Mode.TRAINING, unpublished=False)
+            return after, (Task.COMPARE_WEIGHTS,)
         # Before its time is up the validator may still be publishing the epoch we already have.
         # An epoch ahead of ours is never on its way: it is there.
         # One that could not be fetched is not asked for again before its time.
@@ -214,7 +221,9 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
 
 
 def _fetch(state: MinerState, target: int, *, rebase: bool) -> Decision:
-    after = replace(state, mode=Mode.FETCHING, fetch_target=target, rebase=rebase)
+    after = replace(
+        state, mode=Mode.FETCHING, fetch_target=target, rebase=rebase, unpublished=False
+    )
     return after, (Task.FETCH_GLOBAL,)
 
 
