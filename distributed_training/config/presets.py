@@ -62,7 +62,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.epoch_length": "10",
         "neuron.epoch_check_blocks": "2",
         "neuron.checkpoint_steps": "10",
-        "neuron.stop_timeout": "12",
+        "neuron.stop_timeout": "30",
         "neuron.round_reload_timeout": "60",
         # The public bootstrap peer has no place here; the local network hands its own over.
         "neuron.initial_peers": "none",

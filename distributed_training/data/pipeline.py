@@ -40,6 +40,7 @@ _MOST_BLOCKS = 32
 _KEPT_FILES = 16  # prepared blocks on disk, of this rank
 _LEAST_LEAD = 20.0  # seconds
 _SLOW_LINE_EVERY = 600.0
+_TIMED_LEAST = 3  # blocks, before what is measured is more than the start of everything
 
 
 @dataclass
@@ -84,6 +85,7 @@ class DataPipeline:
         # How fast blocks are prepared and trained on, seconds: moving means
         self._prepare_seconds = 0.0
         self._train_seconds = 0.0
+        self._timed = 0  # blocks that were trained on from end to end
         self._begun_at: float | None = None
         self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
         self._missed = 0.0  # seconds without anything to train on since the last batch
@@ -173,6 +175,7 @@ class DataPipeline:
             # Up to the last batch, not up to now: in between there may have been nothing to begin.
             seconds = (self._served_at - self._begun_at) * self._served / (self._served - 1)
             self._train_seconds = _mean(self._train_seconds, seconds)
+            self._timed += 1
         self._begun_at, self._served = now, 0
         self._current, self._sequences, self._start = block, sequences, start
         self._offset = start
@@ -333,7 +336,7 @@ class DataPipeline:
 
     def _say_if_slow(self, now: float) -> None:
         per_worker = self._prepare_seconds / len(self._workers)
-        slow = self._train_seconds and per_worker > self._train_seconds
+        slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
         if slow and now - self._slow_line_at > _SLOW_LINE_EVERY:
             self._slow_line_at = now
             log.warning(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from distributed_training.protocol.lines import judged_upload
+
 
 @dataclass(frozen=True)
 class LossPoint:
@@ -176,7 +178,8 @@ class NeuronState:
             return ""
         judged.resets += 1
         judged.last_reset = str(event.get("reason") or "no reason given")
-        return f"uid {uid}: {event.get('revision')} not scored: {judged.last_reset}"
+        upload = judged_upload(str(event.get("revision") or ""), int(event["outer_step"]))
+        return f"uid {uid}: {upload} not scored: {judged.last_reset}"
 
     def _on_scores(self, event: Mapping[str, Any]) -> None:
         self.phase = "waiting"

@@ -15,6 +15,7 @@ from distributed_training.localnet.view import clock, plain_text
 
 _LEGEND = (
     "scored: uploads the validator judged and took, of those it judged; a reset counts as zero.\n"
+    "For half a period after a round it judges the last upload before it, whose blocks grow old.\n"
     "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
     "own pages improved more. total: the share of the reward these and the rounds come to."
 )

@@ -88,6 +88,8 @@ class BlockList:
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
         self._published: dict[Revision, dict[int, int]] = {}  # under way
         self._done: dict[int, int] = {}  # block: the last of its steps that was published
+        #: In the list published last; None before the first publication of this process.
+        self.newest_published: int | None = None
 
     # --- what comes next -----------------------------------------------------------------------
 
@@ -289,6 +291,7 @@ class BlockList:
         """A publication that failed, or was superseded, gives its blocks back."""
         blocks = self._published.pop(revision, {})
         if ok:
+            self.newest_published = max(blocks, default=None)
             self._done |= blocks
             for block in tuple(self._done)[:-_REMEMBERED]:
                 del self._done[block]

@@ -437,7 +437,7 @@ class RankZero:
                 "global_run": lambda: outside.global_bucket.run_seen,
                 **limits(
                     self.schedule,
-                    newest=lambda: self.blocks.newest_trained,
+                    newest=lambda: self.blocks.newest_published,
                     chain_block=outside.chain.block,
                     most_blocks=self.round_clock.half,
                 ),

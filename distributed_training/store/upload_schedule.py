@@ -252,8 +252,10 @@ class UploadSchedule:
         said = []
         upload, rounds = self.upload_seconds or 0.0, self._rounds(now)
         limit, what = self.age_limit - self._slack, "the age limit"
+        consequence = "count this bucket as stale"
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
+            consequence = "reset uploads for their old blocks"
         if self._every * self.step_seconds + upload > limit:
             fitting = int((limit - upload) / self.step_seconds)
             fitting = min(fitting, max(self._minimum, 1))  # so that each round has its publication
@@ -264,9 +266,9 @@ class UploadSchedule:
             )
             said += self._once(
                 "period",
-                f"⚠️  {self._every} steps of {self.step_seconds:.0f}s and an upload of "
-                f"{upload:.0f}s take longer than {what} allows ({limit:.0f}s), so validators will "
-                f"count this bucket as stale: {remedy}",
+                f"⚠️  {self._every} steps of {self.step_seconds:.1f}s and an upload of "
+                f"{upload:.1f}s take {self._every * self.step_seconds + upload:.1f}s, longer than "
+                f"{what} allows ({limit:.1f}s), so validators will {consequence}: {remedy}",
             )
         minimum = self._lowered_minimum(now)
         if minimum < self._minimum:
@@ -274,8 +276,8 @@ class UploadSchedule:
                 f"minimum {minimum}",
                 f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
                 f"{self._minimum} (--neuron.minimum_valid_inner_step): {self._minimum} steps of "
-                f"{self.step_seconds:.0f}s and an upload of {upload:.0f}s would end after "
-                f"validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
+                f"{self.step_seconds:.1f}s and an upload of {upload:.1f}s would end "
+                f"after validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
                 "round. They refuse only inner step 0",
             )
         elif minimum * self.step_seconds + upload > self.age_limit - self._slack:

@@ -42,9 +42,9 @@ METRICS: Mapping[str, str] = {
     "score_train_share": "its share of their train score, 0 to 1",
     "score_repo_valid": "1 if the bucket is valid, else the total score is zero",
     "block_list_newest_block": "newest chain block whose data was trained on",
-    "block_list_age_blocks": "how far it is behind the chain",
+    "block_list_age_blocks": "how far the newest published block is behind the chain",
     "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
-    "block_list_blocks_left": "until then",
+    "block_list_blocks_left": "blocks until then, for the newest publication",
     # rounds
     "rounds_total": "finished all-reduce rounds, successful or not",
     "rounds_failed_total": "of them, without an outer step",

@@ -159,9 +159,13 @@ def _choices(value: str, on: str) -> list[bool]:
     return [False, True] if value == "auto" else [value == on]
 
 
+def _bytes_text(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
+
+
 def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
     note = (
-        f"memory: about {need / 1e9:.1f} GB per rank; "
+        f"memory: about {_bytes_text(need)} per rank; "
         f"{'one FSDP group per block' if per_block else 'one FSDP group'}, gathered "
         f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
         f"gradients reduced {'once, at the last' if how.reduce_at_last else 'at every'} "

@@ -11,7 +11,7 @@ from functools import partial
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config.validator import ValidatorSettings
-from distributed_training.protocol import schedule
+from distributed_training.protocol import lines, schedule
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import Evaluator, Judgement, judgement_fields
 from distributed_training.scoring.pages import DataUnavailable
@@ -167,7 +167,7 @@ class Scorer:
 
 
 def _line(judgement: Judgement, tag: str) -> str:
-    start = f"UID {judgement.uid:03d}: {tag or '?'}"
+    start = f"UID {judgement.uid:03d}: {lines.judged_upload(tag, judgement.outer_step)}"
     if judgement.random is None or judgement.assigned is None:
         return f"{start} reset: {judgement.reason}"
     (r_before, r_after), (a_before, a_after) = judgement.random.losses, judgement.assigned.losses

@@ -52,7 +52,14 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
 
 
 def scored(uid: int, reason: str = "") -> dict[str, Any]:
-    return {"kind": "upload_scored", "uid": uid, "ok": not reason, "reason": reason}
+    return {
+        "kind": "upload_scored",
+        "uid": uid,
+        "ok": not reason,
+        "reason": reason,
+        "revision": "5.2.10",
+        "outer_step": 1,
+    }
 
 
 def a_validator(*steps: int, judged: tuple[dict[str, Any], ...] = ()) -> NeuronState:
@@ -231,6 +238,13 @@ class TestSummary:
         assert summary.ok and summary.verdict.endswith("2 of 4 judged uploads were scored")
         assert "1 of 3" in summary.text()
         assert "miner-000: last reset: too old" in summary.text()
+
+    def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
+        validator = a_validator(1)
+        said = validator.apply(scored(0, "too old") | {"revision": "5.2.10", "outer_step": 1})
+        assert "5.2.10 (judged by the last upload of outer step 1) not scored: too old" in str(said)
+        said = validator.apply(scored(0, "too old") | {"revision": "5.1.10", "outer_step": 1})
+        assert "uid 0: 5.1.10 not scored: too old" in str(said)
 
     def test_a_run_whose_uploads_were_all_reset_is_not_good(self) -> None:
         judged = (scored(0, "too old"), scored(0, "too old"), scored(11))

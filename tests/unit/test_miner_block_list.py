@@ -198,8 +198,10 @@ def hour(
         if world.now >= due and feed.blocks() and feed.list_is_recent():
             ages.append(100_000 + int(world.now // 12) - max(feed.blocks()))
             published += 1
+            listed = max(feed.blocks())
             feed.snapshot_taken(Revision(5, 1, published))
             feed.publication_ended(Revision(5, 1, published), ok=True)
+            assert feed.newest_published == listed
             due = world.now + publish_every
         order = feed.on_boundary(may_begin=True)
         if order.request:

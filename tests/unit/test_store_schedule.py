@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import time
 from datetime import timedelta
 
@@ -208,6 +209,20 @@ def test_one_that_is_to_be_asked_for_again_is_at_the_next_step() -> None:
     plan.cancelled(again=True)
     assert plan.step(report(51), 510.0).snapshot
     assert not plan.step(report(52), 520.0).snapshot
+
+
+@given(step=st.floats(0.3, 900), upload=st.floats(0.1, 900), every=st.integers(5, 600))
+def test_the_figures_of_the_warning_add_up(step: float, upload: float, every: int) -> None:
+    plan = schedule(every, slack=timedelta(seconds=2), age_limit=timedelta(hours=80))
+    plan.expect_round(1e9, 60.0)
+    plan.upload_seconds = upload
+    lines = [text for _, text in plan.step(report(1, seconds=step), 10.0).lines]
+    for text in (text for text in lines if "longer than half the time" in text):
+        one, sending, together, limit = map(float, re.findall(r"([0-9.]+)s\b", text))
+        assert together >= limit, text
+        assert together == pytest.approx(every * one + sending, abs=1 + every * 0.05), text
+        assert "reset uploads for their old blocks" in text
+    assert every * step + upload <= 30 or any("longer than" in text for text in lines)
 
 
 def test_it_warns_before_it_is_too_late_with_the_reason() -> None:

@@ -122,10 +122,9 @@ function cards(neuron) {
     made.push(card("Published", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
       : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
   }
-  const trained = gauge("block_list_newest_block"), most = gauge("block_list_limit_blocks");
-  if (trained !== undefined && most) {
-    const blocks = Math.max(0, gauge("chain_block") - trained);
-    made.push(card("Newest trained block", `${number(blocks, 0)} blocks old`,
+  const blocks = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
+  if (blocks !== undefined && most && neuron.state !== "stopped") {
+    made.push(card("Newest published block", `${number(blocks, 0)} blocks old`,
       blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
   }
