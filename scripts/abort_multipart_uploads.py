@@ -93,6 +93,9 @@ def main() -> int:
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted; uploads not aborted yet stay: run this again", file=sys.stderr)
+        return 130
     print(f"Aborted {done.gone} uploads")
     if done.failed:
         print(f"error: {done.failed} stay ({done.why}): run this again", file=sys.stderr)

@@ -47,6 +47,8 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import psutil
+
 from distributed_training.common.files import read_json_object
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.arguments import Parser, argument, ranged
@@ -108,7 +110,8 @@ def subnet_flags(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
-    if not state.get("chain") or not state.get("store"):
+    runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
+    if not (runs and state.get("chain") and state.get("store")):
         raise ConfigError(
             f"--subnet {folder} is no run folder of a local subnet that runs, so nothing was "
             "scored: start one with `make run`, or correct the path"
@@ -182,15 +185,17 @@ def find_sources(
             instead[uids[0]] = FolderReader(options.folder)
         else:
             instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
+    hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting
+    if sys.stderr.isatty():
+        print("… asking the chain and the buckets", file=sys.stderr, flush=True)
     timeout = timedelta(seconds=options.timeout)
     master = None if options.subnet else config.miner.master_ss58_address
     sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)
     if options.global_folder:
         state = FolderReader(options.global_folder)
         sources = replace(sources, global_bucket=lambda: state)
-    if options.all or uids:
+    if hotkey is None:
         return sources, None if options.all else uids
-    hotkey = load_wallet(config.chain).ss58
     mine = [neuron.uid for neuron in sources.miners() if neuron.hotkey == hotkey]
     if not mine:
         raise ConfigError(

@@ -301,7 +301,9 @@ class Pm2:
                 text=True,
             )
         except OSError as error:
-            raise UpdateError(f"pm2 cannot be run ({error}): --pm2 names it") from None
+            raise UpdateError(
+                f"pm2 cannot be run ({error}), so no miner was found to update: give --pm2 its path"
+            ) from None
         if done.returncode != 0:
             raise UpdateError(f"pm2 {' '.join(words)}: {last_line(done.stdout + done.stderr)}")
         return done.stdout

@@ -71,6 +71,9 @@ def main(argv: Sequence[str]) -> int:
         return report(examination.run(), as_json=options.json)
     except ConfigError as error:
         return exit_with(error)
+    except KeyboardInterrupt:
+        print("interrupted, so nothing is known: run the same command again", file=sys.stderr)
+        return 130
     finally:
         logging.disable(logging.NOTSET)
 

@@ -107,7 +107,7 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
             ObjectStoreServer(folder=folder / "store") as server,
             chain_program("--seconds-per-block", "3600") as (url, _),
         ):
-            addresses = {"chain": url, "store": server.endpoint}
+            addresses = {"chain": url, "store": server.endpoint, "pid": os.getpid()}
             (folder / "localnet.json").write_text(json.dumps(addresses))
             yield _publish_all(folder, url, server)
     finally:

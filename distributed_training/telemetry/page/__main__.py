@@ -39,7 +39,10 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
     flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
+    missing = [folder for folder in given.folders if not folder.exists()]
     problem = _problem(given.host, given.port, token, flags, given.folders)
+    if missing and not given.with_parent:  # who starts both makes the folder in a moment
+        problem = f"{missing[0]} does not exist, so nothing is served: give run folders"
     if problem:
         print(f"error: {problem}", file=sys.stderr)
         return ExitStatus.BAD_CONFIGURATION

@@ -1,0 +1,57 @@
+"""What operators' commands say of what cannot work, at once and in one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed_training.doctor import command as doctor
+from distributed_training.telemetry.page.__main__ import main as page
+from scripts import score
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_a_doctor_that_is_interrupted_says_so_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(_: object) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(doctor.Examination, "run", interrupted)
+    assert doctor.main(["--preset", "local", "--offline"]) == 130
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("interrupted, so nothing is known")
+    assert said.err.count("\n") == 1
+
+
+def test_the_score_of_a_local_subnet_that_has_ended_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    state = {"chain": "http://127.0.0.1:9", "store": "http://127.0.0.1:9", "pid": gone.pid}
+    (tmp_path / "localnet.json").write_text(json.dumps(state))
+    assert score.main(["--subnet", str(tmp_path), "--all"]) == 2
+    assert "is no run folder of a local subnet that runs" in capsys.readouterr().err
+
+
+def test_a_miner_without_a_hotkey_has_no_score_and_no_chain_is_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--wallet.path", str(tmp_path), "--subtensor.chain_endpoint", "ws://127.0.0.1:9"]
+    assert score.main(flags) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: no hotkey at ") and said.count("\n") == 1
+
+
+def test_the_page_of_a_folder_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert page([str(tmp_path / "miner*"), "--port", "0"]) == 2
+    assert "does not exist, so nothing is served" in capsys.readouterr().err
