@@ -27,7 +27,7 @@ const flags = [
 // Flags of a miner on a local subnet. Addresses and wallet come in DT_FLAGS, keys in the environment.
 const localFlags = [
   ["--preset", "local"],
-  ["--neuron.stop_timeout", "12"],
+  ["--neuron.stop_timeout", "30"],
 ];
 
 // ------------------------------------------------------------------------------------------------
