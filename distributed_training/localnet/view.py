@@ -40,8 +40,17 @@ def neuron_line(state: NeuronState) -> str:
         )
     known = [e for e in state.evaluations if e.before is not None and e.after is not None]
     if known:
-        head += f"  held-out {known[-1].before:.3f} -> {known[-1].after:.3f}"
-    totals = {uid: s["total"] for uid, s in sorted(state.scores.items()) if "total" in s}
+        before, after = known[-1].before, known[-1].after
+        head += (
+            f"  held-out {after:.3f}"
+            if before == after
+            else f"  held-out {before:.3f} -> {after:.3f}"
+        )
+    totals = {
+        uid: scores["total"]
+        for uid, scores in sorted(state.scores.items())
+        if "total" in scores and uid in state.judged
+    }
     if totals:
         head += "  scores " + ", ".join(f"{uid}: {total:.2f}" for uid, total in totals.items())
     return head

@@ -150,6 +150,18 @@ class TestView:
         line = neuron_line(a_miner())
         assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
+    def test_a_miner_that_was_not_judged_yet_has_no_score_of_zero(self) -> None:
+        validator = NeuronState(name="validator", kind="validator", uid=200)
+        feed(
+            validator,
+            {"kind": "held_out", "outer_step": 0, "before": 5.72, "after": 5.72},
+            {"kind": "scores", "scores": {"0": {"total": 0.0}, "11": {"total": 0.0}}},
+        )
+        line = neuron_line(validator)
+        assert line.endswith("held-out 5.720") and "scores" not in line
+        feed(validator, scored(11), {"kind": "scores", "scores": {"11": {"total": 0.125}}})
+        assert neuron_line(validator).endswith("scores 11: 0.12")
+
     def test_elsewhere_plain_lines_without_escapes_and_not_too_many(self) -> None:
         stream = io.StringIO()
         view = LiveView(Console(file=stream), plain_interval=timedelta(hours=1))
