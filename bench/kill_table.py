@@ -48,8 +48,8 @@ from distributed_training.telemetry import read_events
 
 PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
 BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
-#: A miner whose average had failed parts takes the published weights --neuron.round_reload_timeout
-#: after the round: it must come before the next one.
+#: What a killed miner waits for must be over before the next round, its reload
+#: (--neuron.round_reload_timeout) where the validator refused an outer step included.
 TIMEOUTS = (
     *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
     *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
