@@ -13,6 +13,10 @@ from distributed_training.common.files import write_bytes, write_json
 from distributed_training.localnet.events import Evaluation, Judged, NeuronState, RoundSeen
 from distributed_training.localnet.view import clock, plain_text
 
+_SLOWER = (
+    ". Blocks pass faster than this machine trains and uploads: "
+    'make run ARGS="--seconds-per-block 3"'
+)
 _LEGEND = (
     "scored: uploads the validator judged and took, of those it judged; a reset counts as zero.\n"
     "For half a period after a round it judges the last upload before it, whose blocks grow old.\n"
@@ -224,9 +228,10 @@ def _upload_problems(miner: MinerResult) -> list[str]:
     if not miner.uploads_judged:
         return [f"{miner.name}: the validator judged none of its uploads"]
     if not miner.uploads_scored:
+        slow = "is too old at block" in miner.last_reset
         return [
             f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the last "
-            f"was reset: {miner.last_reset}"
+            f"was reset: {miner.last_reset}{_SLOWER if slow else ''}"
         ]
     return []
 

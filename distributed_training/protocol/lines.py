@@ -33,10 +33,11 @@ METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 def judged_upload(tag: str, outer_step: int) -> str:
     """Which upload a validator judged. ``tag``: ``run.outer.inner`` of the root metadata, empty if
-    there is none; it may be of the next outer step already (:func:`~.schedule.scored_epoch`)."""
+    there is none; it may be of another outer step than is judged (:func:`~.schedule.scored_epoch`).
+    """
     if not tag or tag.split(".")[1:2] == [str(outer_step)]:
         return tag or "?"
-    return f"{tag} (judged by the last upload of outer step {outer_step})"
+    return f"{tag} (judged for outer step {outer_step})"
 
 
 def step_line(report: StepReport) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from distributed_training.localnet.command import build_parser
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.summary import summarize
 from distributed_training.localnet.view import LiveView, neuron_line
@@ -254,7 +256,7 @@ class TestSummary:
     def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
         validator = a_validator(1)
         said = validator.apply(scored(0, "too old") | {"revision": "5.2.10", "outer_step": 1})
-        assert "5.2.10 (judged by the last upload of outer step 1) not scored: too old" in str(said)
+        assert "5.2.10 (judged for outer step 1) not scored: too old" in str(said)
         said = validator.apply(scored(0, "too old") | {"revision": "5.1.10", "outer_step": 1})
         assert "uid 0: 5.1.10 not scored: too old" in str(said)
 
@@ -265,6 +267,14 @@ class TestSummary:
             "miner-000: none of its 2 judged uploads was scored; the last was reset: too old",
         )
         assert "all rounds worked" not in summary.verdict
+
+    def test_a_machine_too_slow_for_the_blocks_is_told_what_to_do(self) -> None:
+        reason = "newest trained block 7 is too old at block 50: more than 30 blocks"
+        judged = (scored(0, reason), scored(11))
+        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+        (problem,) = summary.problems
+        (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem)
+        assert flag in build_parser().format_help()
 
     def test_a_miner_that_was_never_judged_is_named(self) -> None:
         summary = summary_of(a_validator(1, 2, judged=(scored(0),)), a_miner(0), a_miner(11))

@@ -59,7 +59,7 @@ def test_lines_operators_search_for() -> None:
     ("tag", "judged", "text"),
     [
         ("5.2.10", 2, "5.2.10"),
-        ("5.2.10", 1, "5.2.10 (judged by the last upload of outer step 1)"),
+        ("5.2.10", 1, "5.2.10 (judged for outer step 1)"),
         ("", 1, "?"),
     ],
 )
