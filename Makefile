@@ -5,7 +5,7 @@
 # make lint, make house             linters and types; the size of the code beside its goals
 PY := .venv/bin/python
 # A file's tests stay together: what they share is started once. Long files come first (conftest.py).
-WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports house pm2 clean
 
@@ -25,7 +25,7 @@ test-quick: setup
 	$(PY) -m pytest $(WORKERS) -m "not slow and not long" $(ARGS)
 
 test-long: setup
-	$(PY) -m pytest -m long $(ARGS)
+	$(PY) -m pytest -n 2 --dist load -m long $(ARGS)
 
 # The environment's Python if there is one, else the machine's.
 gpu:
