@@ -49,8 +49,10 @@ def other_addresses(interface: str) -> list[str]:
         if wanted.startswith("^"):  # NCCL takes any but those
             continue
         names = tuple(filter(None, wanted.removeprefix("=").split(",")))
-        exact = wanted.startswith("=") or variable == VARIABLES[0]  # NCCL's are beginnings of names
-        taken = [n for n in there if (n in names if exact else n.startswith(names))]
+        taken = [name for name in there if name in names]
+        if not taken and variable != VARIABLES[0] and not wanted.startswith("="):
+            # NCCL's may be beginnings of names; its ranks meet at the first that is found.
+            taken = [name for name in there if name.startswith(names)][:1]
         if names and not taken and variable == VARIABLES[0]:
             raise ConfigError(
                 f"{variable} is {wanted}, and no network interface of this machine has that name, "
@@ -63,9 +65,8 @@ def other_addresses(interface: str) -> list[str]:
 
 
 def _address_on(entries: Sequence[psutil._ntuples.snicaddr]) -> str | None:
-    kinds = {e.family: e.address for e in reversed(entries) if e.family in _FAMILIES}
-    usable = (kinds[f] for f in _FAMILIES if f in kinds)
-    return next((a for a in usable if not ipaddress.ip_address(a).is_link_local), None)
+    listed = [e.address for family in _FAMILIES for e in entries if e.family == family]
+    return next((a for a in listed if not ipaddress.ip_address(a).is_link_local), None)
 
 
 def shut_doors(doors: Sequence[DoorOf]) -> list[tuple[int, str]]:

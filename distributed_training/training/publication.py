@@ -105,7 +105,7 @@ class Publication:
                 prepare_folder(folder)
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
-        problem = cast("str | None", self._stream.from_rank_0(problem))  # none writes before
+        problem = cast("str | None", self._stream.from_rank_0(problem))  # no rank writes before
         if problem is not None:
             raise OSError(problem)
         metadata = {

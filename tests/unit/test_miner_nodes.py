@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -21,13 +22,14 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
-from distributed_training.miner import node_facts
+from distributed_training.miner import node_doors, node_facts
 from distributed_training.miner.node_doors import whom_to_refuse
 from distributed_training.miner.node_facts import difference, facts_of
 from distributed_training.miner.nodes import Guest, Host
 from tests.waiting import wait_for
 
 GO = threading.Event()  # never set
+Entry = namedtuple("Entry", "family address")
 FACTS = {"version": "1", "--neuron.seed": "7"}
 
 
@@ -234,6 +236,41 @@ def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
     away = dataclasses.replace(settings, rdzv_endpoint="192.0.2.1:29400", node_rank=0)
     with pytest.raises(ConfigError, match="no network interface of this machine"):
         Host(away, FACTS, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "found"),
+    [
+        ("GLOO_SOCKET_IFNAME", "eth1", ["10.9.0.1"]),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", ["fd00::5"]),
+        ("GLOO_SOCKET_IFNAME", "eth0", []),
+        ("NCCL_SOCKET_IFNAME", "=eth1,ib0", ["10.9.0.1", "fd00::5"]),
+        ("NCCL_SOCKET_IFNAME", "ib", ["fd00::5"]),
+        ("NCCL_SOCKET_IFNAME", "eth", []),  # the rendezvous' is the first
+        ("NCCL_SOCKET_IFNAME", "^eth1", []),
+        ("NCCL_SOCKET_IFNAME", "tun", []),
+        ("NCCL_SOCKET_IFNAME", "down", []),
+        ("NCCL_SOCKET_IFNAME", "", []),
+    ],
+)
+def test_the_interfaces_of_gradients_are_read_as_gloo_and_nccl_do(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, found: list[str]
+) -> None:
+    addresses = {
+        "eth0": ["10.0.0.1"], "eth1": ["10.9.0.1", "fd00::1"], "ib0": ["fe80::5%ib0", "fd00::5"],
+        "down0": [],
+    }  # fmt: skip
+    entries = {
+        name: [Entry(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in listed]
+        for name, listed in addresses.items()
+    }
+    monkeypatch.setattr(node_doors.psutil, "net_if_addrs", lambda: entries)
+    for each in node_doors.VARIABLES:
+        monkeypatch.setenv(each, value if each == variable else "")
+    assert node_doors.other_addresses("eth0") == found
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is eth7, .* one of eth0, eth1, ib0"):
+        node_doors.other_addresses("eth0")
 
 
 @pytest.mark.parametrize("host", ["fe80::1", "fe80::1%lo"])
