@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +34,7 @@ MAX_HEAD_BYTES = 8 * 1024
 MAX_HEAD_LINES = 64
 # Between two looks at an unfinished request, in seconds; doubled from the first to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
+MOST_AT_ONCE = 64 * 1024  # bytes
 
 _END_OF_HEAD = b"\r\n\r\n"
 # Two values of one of these: whoever reads the other one is deceived.
@@ -129,48 +131,48 @@ def reply_bytes(status: int, content: dict[str, Any]) -> bytes:
     return head.encode() + body
 
 
-class Exchange(asyncio.Protocol):
-    """One connection. ``read_timeout`` covers everything the client has to send."""
+class Exchange:
+    """One connection from ``address``."""
 
-    def __init__(
-        self,
-        *,
-        handlers: Handlers,
-        address: str,
-        read_timeout: timedelta,
-        on_close: Callable[[Exchange], None],
-    ) -> None:
-        self.address = address
+    def __init__(self, handlers: Handlers, address: str) -> None:
         self._handlers = handlers
-        self._deadline = read_timeout.total_seconds()
-        self._on_close: Callable[[Exchange], None] | None = on_close
+        self._address = address
         self._received = bytearray()  # the head; then what has come of the body
         self._head: Head | None = None
         self._claim: Claim | None = None
         self._length = 0
-        self._pause = FIRST_PAUSE
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self.transport: Any = None
 
-    def connection_made(self, transport: Any) -> None:
-        self.transport = transport
+    async def run(self, connection: socket.socket, read_timeout: timedelta) -> None:
+        """The request and its answer. ``read_timeout`` covers everything the client has to send.
+        Raises OSError if it hangs up."""
         loop = asyncio.get_running_loop()
-        self._timers["deadline"] = loop.call_later(self._deadline, self._expired)
-
-    def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return  # behind a request that was answered
-        self._received += data
         try:
-            if self._take():
-                assert self._head is not None and self._claim is not None
-                body = bytes(self._received)
-                self._reply(HTTPStatus.OK, self._handlers.answer(self._head, self._claim, body))
-            else:
-                self._look_later()
+            async with asyncio.timeout(read_timeout.total_seconds()):
+                await self._receive(loop, connection)
+            assert self._head is not None and self._claim is not None
+            fields = self._handlers.answer(self._head, self._claim, bytes(self._received))
+            status: int = HTTPStatus.OK
         except Refused as refused:
-            self._handlers.refused(refused.refusal, self._head, self.address)
-            self._reply(refused.refusal.status, {"message": refused.refusal.message})
+            self._handlers.refused(refused.refusal, self._head, self._address)
+            status, fields = refused.refusal.status, {"message": refused.refusal.message}
+        except TimeoutError:
+            silent = self._head is None and not self._received
+            why = Refusal.SILENT if silent else Refusal.TIMEOUT
+            self._handlers.refused(why, None, self._address)
+            return
+        await loop.sock_sendall(connection, reply_bytes(status, fields))
+
+    async def _receive(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+        pause = FIRST_PAUSE
+        while True:
+            data = await loop.sock_recv(connection, MOST_AT_ONCE)
+            if not data:
+                raise ConnectionResetError("the client hung up")
+            self._received += data
+            if self._take():
+                return
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE, 2 * pause)
 
     def _take(self) -> bool:
         """Whether the request is complete. Raises Refused."""
@@ -181,36 +183,10 @@ class Exchange(asyncio.Protocol):
             if end < 0:
                 return False
             end += len(_END_OF_HEAD)
-            self._head = parse_head(bytes(self._received[:end]), self.address)
+            self._head = parse_head(bytes(self._received[:end]), self._address)
             self._length = body_length(self._head)
             self._claim = self._handlers.check_head(self._head)
             del self._received[:end]
         if len(self._received) > self._length:
             raise Refused(Refusal.MALFORMED)
         return len(self._received) == self._length
-
-    def _look_later(self) -> None:
-        self.transport.pause_reading()
-        loop = asyncio.get_running_loop()
-        self._timers["look"] = loop.call_later(self._pause, self.transport.resume_reading)
-        self._pause = min(LONGEST_PAUSE, 2 * self._pause)
-
-    def _expired(self) -> None:
-        silent = self._head is None and not self._received
-        self._handlers.refused(Refusal.SILENT if silent else Refusal.TIMEOUT, None, self.address)
-        self.transport.abort()
-
-    def _reply(self, status: int, fields: dict[str, Any]) -> None:
-        self._cancel_timers()
-        self.transport.write(reply_bytes(status, fields))
-        self.transport.close()
-
-    def _cancel_timers(self) -> None:
-        for timer in self._timers.values():
-            timer.cancel()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timers()
-        on_close, self._on_close = self._on_close, None
-        if on_close is not None:
-            on_close(self)

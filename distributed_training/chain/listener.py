@@ -1,7 +1,7 @@
 """The listening socket of the signed server, and the thread that answers on it.
 
 Connections are accepted here, not by asyncio: what :class:`~.admission.Admission` does not let in
-is closed before a task, a transport or a protocol is made for it, and a flood wakes the thread some
+is closed before a task is made for it, and a flood wakes the thread some
 fifty times a second instead of thousands. Measured by ``bench/server.py``: 2,000 connections a
 second that are refused take 4 to 6 % of a core so, and 19 to 21 % through asyncio's own server.
 """
@@ -9,6 +9,7 @@ second that are refused take 4 to 6 % of a core so, and 19 to 21 % through async
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 import threading
@@ -61,7 +62,7 @@ class HttpThread:
     """Serves ``handlers`` on ``sock`` in a daemon thread with its own event loop.
 
     Connections are accepted here, not by asyncio, so that what :class:`Admission` does not let in
-    is closed before a task, a transport or a protocol is made for it.
+    is closed before a task is made for it.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class HttpThread:
         self._read_timeout = read_timeout
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
-        self._open: set[Exchange] = set()
+        self._open: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="signed-server", daemon=True)
 
     def start(self) -> None:
@@ -103,13 +104,9 @@ class HttpThread:
         self._listen()
         await self._stopped.wait()
         self._loop.remove_reader(self._sock)
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
+        for task in self._open:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        for exchange in list(self._open):
-            exchange.transport.abort()
-        await asyncio.sleep(0)  # connection_lost of each
+        await asyncio.gather(*self._open, return_exceptions=True)
 
     def _listen(self) -> None:
         if not self._stopped.is_set():
@@ -134,7 +131,9 @@ class HttpThread:
             address = normalize(str(peer[0]))
             if self._admission.connect(address):
                 accepted.setblocking(False)
-                self._loop.create_task(self._attach(accepted, address))
+                task = self._loop.create_task(self._exchange(accepted, address))
+                self._open.add(task)
+                task.add_done_callback(self._open.discard)
             else:
                 # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -143,20 +142,9 @@ class HttpThread:
         if refused:
             self._pause(FLOOD_PAUSE)
 
-    async def _attach(self, accepted: socket.socket, address: str) -> None:
-        exchange = Exchange(
-            handlers=self._handlers,
-            address=address,
-            read_timeout=self._read_timeout,
-            on_close=self._closed,
-        )
-        self._open.add(exchange)
+    async def _exchange(self, accepted: socket.socket, address: str) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: exchange, accepted)
-        except OSError:
-            accepted.close()
-            exchange.connection_lost(None)
-
-    def _closed(self, exchange: Exchange) -> None:
-        self._open.discard(exchange)
-        self._admission.disconnect(exchange.address)
+            with accepted, contextlib.suppress(OSError):  # the client hung up
+                await Exchange(self._handlers, address).run(accepted, self._read_timeout)
+        finally:
+            self._admission.disconnect(address)
