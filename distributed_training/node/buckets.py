@@ -30,7 +30,7 @@ from distributed_training.store.errors import (
 )
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.read_key import check_read_key
-from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.retry import patient
 from distributed_training.store.s3 import S3ObjectStore
 
 BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
@@ -50,11 +50,7 @@ def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
     ``timeout`` covers the first answer of the store with its retries.
     """
     with _errors_of_a_start(store.bucket):
-        retrying(
-            f"look into bucket {store.bucket}",
-            lambda: store.head(keys.ROOT_METADATA),
-            deadline=deadline_in(timeout),
-        )
+        patient(store, until=timeout).head(keys.ROOT_METADATA)
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
         store.list_multiparts()
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol
 
 from distributed_training.chain.base import Chain, Neuron
 from distributed_training.config.store import StoreSettings
@@ -30,10 +28,8 @@ from distributed_training.store.errors import (
     StoreError,
 )
 from distributed_training.store.interface import ObjectInfo, ObjectStore
-from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.retry import deadline_in, patient
 from distributed_training.store.s3 import S3ObjectStore
-
-Result = TypeVar("Result")
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.
 PATIENCE = timedelta(seconds=10)
@@ -81,8 +77,8 @@ class BucketReader:
         small: timedelta = timedelta(seconds=30),
         large: timedelta = timedelta(minutes=30),
     ) -> None:
-        self._store = store
-        self._small = small
+        self._store = patient(store, until=small)
+        self._once = store
         self._large = large
 
     @property
@@ -90,10 +86,10 @@ class BucketReader:
         return self._store.bucket
 
     def head(self, key: str) -> ObjectInfo | None:
-        return self._try(f"look at {key}", lambda: self._store.head(key))
+        return self._store.head(key)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        return self._try(f"read {key}", lambda: self._store.get(key, limit=limit))
+        return self._store.get(key, limit=limit)
 
     def read(self, key: str, *, limit: int) -> bytes | None:
         info = self.head(key)
@@ -105,13 +101,13 @@ class BucketReader:
                 f"{where} has {info.size} bytes, more than the {limit} allowed, so it is not read"
             )
         deadline = deadline_in(self._large)
+        store = patient(self._once, until=deadline)
         content = io.BytesIO()
         while (start := content.tell()) < info.size:
             if time.monotonic() > deadline:
                 seconds = self._large.total_seconds()
                 raise DeadlineError(f"{where}: {start} of {info.size} bytes came in {seconds:g} s")
-            fetch = partial(self._store.get_range, key, start, RANGE, etag=info.etag)
-            piece = retrying(f"read {where}", fetch, deadline=deadline)
+            piece = store.get_range(key, start, RANGE, etag=info.etag)
             if not piece:
                 raise IntegrityError(f"{where}: {start} of {info.size} bytes came")
             content.write(piece)
@@ -120,7 +116,7 @@ class BucketReader:
     def download(self, key: str, path: Path, *, limit: int) -> None:
         deadline = deadline_in(self._large)
         try:
-            download(self._store, key, path, limit=limit, deadline=deadline)
+            download(self._once, key, path, limit=limit, deadline=deadline)
         except (IntegrityError, ObjectMissingError) as error:
             raise type(error)(f"{self.name}/{key}: {error}") from None
         except OSError as error:
@@ -130,19 +126,15 @@ class BucketReader:
         info = self.head(key)
         if info is None:
             raise ObjectMissingError(f"{self.name}/{key} does not exist")
-        return io.BufferedReader(_RemoteFile(self, self._store, info), buffer_size=64 * 1024)
-
-    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
-        return retrying(what, attempt, deadline=deadline_in(self._small))
+        return io.BufferedReader(_RemoteFile(self._store, info), buffer_size=64 * 1024)
 
 
 class _RemoteFile(io.RawIOBase):
     """One version of an object as a file, read range by range."""
 
-    def __init__(self, reader: BucketReader, store: ObjectStore, info: ObjectInfo) -> None:
+    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
         super().__init__()
         self.name = info.key
-        self._reader = reader
         self._store = store
         self._info = info
         self._at = 0
@@ -165,9 +157,7 @@ class _RemoteFile(io.RawIOBase):
         count = min(len(view), self._info.size - self._at)
         if count <= 0:
             return 0
-        key, etag = self._info.key, self._info.etag
-        fetch = partial(self._store.get_range, key, self._at, count, etag=etag)
-        data = self._reader._try(f"read {key}", fetch)
+        data = self._store.get_range(self._info.key, self._at, count, etag=self._info.etag)
         view[: len(data)] = data
         self._at += len(data)
         return len(data)

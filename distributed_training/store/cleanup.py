@@ -21,7 +21,7 @@ from distributed_training.protocol import keys
 from .claim import ForeignBucketError, check_claim
 from .errors import StoreError, UploadMissingError
 from .interface import ObjectStore
-from .retry import deadline_in, retrying
+from .retry import deadline_in, patient
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -56,14 +56,9 @@ def stuck_uploads(
 ) -> list[StuckUpload]:
     """Oldest first. Raises StoreError when the list cannot be had."""
     now = time.time() if now is None else now
-    listed = retrying(
-        f"list uploads in {store.bucket}",
-        lambda: store.list_multiparts(prefix),
-        deadline=deadline_in(_PATIENCE),
-    )
     found = [
         StuckUpload(u.key, u.upload_id, timedelta(seconds=max(0.0, now - u.initiated)))
-        for u in listed
+        for u in patient(store, until=_PATIENCE).list_multiparts(prefix)
     ]
     return sorted((u for u in found if u.age >= older_than), key=lambda u: u.age, reverse=True)
 
@@ -75,11 +70,7 @@ def upload_sizes(
 
     def size(upload: StuckUpload) -> tuple[int, int] | None:
         try:
-            parts = retrying(
-                f"list parts of {upload.key}",
-                lambda: store.list_parts(upload.key, upload.upload_id),
-                deadline=deadline_in(_PATIENCE),
-            )
+            parts = patient(store, until=_PATIENCE).list_parts(upload.key, upload.upload_id)
         except StoreError:
             return None
         return len(parts), sum(part.size for part in parts)
@@ -99,11 +90,7 @@ def abort_uploads(
 
     def abort(upload: StuckUpload) -> None:
         with contextlib.suppress(UploadMissingError):
-            retrying(
-                f"abort the upload of {upload.key}",
-                lambda: store.abort_multipart(upload.key, upload.upload_id),
-                deadline=deadline_in(_PATIENCE),
-            )
+            patient(store, until=_PATIENCE).abort_multipart(upload.key, upload.upload_id)
 
     return _each(abort, uploads, limit, closing)
 
@@ -176,20 +163,16 @@ def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
     step half deleted is not one that anyone is pointed to. Raises StoreError when the bucket cannot
     be listed.
     """
-    listed = retrying(
-        f"list bucket {store.bucket}",
-        lambda: store.list_objects("epoch-"),
-        deadline=deadline_in(_PATIENCE),
-    )
+    store = patient(store, until=_PATIENCE)
     old = [
         (name, info.key)
-        for info in listed
+        for info in store.list_objects("epoch-")
         for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
         if step <= newest - max(keep, 1)
     ]
 
     def delete(key: str) -> None:
-        retrying(f"delete {key}", lambda: store.delete([key]), deadline=deadline_in(_PATIENCE))
+        store.delete([key])
 
     metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
     if metadata.failed:

@@ -12,7 +12,7 @@ from distributed_training.common.files import is_full, read_json_object, sync_fo
 from .errors import IntegrityError, ObjectMissingError, PreconditionError
 from .gate import disk_allows
 from .interface import ObjectInfo, ObjectStore
-from .retry import retrying
+from .retry import patient
 from .uplink import Uplink
 
 RANGE = 16 * 1024 * 1024
@@ -35,31 +35,23 @@ def download(
     ranges are in memory at once. Raises ObjectMissingError, IntegrityError (larger than ``limit``,
     the disk is too full, replaced twice meanwhile), DeadlineError, StoppedError, OSError.
     """
-    uplink = uplink or Uplink()
+    store = patient(store, until=deadline, uplink=uplink)
     place = f"{store.bucket}/{key}"
     for _ in range(2):
-        info = retrying(f"look at {key}", lambda: store.head(key), deadline=deadline, uplink=uplink)
+        info = store.head(key)
         if info is None:
             raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
             raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
         try:
-            _download(store, info, path, deadline=deadline, concurrency=concurrency, uplink=uplink)
+            _download(store, info, path, concurrency=concurrency)
             return info
         except PreconditionError:
             continue  # replaced between two ranges: once more, from its beginning
     raise IntegrityError(f"{place} was replaced again and again while it was read")
 
 
-def _download(
-    store: ObjectStore,
-    info: ObjectInfo,
-    path: Path,
-    *,
-    deadline: float,
-    concurrency: int,
-    uplink: Uplink,
-) -> None:
+def _download(store: ObjectStore, info: ObjectInfo, path: Path, *, concurrency: int) -> None:
     part = path.with_name(f".{path.name}.part")
     notes = path.with_name(f".{path.name}.part.json")
     done = _ranges_done(notes, part, info)
@@ -73,12 +65,7 @@ def _download(
 
         def fetch(start: int) -> None:
             length = min(RANGE, info.size - start)
-            data = retrying(
-                f"read {info.key}",
-                lambda: store.get_range(info.key, start, length, etag=info.etag),
-                deadline=deadline,
-                uplink=uplink,
-            )
+            data = store.get_range(info.key, start, length, etag=info.etag)
             if len(data) != length:
                 raise IntegrityError(
                     f"{info.key}: the store sent {len(data)} bytes instead of {length}"

@@ -42,7 +42,9 @@ class MultipartInfo:
 
 
 class ObjectStore(Protocol):
-    """Operations make one attempt each; retrying is the caller's (:func:`~.retry.retrying`).
+    """Operations make one attempt each; see :func:`~.retry.patient`.
+
+    A :class:`~.uplink.Section` is sent from its beginning.
 
     All raise :class:`~.errors.StoreError` of the kind that fits. Thread-safe.
     """

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
 
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
@@ -28,13 +27,12 @@ from .errors import IntegrityError, StoppedError, StoreError, disk_problem
 from .gate import preview_warning, upload_gate
 from .interface import ObjectStore
 from .journal import Journal, Submission
-from .retry import deadline_in, retrying
+from .retry import deadline_in, patient
 from .snapshot_folder import check_files, wait_complete
 from .uplink import Uplink
 from .upload import Sender, Sent, Staged
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 class BlockedError(StoreError):
@@ -52,6 +50,10 @@ class Publication:
     instance: str  # whose claim on the bucket must stand
     uplink: Uplink = field(default_factory=Uplink)
     newer: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        limit = min(self.settings.file_deadline, timedelta(minutes=5))
+        self._patient = patient(self.store, until=limit, uplink=self.uplink)
 
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.
@@ -104,7 +106,7 @@ class Publication:
             part_size=settings.part_size,
             sent=sent,
         ) as sender:
-            self._try("look for another miner", lambda: check_claim(self.store, self.instance))
+            check_claim(self._patient, self.instance)
             named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
             sender.abandon_all_but(named)
             staged = [
@@ -118,7 +120,7 @@ class Publication:
         metadata = Metadata.of(revision, submission.peer_id).to_json()
         epoch = keys.epoch_key(revision.outer_step, keys.METADATA)
         for key in (epoch, keys.ROOT_METADATA):
-            self._try(f"write {key}", lambda key=key: self.store.put(key, metadata))  # type: ignore[misc]
+            self._patient.put(key, metadata)
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
 
@@ -147,14 +149,14 @@ class Publication:
         """Also of the same revision: a miner that went back to a checkpoint comes to the same inner
         step with other weights."""
         key = keys.epoch_key(revision.outer_step, keys.METADATA)
-        if self._try(f"look at {key}", lambda: self.store.head(key)) is not None:
-            self._try(f"delete {key}", lambda: self.store.delete([key]))
+        if self._patient.head(key) is not None:
+            self._patient.delete([key])
 
     def _verify(self, staged: list[Staged], etags: Mapping[str, str]) -> float | None:
         """The age of ``gradients.pt``. A store may date an object by when its upload began."""
         age = None
         for file in staged:
-            info = self._try(f"verify {file.key}", lambda key=file.key: self.store.head(key))  # type: ignore[misc]
+            info = self._patient.head(file.key)
             if info is None or info.size != file.size or info.etag != etags[file.key]:
                 self.journal.drop(file.key)
                 raise IntegrityError(
@@ -169,10 +171,7 @@ class Publication:
 
     def read_root(self) -> Metadata | None:
         """Also None if it is malformed; the next write repairs it."""
-        data = self._try(
-            "read metadata.json",
-            lambda: self.store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES),
-        )
+        data = self._patient.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
         try:
             return None if data is None else Metadata.parse(data)
         except MetadataError:
@@ -186,10 +185,5 @@ class Publication:
         root = self.read_root()
         if root is None or root.peer_id == peer_id:
             return
-        self._try("look for another miner", lambda: check_claim(self.store, self.instance))
-        data = root.with_peer_id(peer_id).to_json()
-        self._try("write metadata.json", lambda: self.store.put(keys.ROOT_METADATA, data))
-
-    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
-        limit = min(self.settings.file_deadline, timedelta(minutes=5))
-        return retrying(what, attempt, deadline=deadline_in(limit), uplink=self.uplink)
+        check_claim(self._patient, self.instance)
+        self._patient.put(keys.ROOT_METADATA, root.with_peer_id(peer_id).to_json())

@@ -14,7 +14,7 @@ from distributed_training.protocol.metadata import MAX_METADATA_BYTES
 
 from .errors import AccessDeniedError, ClockSkewError, StoreError
 from .interface import ObjectStore
-from .retry import deadline_in, retrying
+from .retry import deadline_in, patient
 
 PROBE_KEY = ".miner/read-key-probe"
 
@@ -31,19 +31,11 @@ def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
     BucketMissingError; DeadlineError and other StoreErrors when the store gave no clear answer,
     which is no reason to publish the key either.
     """
-    deadline = deadline_in(timeout)
+    asked = patient(reader, until=deadline_in(timeout))
     # A read first: only a key that the store knows is refused for what it may not do.
-    retrying(
-        "read with the read key",
-        lambda: reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES),
-        deadline=deadline,
-    )
+    asked.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
     try:
-        retrying(
-            "try to write with the read key",
-            lambda: reader.put(PROBE_KEY, b""),
-            deadline=deadline,
-        )
+        asked.put(PROBE_KEY, b"")
     except ClockSkewError:
         raise
     except AccessDeniedError:

@@ -22,7 +22,7 @@ from .contents import PtFile, safetensors_not_finite
 from .download import download
 from .errors import IntegrityError, ObjectMissingError, StoreError
 from .interface import ObjectStore
-from .retry import deadline_in, retrying
+from .retry import deadline_in, patient
 from .snapshot_folder import read_config
 from .uplink import Uplink
 
@@ -46,10 +46,11 @@ class RemoteState:
         deadline: timedelta = timedelta(minutes=40),
         concurrency: int = 6,
     ) -> None:
-        self._store = store
         self._deadline = deadline
         self._concurrency = concurrency
         self._uplink = Uplink()
+        self._once = store
+        self._store = patient(store, until=min(deadline, timedelta(minutes=1)), uplink=self._uplink)
         self._fetching = threading.Lock()
 
     def stop(self) -> None:
@@ -65,19 +66,11 @@ class RemoteState:
 
     def age(self, outer_step: int) -> timedelta | None:
         """Age of ``gradients.pt`` by the store's clock, as validators look at it."""
-        deadline = deadline_in(min(self._deadline, timedelta(minutes=1)))
-        key = keys.epoch_key(outer_step, keys.GRADIENTS)
-        info = retrying(f"look at {key}", lambda: self._store.head(key), deadline=deadline)
+        info = self._store.head(keys.epoch_key(outer_step, keys.GRADIENTS))
         return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
 
     def _metadata(self, key: str) -> Metadata | None:
-        deadline = deadline_in(min(self._deadline, timedelta(minutes=1)))
-        data = retrying(
-            f"read {key}",
-            lambda: self._store.get(key, limit=MAX_METADATA_BYTES),
-            deadline=deadline,
-            uplink=self._uplink,
-        )
+        data = self._store.get(key, limit=MAX_METADATA_BYTES)
         if data is None:
             return None
         try:
@@ -89,19 +82,13 @@ class RemoteState:
         """The object's size, and (first byte, bytes) -> content of this version of it. The function
         and this raise StoreError; StateUnavailable when it is not there or was replaced."""
         deadline = deadline_in(min(self._deadline, timedelta(minutes=5)))
-        info = retrying(
-            f"look at {key}", lambda: self._store.head(key), deadline=deadline, uplink=self._uplink
-        )
+        store = patient(self._once, until=deadline, uplink=self._uplink)
+        info = store.head(key)
         if info is None:
             raise StateUnavailable(f"{self._store.bucket}/{key} is missing")
 
         def read(first: int, count: int) -> bytes:
-            data = retrying(
-                f"read {key}",
-                lambda: self._store.get_range(key, first, count, etag=info.etag),
-                deadline=deadline,
-                uplink=self._uplink,
-            )
+            data = store.get_range(key, first, count, etag=info.etag)
             if len(data) != count:
                 raise StateUnavailable(
                     f"{self._store.bucket}/{key} is shorter than its header says"
@@ -150,7 +137,7 @@ class RemoteState:
             key = keys.epoch_key(outer_step, name)
             try:
                 download(
-                    self._store,
+                    self._once,
                     key,
                     aside / name,
                     limit=MOST_BYTES,

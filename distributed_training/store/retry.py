@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from distributed_training.common.backoff import Backoff
 
 from .errors import DeadlineError, StoreError
+from .interface import ObjectStore
 from .uplink import Uplink
 
 Result = TypeVar("Result")
@@ -22,15 +23,38 @@ FIRST_WAIT = timedelta(seconds=0.25)
 LONGEST_WAIT = timedelta(seconds=15)
 
 
-def retrying(
-    what: str, attempt: Callable[[], Result], *, deadline: float, uplink: Uplink | None = None
-) -> Result:
-    """``attempt()`` until it succeeds, fails for good, or ``deadline`` (time.monotonic()) is over.
+def patient(
+    store: ObjectStore, *, until: float | timedelta, uplink: Uplink | None = None
+) -> ObjectStore:
+    """``store`` with each operation tried again until it succeeds or fails for good.
 
-    Only errors marked retryable are tried again. Raises DeadlineError naming ``what`` and the last
-    error. Time spent paused does not count as an attempt but does count against the deadline.
+    ``until``: ``time.monotonic()`` at which the last operation must be done, or how long each may
+    take. Only errors marked retryable are tried again; DeadlineError holds the last of them. Time
+    spent paused does not count as an attempt but does count against the deadline.
     """
-    uplink = uplink or Uplink()
+    return cast(ObjectStore, _Patient(store, until, uplink or Uplink()))
+
+
+class _Patient:
+    def __init__(self, store: ObjectStore, until: float | timedelta, uplink: Uplink) -> None:
+        self._store = store
+        self._until = until
+        self._uplink = uplink
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def operation(*arguments: Any, **options: Any) -> Any:
+            until = self._until
+            deadline = deadline_in(until) if isinstance(until, timedelta) else until
+            return _retrying(lambda: found(*arguments, **options), deadline, self._uplink)
+
+        return operation
+
+
+def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) -> Result:
     waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
     while True:
         uplink.wait_open()
@@ -43,7 +67,7 @@ def retrying(
                 continue
             pause = waits.failed().total_seconds()
             if time.monotonic() + pause > deadline:
-                raise DeadlineError(f"{what}: no success in the time allowed ({error})") from None
+                raise DeadlineError(f"{error}: no success in the time allowed") from None
         uplink.sleep(pause)
 
 

@@ -295,6 +295,8 @@ class S3ObjectStore:
         from urllib3.exceptions import HTTPError
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+            if isinstance(body := arguments.get("Body"), Section):
+                body.seek(0)
             return operation(Bucket=self._bucket, **arguments)
 
         try:

@@ -27,7 +27,7 @@ from .errors import (
 )
 from .interface import ObjectStore, PartInfo
 from .journal import Journal, UploadRecord
-from .retry import retrying
+from .retry import patient
 from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ class Sender:
         part_size: int = 0,
         sent: Sent | None = None,
     ) -> None:
-        self._store = store
-        self._journal = journal
-        self._deadline = deadline
         self._uplink = uplink or Uplink()
+        self._store = patient(store, until=deadline, uplink=self._uplink)
+        self._once = store  # for what others mend: one attempt
+        self._journal = journal
         self._part_size = part_size
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
         self._count_lock = threading.Lock()
@@ -165,7 +165,7 @@ class Sender:
 
     def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
         self._abort_unknown(key)
-        upload_id = self._try(f"start upload of {key}", lambda: self._store.create_multipart(key))
+        upload_id = self._store.create_multipart(key)
         record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
         self._journal.put(record)
         return record
@@ -175,10 +175,10 @@ class Sender:
         the store was lost, before the journal knew them. Only one uploader sends a key, so they
         cannot be another's. One attempt: the hourly cleanup finds what stays."""
         try:
-            for upload in self._store.list_multiparts(key):
+            for upload in self._once.list_multiparts(key):
                 if upload.key == key and upload.upload_id not in self._journal.owned():
                     with contextlib.suppress(UploadMissingError):
-                        self._store.abort_multipart(key, upload.upload_id)
+                        self._once.abort_multipart(key, upload.upload_id)
         except StoreError as error:
             log.warning("Could not look for earlier uploads of %s: %s", key, error)
 
@@ -204,7 +204,7 @@ class Sender:
             self.sent.parts_kept += len(kept)
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
-        info = self._try(f"look at {key}", lambda: self._store.head(key))
+        info = self._store.head(key)
         if info is not None and info.size == record.size and "-" in info.etag:
             local = self._run([lambda n=n: cut.local(n) for n in cut.numbers])  # type: ignore[misc]
             if info.etag == multipart_etag(local):
@@ -218,10 +218,7 @@ class Sender:
     def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
         """None: the upload was completed just before the process died, expired, or never was."""
         try:
-            return self._try(
-                f"list parts of {record.key}",
-                lambda: self._store.list_parts(record.key, record.upload_id),
-            )
+            return self._store.list_parts(record.key, record.upload_id)
         except UploadMissingError:
             return None
         except StoreError as error:
@@ -236,12 +233,7 @@ class Sender:
 
         def send(number: int) -> PartInfo:
             body = cut.section(number)
-
-            def attempt() -> PartInfo:
-                body.seek(0)
-                return self._store.upload_part(record.key, record.upload_id, number, body)
-
-            part = self._try(f"part {number} of {len(cut.numbers)} of {record.key}", attempt)
+            part = self._store.upload_part(record.key, record.upload_id, number, body)
             self._count(len(body))
             return part
 
@@ -250,7 +242,7 @@ class Sender:
             sent = self._run([lambda n=n: send(n) for n in missing])  # type: ignore[misc]
         except UploadMissingError:
             self._journal.drop(record.key)
-            self._try("look for the bucket", self._store.list_multiparts)  # raises if it is gone
+            self._store.list_multiparts()  # raises if the bucket is gone
             raise IntegrityError(
                 f"the multipart upload of {record.key} was aborted by someone else: it is sent "
                 "again with the next publication; is another miner using this bucket?"
@@ -267,19 +259,8 @@ class Sender:
         if staged.record is None:
             return self._put_small(staged)
         record = staged.record
-
-        def attempt() -> str:
-            try:
-                return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
-            except UploadMissingError:
-                # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
-                info = self._store.head(record.key)
-                if info is not None and info.etag == staged.etag:
-                    return info.etag
-                raise
-
         try:
-            etag = self._try(f"complete {staged.key}", attempt)
+            etag = self._complete(staged, record)
         except UploadMissingError:
             self._journal.drop(staged.key)
             raise IntegrityError(
@@ -296,6 +277,16 @@ class Sender:
         self._journal.put(replace(record, etag=etag))
         return etag
 
+    def _complete(self, staged: Staged, record: UploadRecord) -> str:
+        try:
+            return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
+        except UploadMissingError:
+            # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
+            info = self._store.head(record.key)
+            if info is not None and info.etag == staged.etag:
+                return info.etag
+            raise
+
     def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
         """Etags by key; all of them side by side, so that they appear within moments."""
         files = list(staged)
@@ -305,12 +296,7 @@ class Sender:
     def _put_small(self, staged: Staged) -> str:
         with staged.path.open("rb") as file:
             body = Section(file.fileno(), 0, staged.size, self._uplink)
-
-            def attempt() -> str:
-                body.seek(0)
-                return self._store.put(staged.key, body)
-
-            etag = self._try(f"write {staged.key}", attempt)
+            etag = self._store.put(staged.key, body)
         self._count(staged.size)
         return etag
 
@@ -320,7 +306,7 @@ class Sender:
         """Abort an upload nobody will go on with, and forget it. One attempt: cleanup has more."""
         if not record.etag:
             try:
-                self._store.abort_multipart(record.key, record.upload_id)
+                self._once.abort_multipart(record.key, record.upload_id)
             except UploadMissingError:
                 pass
             except StoreError as error:
@@ -333,9 +319,6 @@ class Sender:
         for record in self._journal.uploads():
             if record.key not in wanted or record.bucket != self._store.bucket:
                 self.abandon(record)
-
-    def _try(self, what: str, attempt: Callable[[], Result]) -> Result:
-        return retrying(what, attempt, deadline=self._deadline, uplink=self._uplink)
 
     def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
         """All tasks in the pool; the first error ends the rest. From a thread outside the pool."""

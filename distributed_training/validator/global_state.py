@@ -32,7 +32,7 @@ from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
 from distributed_training.store.interface import ObjectStore
 from distributed_training.store.journal import Journal
-from distributed_training.store.retry import deadline_in, retrying
+from distributed_training.store.retry import deadline_in, patient
 from distributed_training.store.upload import Sender
 from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
 from distributed_training.training.outer import (
@@ -171,7 +171,7 @@ class GlobalPublisher:
         return load_weights(path, schema)
 
     def _put(self, key: str, data: bytes) -> None:
-        retrying(f"write {key}", lambda: self._store.put(key, data), deadline=deadline_in(_SMALL))
+        patient(self._store, until=_SMALL).put(key, data)
 
     def _root(self) -> Metadata | None:
         data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
