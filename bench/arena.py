@@ -39,6 +39,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -237,7 +238,12 @@ class Arena:
         schema = miner.trainer.schema
         try:
             upload = read_upload(
-                repository, schema, outer_step=judged, block=block_at(now), bpa=self.world.blocks
+                repository,
+                schema,
+                outer_step=judged,
+                block=block_at(now),
+                bpa=self.world.blocks,
+                timeout=timedelta(minutes=5),
             )
         except InvalidUpload as error:
             return Look(repository.valid, why=str(error))

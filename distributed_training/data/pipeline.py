@@ -126,11 +126,7 @@ class DataPipeline:
         return len(held.order) if held is not None else 0
 
     def _take(self, answer: Prepared | Failure) -> None:
-        if isinstance(answer, Failure) and answer.block is None:
-            log.warning("%s", answer.line)
-            return
         if isinstance(answer, Failure):
-            assert answer.block is not None
             log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
             self._counts["blocks_failed"] += 1
             self._pending.discard(answer.block)

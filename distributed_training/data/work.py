@@ -42,9 +42,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Failure:
-    """A block that could not be prepared, or (without a block) a line of the worker's log."""
+    """A block that could not be prepared."""
 
-    block: int | None
+    block: int
     line: str
 
 

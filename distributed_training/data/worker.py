@@ -11,15 +11,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
-import sys
-import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any
 
-from distributed_training.common.children import start_child
+from distributed_training.common.children import Parent, Said, start_child, wait_or_kill
 from distributed_training.common.stacks import write_stacks_on_signal
 
 from .spec import WorkerSpec
@@ -28,17 +23,6 @@ from .work import BlockMaker, Failure, Prepared
 log = logging.getLogger(__name__)
 
 _NICENESS = 5  # training goes first
-
-
-class _Handler(logging.Handler):
-    """Sends the worker's log lines to its rank, whose log goes where the operator looks."""
-
-    def __init__(self, send: Any) -> None:
-        super().__init__(logging.INFO)
-        self._send = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._send(Failure(None, record.getMessage()))
 
 
 class DataWorker:
@@ -69,6 +53,9 @@ class DataWorker:
         try:
             while self._connection.poll():
                 answer = self._connection.recv()
+                if isinstance(answer, Said):
+                    log.log(answer.level, "%s", answer.text)
+                    continue
                 if answer.block in self.blocks:
                     self.blocks.remove(answer.block)
                 found.append(answer)
@@ -80,27 +67,13 @@ class DataWorker:
     def close(self) -> None:
         """The worker ends by itself when the socket closes; wait for that, but not long."""
         self._connection.close()
-        try:
-            self._process.wait(timeout=3)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, 3)
 
 
-def _run(connection: Connection) -> None:
-    spec: WorkerSpec = connection.recv()
-    lock = threading.Lock()
-
-    def send(answer: Prepared | Failure) -> None:
-        try:
-            with lock:
-                connection.send(answer)
-        except OSError:
-            os._exit(0)  # the rank is gone
-
-    root = logging.getLogger()
-    root.addHandler(_Handler(send))
-    root.setLevel(logging.WARNING)
+def _run(parent: Parent) -> None:
+    spec: WorkerSpec = parent.receive()
+    parent.take_log()
+    logging.getLogger().setLevel(logging.WARNING)
     maker: BlockMaker | None = None
 
     def prepare(block: int) -> Prepared:
@@ -111,11 +84,11 @@ def _run(connection: Connection) -> None:
     def tell(block: int, prepared: Future[Prepared]) -> None:
         error = prepared.exception()  # whatever it is, it must not end the worker
         failed = f"{type(error).__name__}: {error}"
-        send(prepared.result() if error is None else Failure(block, failed))
+        parent.send(prepared.result() if error is None else Failure(block, failed))
 
     pool = ThreadPoolExecutor(1)
     while True:
-        block = connection.recv()
+        block = parent.receive()
         pool.submit(prepare, block).add_done_callback(partial(tell, block))
 
 
@@ -123,7 +96,7 @@ def main() -> None:
     os.nice(_NICENESS)
     write_stacks_on_signal()
     with contextlib.suppress(EOFError, OSError):  # the rank is gone
-        _run(Connection(int(sys.argv[1])))
+        _run(Parent())
     os._exit(0)  # without waiting for requests under way
 
 

@@ -60,8 +60,7 @@ class WorkerPool:
             for answer in arrived:
                 if isinstance(answer, Prepared):
                     self._failures = 0
-                if answer.block is not None:
-                    self._blamed.pop(answer.block, None)
+                self._blamed.pop(answer.block, None)
                 yield answer
 
     def _replace(self, index: int) -> Iterator[Failure]:

@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import islice
-from typing import TypeVar
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import schedule
@@ -38,9 +37,7 @@ from distributed_training.scoring.ranking import (
     rank,
 )
 from distributed_training.scoring.repository import OpenBucket, Repository, inspect
-from distributed_training.scoring.upload import InvalidUpload, Upload, read_upload
-
-Result = TypeVar("Result")
+from distributed_training.scoring.upload import InvalidUpload, Upload, read_upload, within
 
 READERS = 8  # buckets looked into at once
 
@@ -160,17 +157,16 @@ class Previewer:
     def _read(self, neuron: Neuron) -> tuple[Repository, Upload | Judgement | None]:
         """What is to be judged; a judgement if it is reset unread, None if it is not chosen."""
         judged, uid = self._judged, neuron.uid
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        look = partial(
+            inspect,
+            neuron,
+            self._open_bucket,
+            outer_step=judged.outer_step,
+            age_limit=self._age_limit,
+        )
+        began = time.monotonic()
         try:
-            repository = within(
-                deadline,
-                lambda: inspect(
-                    neuron,
-                    self._open_bucket,
-                    outer_step=judged.outer_step,
-                    age_limit=self._age_limit,
-                ),
-            )
+            repository = within(self._timeout, look)
         except TimeoutError:
             cause, reason = Cause.TOO_SLOW, f"no answer in {self._timeout.total_seconds():g} s"
             return Repository(uid, False, cause, reason), None
@@ -182,23 +178,19 @@ class Previewer:
             return dataclasses.replace(
                 repository, cause=repository.cause or Cause.INNER_STEP_ZERO
             ), None
+        left = self._timeout - timedelta(seconds=time.monotonic() - began)
         try:
-            return repository, within(
-                deadline,
-                lambda: read_upload(
-                    repository,
-                    judged.schema,
-                    outer_step=judged.outer_step,
-                    block=judged.block,
-                    bpa=judged.bpa,
-                ),
+            return repository, read_upload(
+                repository,
+                judged.schema,
+                outer_step=judged.outer_step,
+                block=judged.block,
+                bpa=judged.bpa,
+                timeout=left,
             )
-        except TimeoutError:
-            cause = Cause.TOO_SLOW
-            reason = f"gradients.pt was not read in {self._timeout.total_seconds():g} s"
         except InvalidUpload as error:
-            cause, reason = error.cause, str(error)
-        return repository, Judgement.reset(uid, judged.outer_step, cause, reason)
+            reset = Judgement.reset(uid, judged.outer_step, error.cause, str(error))
+            return repository, reset
 
     def _judge(
         self, upload: Upload | Judgement | None, random_blocks: Sequence[int]
@@ -250,24 +242,6 @@ def _with_standing(row: Row, standing: Standing | None) -> Row:
         elif standing is not None and standing.train == 0:
             cause = Cause.RANKED_LOW
     return dataclasses.replace(row, standing=standing, cause=cause)
-
-
-def within(deadline: float, task: Callable[[], Result]) -> Result:
-    """``task()`` in a thread of its own, which is left behind when ``deadline`` (of
-    ``time.monotonic()``) comes first: a store may send a byte a minute for ever.
-
-    Raises TimeoutError and what ``task`` raises.
-    """
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(task())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
-            done.set_exception(error)
-
-    threading.Thread(target=run, name="preview-read", daemon=True).start()
-    return done.result(timeout=max(0.0, deadline - time.monotonic()))
 
 
 def draw_random_blocks(block: int, count: int, generator: random.Random) -> tuple[int, ...]:

@@ -7,7 +7,13 @@ it is a stranger's: sizes are bounded before anything is read, the content is ch
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, MetadataError, parse_config
@@ -21,6 +27,8 @@ from distributed_training.protocol.payload import (
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.repository import Repository
 from distributed_training.store.errors import DeadlineError, IntegrityError, StoreError
+
+Result = TypeVar("Result")
 
 
 class InvalidUpload(ValueError):
@@ -44,15 +52,44 @@ class Upload:
         return random.Random(self.uid).sample(list(self.blocks), 1)[0]
 
 
+def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
+    """``task()`` in a thread of its own, which is left behind after ``timeout``: a store may send a
+    byte a minute for ever.
+
+    Raises TimeoutError and what ``task`` raises.
+    """
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(task())
+        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="upload-read", daemon=True).start()
+    return done.result(timeout=max(0.0, timeout.total_seconds()))
+
+
 def read_upload(
-    repository: Repository, schema: Schema, *, outer_step: int, block: int, bpa: int
+    repository: Repository,
+    schema: Schema,
+    *,
+    outer_step: int,
+    block: int,
+    bpa: int,
+    timeout: timedelta,
 ) -> Upload:
-    """``outer_step``: X. ``block``: now; ``bpa``: blocks between two rounds.
+    """``outer_step``: X. ``block``: now; ``bpa``: blocks between two rounds. ``timeout`` covers all
+    that is read.
 
     Raises InvalidUpload, also for a bucket that does not answer.
     """
+    read = partial(_read, repository, schema, outer_step=outer_step, block=block, bpa=bpa)
     try:
-        return _read(repository, schema, outer_step=outer_step, block=block, bpa=bpa)
+        return within(timeout, read)
+    except TimeoutError:
+        why = f"gradients.pt was not read in {timeout.total_seconds():.0f} s"
+        raise InvalidUpload(Cause.TOO_SLOW, why) from None
     except IntegrityError as error:
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None
     except DeadlineError as error:

@@ -87,7 +87,7 @@ class Publication:
     def _publish(self, submission: Submission, sent: Sent) -> float | None:
         """The age of ``gradients.pt`` when all was done, seconds by the store's clock."""
         revision, settings = submission.revision, self.settings
-        self._gate(revision.inner_step)
+        _refuse_with(upload_gate(inner_step=revision.inner_step, minimum=1))
         files = wait_complete(
             submission.folder,
             submission.world_size,
@@ -96,7 +96,18 @@ class Publication:
             give_up=self.newer,
         )
         extras, not_finite = check_files(submission.folder, files, revision, self.uplink)
-        self._gate(revision.inner_step, extras.block_list, not_finite, submission.preview_delta)
+        _refuse_with(
+            upload_gate(
+                inner_step=revision.inner_step,
+                minimum=1,  # more is the schedule's to ask for: validators refuse inner step 0 only
+                blocks=extras.block_list,
+                not_finite=not_finite,
+                preview_delta=submission.preview_delta,
+                block_on_preview=settings.block_on_preview,
+            )
+        )
+        if warning := preview_warning(submission.preview_delta):
+            log.warning("%s", warning)
         with Sender(
             store=self.store,
             journal=self.journal,
@@ -123,27 +134,6 @@ class Publication:
             self._patient.put(key, metadata)
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
-
-    def _gate(
-        self,
-        inner_step: int,
-        blocks: tuple[int, ...] | None = None,
-        not_finite: str | None = None,
-        preview_delta: float | None = None,
-    ) -> None:
-        line = upload_gate(
-            inner_step=inner_step,
-            minimum=1,  # more is the schedule's to ask for: validators refuse inner step 0 only
-            blocks=blocks,
-            not_finite=not_finite,
-            preview_delta=preview_delta,
-            block_on_preview=self.settings.block_on_preview,
-        )
-        if line:
-            raise BlockedError(line)
-        warning = preview_warning(preview_delta)
-        if warning:
-            log.warning("%s", warning)
 
     def _withdraw(self, revision: Revision) -> None:
         """Also of the same revision: a miner that went back to a checkpoint comes to the same inner
@@ -187,3 +177,8 @@ class Publication:
             return
         check_claim(self._patient, self.instance)
         self._patient.put(keys.ROOT_METADATA, root.with_peer_id(peer_id).to_json())
+
+
+def _refuse_with(line: str | None) -> None:
+    if line:
+        raise BlockedError(line)

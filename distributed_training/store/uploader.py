@@ -14,12 +14,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.children import start_child
+from distributed_training.common.children import Said, start_child, wait_or_kill
 from distributed_training.config.store import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
 from .journal import Submission
-from .uploader_messages import Busy, Close, Paused, PeerId, Said, Start
+from .uploader_messages import Busy, Close, Paused, PeerId, Start
 
 log = logging.getLogger(__name__)
 
@@ -132,11 +132,7 @@ class Uploader:
             self._send(Close())
         process = self._process
         if process is not None:
-            try:
-                process.wait(timeout.total_seconds())
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            wait_or_kill(process, timeout.total_seconds())
         self._thread.join(1)
 
     # --- the process ------------------------------------------------------------------------------

@@ -39,14 +39,6 @@ class Close: ...
 
 
 @dataclass(frozen=True)
-class Said:
-    """A line for the operator, at a level of :mod:`logging`."""
-
-    level: int
-    text: str
-
-
-@dataclass(frozen=True)
 class Busy:
     """Whether a publication is under way."""
 

@@ -18,18 +18,17 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from distributed_training.common.children import Parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
@@ -42,7 +41,7 @@ from .publication import Publication
 from .s3 import S3ObjectStore
 from .snapshot_folder import prune_snapshots
 from .uplink import Uplink
-from .uploader_messages import Busy, Close, Paused, PeerId, Said, Start
+from .uploader_messages import Busy, Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
@@ -77,9 +76,7 @@ class UploadLoop:
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
         self._current: Submission | None = None
-        self._peer_id: str | None = None  # not published yet
-        self._latest_peer_id = ""
-        self._peer_id_after = 0.0
+        self._peer_id = self._peer_id_published = ""
         self._newest_published: int | None = None  # outer step, until old ones were deleted
         self._closing = threading.Event()
         pending = self._journal.pending
@@ -104,8 +101,7 @@ class UploadLoop:
                 case Submission():
                     self._take(message)
                 case PeerId(peer_id):
-                    self._peer_id = self._latest_peer_id = peer_id
-                    self._peer_id_after = 0.0
+                    self._peer_id = peer_id
             self._wake.notify_all()
 
     def _take(self, new: Submission) -> None:
@@ -133,9 +129,9 @@ class UploadLoop:
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         while not self._closing.is_set():
             try:
-                submission, peer_id = self._next()
-                if peer_id is not None:
-                    self._publish_peer_id(peer_id)
+                submission = self._next()
+                if self._peer_id != self._peer_id_published:
+                    self._publish_peer_id(self._peer_id)
                 if submission is not None:
                     self._publish(submission)
             except StoppedError:
@@ -151,31 +147,24 @@ class UploadLoop:
         with contextlib.suppress(StoreError):
             release_bucket(self._store, self._instance)
 
-    def _next(self) -> tuple[Submission | None, str | None]:
-        """What to do now: a snapshot to publish, a peer id to publish. Raises StoppedError."""
+    def _next(self) -> Submission | None:
+        """The next snapshot to publish; None: a peer id. Raises StoppedError."""
         with self._wake:
             self._current = None
-            while self._waiting is None and not self._peer_id_due():
+            while self._waiting is None and self._peer_id == self._peer_id_published:
                 if self._closing.is_set():
                     break
                 self._send(Busy(False))
-                retry_in = self._peer_id_after - time.monotonic()
-                self._wake.wait(None if self._peer_id is None else max(0.0, retry_in))
+                self._wake.wait()
             if self._closing.is_set():
                 raise StoppedError("closing")
             self._current, self._waiting = self._waiting, None
-            peer_id = None
-            if self._peer_id_due():
-                peer_id, self._peer_id = self._peer_id, None
-            return self._current, peer_id
-
-    def _peer_id_due(self) -> bool:
-        return self._peer_id is not None and time.monotonic() >= self._peer_id_after
+            return self._current
 
     def _publish(self, submission: Submission) -> None:
         self._send(Busy(True))
         # One that the journal kept was submitted before a restart, perhaps with another identity.
-        submission = replace(submission, peer_id=self._latest_peer_id or submission.peer_id)
+        submission = replace(submission, peer_id=self._peer_id or submission.peer_id)
         report = self._publication.run(submission)
         self._prune_snapshots(before=submission.folder)
         with self._wake:
@@ -190,13 +179,22 @@ class UploadLoop:
     def _publish_peer_id(self, peer_id: str) -> None:
         try:
             self._publication.publish_peer_id(peer_id)
+            self._peer_id_published = peer_id
         except StoppedError:
             raise
         except StoreError as error:
             log.warning("The peer id is not published yet: %s", error)
-            with self._wake:
-                self._peer_id = self._peer_id or peer_id
-                self._peer_id_after = time.monotonic() + _PEER_ID_RETRY.total_seconds()
+            with self._wake:  # there may be something better to do than to wait
+                self._send(Busy(self._current is not None))
+                self._wake.wait_for(
+                    lambda: (
+                        self._closing.is_set()
+                        or self._current
+                        or self._waiting
+                        or self._peer_id != peer_id
+                    ),
+                    _PEER_ID_RETRY.total_seconds(),
+                )
 
     def _keep_claim(self) -> None:
         complaint = ""
@@ -261,28 +259,6 @@ class UploadLoop:
 # --- the process ----------------------------------------------------------------------------------
 
 
-class _Forward(logging.Handler):
-    """Log records of this process become lines of rank 0's log, which masks and formats them."""
-
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        super().__init__(logging.INFO)
-        self._send_message = send
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if record.exc_info and record.exc_info[1] is not None:
-            # The type and place only: texts of foreign exceptions may quote a request.
-            error = record.exc_info[1]
-            trace = error.__traceback__
-            while trace is not None and trace.tb_next is not None:
-                trace = trace.tb_next
-            place = (
-                f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
-            )
-            text = f"{text}: {type(error).__name__} at {place}"
-        self._send_message(Said(record.levelno, text))
-
-
 def lower_priority(nice: int) -> None:
     """Training comes first, for the CPU and for the disk. Before any thread is started."""
     with contextlib.suppress(OSError):
@@ -292,25 +268,20 @@ def lower_priority(nice: int) -> None:
 
 
 def main() -> int:
-    connection = Connection(int(sys.argv[1]))
-    lock = threading.Lock()
+    parent = Parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     # Ends at once; the journal is always in order. Not a handler of Python's: that runs once the
     # main thread comes back from its read, and a signal just before the read is seen too late.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     write_stacks_on_signal()
 
-    def send(message: Any) -> None:
-        with lock, contextlib.suppress(OSError):  # nobody listens any more: the reader ends us
-            connection.send(message)
-
-    start: Start = connection.recv()
+    start: Start = parent.receive()
     lower_priority(start.settings.uploader_nice)
-    logging.getLogger().addHandler(_Forward(send))
+    parent.take_log()
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:
         store = S3ObjectStore.from_settings(start.settings, bucket=start.bucket, write=True)
-        loop = UploadLoop(start, store, send)
+        loop = UploadLoop(start, store, parent.send)
     except (ValueError, OSError) as error:
         log.error("%s", disk_problem(error) if isinstance(error, OSError) else error)
         return 2
@@ -318,7 +289,7 @@ def main() -> int:
     thread.start()
     try:
         while True:
-            message = connection.recv()
+            message = parent.receive()
             loop.receive(message)
             if isinstance(message, Close):
                 thread.join()

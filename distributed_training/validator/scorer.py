@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config.validator import ValidatorSettings
 from distributed_training.protocol import lines, schedule
-from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import Evaluator, Judgement, judgement_fields
 from distributed_training.scoring.pages import DataUnavailable
-from distributed_training.scoring.preview import within
 from distributed_training.scoring.repository import OpenBucket, Repository, inspect
 from distributed_training.scoring.upload import InvalidUpload, read_upload
 from distributed_training.store.errors import StoreError
@@ -23,7 +19,6 @@ from distributed_training.validator.global_state import GlobalPublisher, GlobalS
 from distributed_training.validator.standings import Standings
 
 log = logging.getLogger(__name__)
-
 _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for ever
 
 
@@ -119,16 +114,13 @@ class Scorer:
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
-                upload = within(
-                    time.monotonic() + _UPLOAD_PATIENCE.total_seconds(),
-                    partial(
-                        read_upload,
-                        repository,
-                        state.schema,
-                        outer_step=outer_step,
-                        block=block,
-                        bpa=bpa,
-                    ),
+                upload = read_upload(
+                    repository,
+                    state.schema,
+                    outer_step=outer_step,
+                    block=block,
+                    bpa=bpa,
+                    timeout=_UPLOAD_PATIENCE,
                 )
                 judgement = self._evaluator.judge(
                     upload,
@@ -139,9 +131,6 @@ class Scorer:
                 )
             except InvalidUpload as error:
                 judgement = Judgement.reset(repository.uid, outer_step, error.cause, str(error))
-            except TimeoutError:
-                why = f"gradients.pt was not read in {_UPLOAD_PATIENCE.total_seconds():g} s"
-                judgement = Judgement.reset(repository.uid, outer_step, Cause.TOO_SLOW, why)
             except DataUnavailable as error:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
                 continue

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.children import wait_or_kill
 from distributed_training.common.environment import without_secrets
 
 _END_SECONDS = 5.0
@@ -95,11 +96,7 @@ class PageProcess:
         with self._lock:
             self._closing.set()
         self._process.terminate()
-        try:
-            self._process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        wait_or_kill(self._process, _END_SECONDS)
 
     def __enter__(self) -> PageProcess:
         return self
