@@ -22,7 +22,7 @@ from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.pages import PageReader
-from distributed_training.store.interface import ObjectInfo
+from distributed_training.store.s3 import ObjectInfo
 from distributed_training.training.feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.preview import Preview
 from tests.gradient_file import build_payload

@@ -18,7 +18,7 @@ from distributed_training.store.errors import (
     StoreError,
     UploadMissingError,
 )
-from distributed_training.store.interface import MultipartInfo, ObjectInfo, PartInfo
+from distributed_training.store.s3 import MultipartInfo, ObjectInfo, PartInfo
 from distributed_training.store.uplink import Section
 
 

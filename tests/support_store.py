@@ -22,7 +22,6 @@ from distributed_training.protocol.gradients import encode
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store.interface import ObjectStore
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
@@ -140,13 +139,13 @@ def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def object_digest(store: ObjectStore, key: str) -> str:
+def object_digest(store: S3ObjectStore, key: str) -> str:
     data = store.get(key, limit=1 << 30)
     assert data is not None, f"{key} is not there"
     return hashlib.sha256(data).hexdigest()
 
 
-def assert_published(store: ObjectStore, revision: Revision, files: dict[str, Path]) -> None:
+def assert_published(store: S3ObjectStore, revision: Revision, files: dict[str, Path]) -> None:
     """Every object is the snapshot's, and both metadata documents name it."""
     from distributed_training.protocol.metadata import Metadata
 

@@ -28,7 +28,6 @@ from distributed_training.store.errors import (
     DeadlineError,
     StoreError,
 )
-from distributed_training.store.interface import ObjectStore
 from distributed_training.store.read_key import check_read_key
 from distributed_training.store.retry import patient
 from distributed_training.store.s3 import S3ObjectStore
@@ -44,7 +43,7 @@ def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> S3O
         raise ConfigError(str(error)) from None
 
 
-def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
+def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
     """That the bucket is there and the keys are good for it. Raises ConfigError, NetworkFailure.
 
     ``timeout`` covers the first answer of the store with its retries.

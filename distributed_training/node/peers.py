@@ -27,9 +27,8 @@ from distributed_training.store.errors import (
     ObjectMissingError,
     StoreError,
 )
-from distributed_training.store.interface import ObjectInfo, ObjectStore
 from distributed_training.store.retry import deadline_in, patient
-from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.
 PATIENCE = timedelta(seconds=10)
@@ -72,7 +71,7 @@ class BucketReader:
 
     def __init__(
         self,
-        store: ObjectStore,
+        store: S3ObjectStore,
         *,
         small: timedelta = timedelta(seconds=30),
         large: timedelta = timedelta(minutes=30),
@@ -132,7 +131,7 @@ class BucketReader:
 class _RemoteFile(io.RawIOBase):
     """One version of an object as a file, read range by range."""
 
-    def __init__(self, store: ObjectStore, info: ObjectInfo) -> None:
+    def __init__(self, store: S3ObjectStore, info: ObjectInfo) -> None:
         super().__init__()
         self.name = info.key
         self._store = store

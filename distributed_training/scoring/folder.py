@@ -17,7 +17,7 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.store.contents import PtFile
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
-from distributed_training.store.interface import ObjectInfo
+from distributed_training.store.s3 import ObjectInfo
 
 
 class FolderReader:

@@ -21,7 +21,7 @@ from pathlib import Path
 from distributed_training.common.files import write_bytes
 
 from .errors import IntegrityError, StoreError
-from .interface import ObjectStore
+from .s3 import S3ObjectStore
 
 OWNER_KEY = ".miner/owner.json"
 RENEW_EVERY = timedelta(minutes=4)
@@ -61,7 +61,7 @@ def machine() -> str:
     return f"{identity}:{platform.node()}"
 
 
-def claim_bucket(store: ObjectStore, instance: str, *, take: bool = False) -> None:
+def claim_bucket(store: S3ObjectStore, instance: str, *, take: bool = False) -> None:
     """Make or renew the claim of ``instance``. Raises ForeignBucketError, StoreError.
 
     ``take``: also over a claim of another that has not lapsed. Two claims at the same moment: the
@@ -72,7 +72,7 @@ def claim_bucket(store: ObjectStore, instance: str, *, take: bool = False) -> No
     store.put(OWNER_KEY, json.dumps({"instance": instance}).encode())
 
 
-def check_claim(store: ObjectStore, instance: str) -> None:
+def check_claim(store: S3ObjectStore, instance: str) -> None:
     """Raises ForeignBucketError if another's claim stands."""
     info = store.head(OWNER_KEY)
     if info is None or (info.age_seconds or 0.0) > LAPSES_AFTER.total_seconds():
@@ -86,13 +86,13 @@ def check_claim(store: ObjectStore, instance: str) -> None:
         )
 
 
-def release_bucket(store: ObjectStore, instance: str) -> None:
+def release_bucket(store: S3ObjectStore, instance: str) -> None:
     """Give the claim up at a clean stop, so that the next machine need not wait."""
     if _owner(store) == instance:
         store.delete([OWNER_KEY])
 
 
-def _owner(store: ObjectStore) -> str | None:
+def _owner(store: S3ObjectStore) -> str | None:
     """None if nobody wrote a claim, or none that can be read: the next claim replaces it."""
     try:
         owner = json.loads(store.get(OWNER_KEY, limit=_MOST_BYTES) or b"{}").get("instance")

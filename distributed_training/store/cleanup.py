@@ -20,8 +20,8 @@ from distributed_training.protocol import keys
 
 from .claim import ForeignBucketError, check_claim
 from .errors import StoreError, UploadMissingError
-from .interface import ObjectStore
 from .retry import deadline_in, patient
+from .s3 import S3ObjectStore
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ class Removed:
 
 
 def stuck_uploads(
-    store: ObjectStore, *, older_than: timedelta, prefix: str = "", now: float | None = None
+    store: S3ObjectStore, *, older_than: timedelta, prefix: str = "", now: float | None = None
 ) -> list[StuckUpload]:
     """Oldest first. Raises StoreError when the list cannot be had."""
     now = time.time() if now is None else now
@@ -64,7 +64,7 @@ def stuck_uploads(
 
 
 def upload_sizes(
-    store: ObjectStore, uploads: Sequence[StuckUpload]
+    store: S3ObjectStore, uploads: Sequence[StuckUpload]
 ) -> Iterator[tuple[int, int] | None]:
     """(parts, bytes) of each; None where the store does not tell. One ListParts each, so slow."""
 
@@ -80,7 +80,7 @@ def upload_sizes(
 
 
 def abort_uploads(
-    store: ObjectStore,
+    store: S3ObjectStore,
     uploads: Sequence[StuckUpload],
     *,
     limit: timedelta | None = None,
@@ -122,7 +122,7 @@ def _each(
 
 
 def sweep_uploads(
-    store: ObjectStore,
+    store: S3ObjectStore,
     *,
     instance: str,
     spare: Callable[[], Collection[str]],
@@ -156,7 +156,7 @@ def sweep_uploads(
         )
 
 
-def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
+def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
     """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``.
 
     Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
@@ -181,7 +181,7 @@ def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
     return replace(data, gone=metadata.gone + data.gone)
 
 
-def prune_old_steps(store: ObjectStore, *, newest: int, keep: int) -> None:
+def prune_old_steps(store: S3ObjectStore, *, newest: int, keep: int) -> None:
     """:func:`prune_epochs` in the daemon: never raises, says what it did."""
     try:
         done = prune_epochs(store, newest=newest, keep=keep)

@@ -11,15 +11,15 @@ from distributed_training.common.files import is_full, read_json_object, sync_fo
 
 from .errors import IntegrityError, ObjectMissingError, PreconditionError
 from .gate import disk_allows
-from .interface import ObjectInfo, ObjectStore
 from .retry import patient
+from .s3 import ObjectInfo, S3ObjectStore
 from .uplink import Uplink
 
 RANGE = 16 * 1024 * 1024
 
 
 def download(
-    store: ObjectStore,
+    store: S3ObjectStore,
     key: str,
     path: Path,
     *,
@@ -51,7 +51,7 @@ def download(
     raise IntegrityError(f"{place} was replaced again and again while it was read")
 
 
-def _download(store: ObjectStore, info: ObjectInfo, path: Path, *, concurrency: int) -> None:
+def _download(store: S3ObjectStore, info: ObjectInfo, path: Path, *, concurrency: int) -> None:
     part = path.with_name(f".{path.name}.part")
     notes = path.with_name(f".{path.name}.part.json")
     done = _ranges_done(notes, part, info)

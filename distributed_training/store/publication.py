@@ -25,9 +25,9 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from .claim import check_claim
 from .errors import IntegrityError, StoppedError, StoreError, disk_problem
 from .gate import preview_warning, upload_gate
-from .interface import ObjectStore
 from .journal import Journal, Submission
 from .retry import deadline_in, patient
+from .s3 import S3ObjectStore
 from .snapshot_folder import check_files, wait_complete
 from .uplink import Uplink
 from .upload import Sender, Sent, Staged
@@ -44,7 +44,7 @@ class Publication:
     """``newer()``: a newer snapshot waits, so one that is not even complete need not be waited for.
     Used from one thread."""
 
-    store: ObjectStore
+    store: S3ObjectStore
     journal: Journal
     settings: StoreSettings
     instance: str  # whose claim on the bucket must stand

@@ -13,8 +13,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES
 
 from .errors import AccessDeniedError, ClockSkewError, StoreError
-from .interface import ObjectStore
 from .retry import deadline_in, patient
+from .s3 import S3ObjectStore
 
 PROBE_KEY = ".miner/read-key-probe"
 
@@ -23,7 +23,7 @@ class WritableReadKeyError(StoreError):
     """The key that would be published may write. Nothing may be committed with it."""
 
 
-def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
+def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
     """That ``reader``, opened with the read key, can read its bucket and not write it.
 
     ``timeout`` covers both requests with their retries. Leaves nothing in the bucket. Raises

@@ -21,8 +21,8 @@ from distributed_training.protocol.types import Revision
 from .contents import PtFile, safetensors_not_finite
 from .download import download
 from .errors import IntegrityError, ObjectMissingError, StoreError
-from .interface import ObjectStore
 from .retry import deadline_in, patient
+from .s3 import S3ObjectStore
 from .snapshot_folder import read_config
 from .uplink import Uplink
 
@@ -42,7 +42,7 @@ class RemoteState:
     def __init__(
         self,
         *,
-        store: ObjectStore,
+        store: S3ObjectStore,
         deadline: timedelta = timedelta(minutes=40),
         concurrency: int = 6,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 from distributed_training.common.backoff import Backoff
 
 from .errors import DeadlineError, StoreError
-from .interface import ObjectStore
+from .s3 import S3ObjectStore
 from .uplink import Uplink
 
 Result = TypeVar("Result")
@@ -24,19 +24,19 @@ LONGEST_WAIT = timedelta(seconds=15)
 
 
 def patient(
-    store: ObjectStore, *, until: float | timedelta, uplink: Uplink | None = None
-) -> ObjectStore:
+    store: S3ObjectStore, *, until: float | timedelta, uplink: Uplink | None = None
+) -> S3ObjectStore:
     """``store`` with each operation tried again until it succeeds or fails for good.
 
     ``until``: ``time.monotonic()`` at which the last operation must be done, or how long each may
     take. Only errors marked retryable are tried again; DeadlineError holds the last of them. Time
     spent paused does not count as an attempt but does count against the deadline.
     """
-    return cast(ObjectStore, _Patient(store, until, uplink or Uplink()))
+    return cast(S3ObjectStore, _Patient(store, until, uplink or Uplink()))
 
 
 class _Patient:
-    def __init__(self, store: ObjectStore, until: float | timedelta, uplink: Uplink) -> None:
+    def __init__(self, store: S3ObjectStore, until: float | timedelta, uplink: Uplink) -> None:
         self._store = store
         self._until = until
         self._uplink = uplink

@@ -24,7 +24,6 @@ from distributed_training.protocol.commitment import BucketCredentials
 from distributed_training.protocol.names import r2_endpoint
 
 from .errors import IntegrityError, ObjectMissingError, Refusal, TransientError
-from .interface import MultipartInfo, ObjectInfo, PartInfo
 from .uplink import Section
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
@@ -48,6 +47,34 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
+class ObjectInfo:
+    """``etag``: MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n`` of one put
+    in n parts. ``modified``: seconds since 1970, the store's clock. ``age_seconds``: by the store's
+    clock too, so that a wrong clock of ours does not matter; None in listings.
+    """
+
+    key: str
+    size: int
+    etag: str
+    modified: float
+    age_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    number: int  # from 1
+    size: int
+    etag: str  # MD5 in hex
+
+
+@dataclass(frozen=True)
+class MultipartInfo:
+    key: str
+    upload_id: str
+    initiated: float  # seconds since 1970, the store's clock
+
+
+@dataclass(frozen=True)
 class AccessKeys:
     """A key and its secret. ``what`` names them in messages: ours are R2_WRITE and R2_READ."""
 
@@ -57,7 +84,11 @@ class AccessKeys:
 
 
 class S3ObjectStore:
-    """``settings``: timeouts, concurrency, and how R2 differs from S3. One attempt per operation.
+    """``settings``: timeouts, concurrency, and how R2 differs from S3. Thread-safe.
+
+    Operations make one attempt each, see :func:`~.retry.patient`. All raise
+    :class:`~.errors.StoreError` of the kind that fits. A :class:`~.uplink.Section` is sent from its
+    beginning. The tests have a twin in memory that passes the same contract test.
 
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
     answer. Connections are made on first use and pooled. Raises ValueError for a name that no
@@ -152,6 +183,7 @@ class S3ObjectStore:
         self._client.close()
 
     def create_bucket(self) -> None:
+        """Make the bucket; fine if it is there and ours."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
@@ -171,6 +203,7 @@ class S3ObjectStore:
         )
 
     def get(self, key: str, *, limit: int) -> bytes | None:
+        """The whole object, None if there is none. IntegrityError if it exceeds ``limit``."""
         try:
             with self._errors("read", key) as call:
                 answer = call(self._client.get_object, Key=key)
@@ -188,6 +221,7 @@ class S3ObjectStore:
         return data
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Fewer bytes at the object's end. PreconditionError if its etag is no longer ``etag``."""
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
         with self._errors("read", key) as call:
             answer = call(
@@ -208,12 +242,14 @@ class S3ObjectStore:
         return data
 
     def put(self, key: str, data: bytes | Section) -> str:
+        """Returns the etag. TransientError if the store holds other bytes than those sent."""
         self._await_write_interval(key)
         with self._errors("write", key) as call:
             answer = call(self._client.put_object, Key=key, Body=data)
         return _confirm(f"{self._bucket}/{key}", data, _unquote(answer["ETag"]))
 
     def delete(self, keys: Sequence[str]) -> None:
+        """Missing ones are fine."""
         for key in keys:
             # One by one: bulk deletion needs a checksum that not every store accepts.
             try:

@@ -25,9 +25,9 @@ from .errors import (
     StoreError,
     UploadMissingError,
 )
-from .interface import ObjectStore, PartInfo
 from .journal import Journal, UploadRecord
 from .retry import patient
+from .s3 import PartInfo, S3ObjectStore
 from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Sender:
     def __init__(
         self,
         *,
-        store: ObjectStore,
+        store: S3ObjectStore,
         journal: Journal,
         deadline: float,
         uplink: Uplink | None = None,

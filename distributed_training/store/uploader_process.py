@@ -35,7 +35,6 @@ from distributed_training.protocol.types import PublicationReport
 from .claim import RENEW_EVERY, claim_bucket, instance_of, release_bucket
 from .cleanup import STUCK_AGE, prune_old_steps, sweep_uploads
 from .errors import StoppedError, StoreError, disk_problem
-from .interface import ObjectStore
 from .journal import Journal, Submission
 from .publication import Publication
 from .s3 import S3ObjectStore
@@ -57,7 +56,7 @@ class UploadLoop:
     Raises OSError when ``start.folder`` cannot be written.
     """
 
-    def __init__(self, start: Start, store: ObjectStore, send: Callable[[Any], None]) -> None:
+    def __init__(self, start: Start, store: S3ObjectStore, send: Callable[[Any], None]) -> None:
         self._settings = start.settings
         self._snapshots = start.snapshots
         self._send = send

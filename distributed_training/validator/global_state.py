@@ -30,9 +30,9 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.scoring.model import load_weights, model_bytes
 from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
-from distributed_training.store.interface import ObjectStore
 from distributed_training.store.journal import Journal
 from distributed_training.store.retry import deadline_in, patient
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.upload import Sender
 from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
 from distributed_training.training.outer import (
@@ -89,7 +89,7 @@ class GlobalPublisher:
     def __init__(
         self,
         *,
-        store: ObjectStore,
+        store: S3ObjectStore,
         folder: Path,
         keep_epochs: int = 3,
         deadline: timedelta = timedelta(minutes=30),

@@ -27,7 +27,7 @@ from distributed_training.protocol.payload import Schema
 from distributed_training.scoring.evaluator import Pages
 from distributed_training.scoring.pages import PageReader
 from distributed_training.scoring.repository import OpenBucket
-from distributed_training.store.interface import ObjectStore
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.swarm import HivemindSwarm
 
 
@@ -38,7 +38,7 @@ class Parts:
 
     member: Member
     client: SignedClient
-    store: ObjectStore
+    store: S3ObjectStore
     open_bucket: OpenBucket
     pages: Pages
     held_out: Tensor

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -22,7 +23,6 @@ from distributed_training.store.errors import (
     StoreError,
     TransientError,
 )
-from distributed_training.store.interface import ObjectStore
 from distributed_training.store.s3 import S3ObjectStore
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import settings_for
@@ -47,19 +47,19 @@ def _store(
     )
 
 
-def _reader(store: ObjectStore) -> BucketReader:
+def _reader(store: S3ObjectStore) -> BucketReader:
     return BucketReader(store, small=timedelta(seconds=2))
 
 
 @pytest.fixture(params=["memory", "s3"])
-def make(request: pytest.FixtureRequest) -> Callable[[], ObjectStore]:
+def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     if request.param == "memory":
         return MemoryObjectStore
     server = request.getfixturevalue("server")
     return lambda: _store(server)
 
 
-def test_what_is_not_there(make: Callable[[], ObjectStore], tmp_path: Path) -> None:
+def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) -> None:
     reader = _reader(make())
     assert reader.head("epoch-0/none") is None
     assert reader.get("epoch-0/none", limit=5) is None
@@ -69,7 +69,7 @@ def test_what_is_not_there(make: Callable[[], ObjectStore], tmp_path: Path) -> N
 
 
 def test_objects_come_whole(
-    make: Callable[[], ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], S3ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peers, "RANGE", 1000)
     store, data = make(), os.urandom(2500)
@@ -84,7 +84,7 @@ def test_objects_come_whole(
     assert (tmp_path / "a").read_bytes() == data
 
 
-def test_more_than_allowed_is_not_read(make: Callable[[], ObjectStore], tmp_path: Path) -> None:
+def test_more_than_allowed_is_not_read(make: Callable[[], S3ObjectStore], tmp_path: Path) -> None:
     store = make()
     store.put("big", bytes(1000))
     reader = _reader(store)

@@ -22,7 +22,6 @@ from distributed_training.store.errors import (
     TransientError,
     UploadMissingError,
 )
-from distributed_training.store.interface import ObjectStore
 from distributed_training.store.read_key import WritableReadKeyError, check_read_key
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uplink import Section, Uplink
@@ -36,7 +35,7 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture(params=["s3", "memory"])
-def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
     if request.param == "memory":
         yield MemoryObjectStore()
         return
@@ -44,7 +43,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     yield new_bucket(running, settings_for(running))
 
 
-def test_objects(store: ObjectStore) -> None:
+def test_objects(store: S3ObjectStore) -> None:
     store.create_bucket()  # again: fine
     assert store.head("a/b") is None
     assert store.get("a/b", limit=10) is None
@@ -70,7 +69,7 @@ def test_objects(store: ObjectStore) -> None:
     assert [o.key for o in store.list_objects()] == ["a/c", "d"]
 
 
-def test_multipart(store: ObjectStore, tmp_path: Path) -> None:
+def test_multipart(store: S3ObjectStore, tmp_path: Path) -> None:
     data = os.urandom(12 * MIB)
     path = tmp_path / "file"
     path.write_bytes(data)
