@@ -24,6 +24,7 @@ from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
+from distributed_training.store.retry import patient
 from distributed_training.store.s3 import S3ObjectStore
 from tests.gradient_file import build_payload
 
@@ -149,6 +150,7 @@ def assert_published(store: S3ObjectStore, revision: Revision, files: dict[str, 
     """Every object is the snapshot's, and both metadata documents name it."""
     from distributed_training.protocol.metadata import Metadata
 
+    store = patient(store, until=timedelta(seconds=30))  # a busy machine's answers slowly
     for name, path in files.items():
         assert object_digest(store, keys.epoch_key(revision.outer_step, name)) == digest(path), name
     for key in (keys.epoch_key(revision.outer_step, keys.METADATA), keys.ROOT_METADATA):
