@@ -88,7 +88,7 @@ def read_upload(
     try:
         return within(timeout, read)
     except TimeoutError:
-        why = f"gradients.pt was not read in {timeout.total_seconds():.0f} s"
+        why = f"gradients.pt was not read in {round(timeout.total_seconds(), 1):g} s"
         raise InvalidUpload(Cause.TOO_SLOW, why) from None
     except IntegrityError as error:
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None
