@@ -69,6 +69,10 @@ def uploader(
         loop.receive(Close())
         thread.join(10)
         assert not thread.is_alive()
+        wait_for(
+            lambda: not any(t.name.startswith("_keep_") for t in threading.enumerate()),
+            what="the threads beside it to end",
+        )
 
 
 def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
