@@ -179,7 +179,9 @@ class Prometheus:
 
     def answers(self) -> bool:
         try:
-            return bool(self.query("up == 1"))
+            # It listens before it is ready, and says so in plain text.
+            ready = httpx.get(self.url + "query", timeout=20).status_code != 503
+            return ready and bool(self.query("up == 1"))
         except (httpx.HTTPError, AssertionError):
             return False
 
