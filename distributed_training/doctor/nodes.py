@@ -10,9 +10,13 @@ from datetime import timedelta
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.diagnostics.checks import Check
-from distributed_training.miner.node_doors import VARIABLES, other_addresses
+from distributed_training.miner.node_addresses import (
+    VARIABLES,
+    address_of,
+    interface_of,
+    other_addresses,
+)
 from distributed_training.miner.node_line import Line
-from distributed_training.miner.nodes import address_of, interface_of
 
 _TIMEOUT = timedelta(seconds=5)
 

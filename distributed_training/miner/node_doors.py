@@ -9,26 +9,17 @@ gradients go through another interface than the rendezvous', there is a door at 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
-import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
-import psutil
-
 from distributed_training.common.ports import listen
-from distributed_training.config import ConfigError
 
 #: Covers the opening of one connection; a packet that got lost is sent again after 1 s and 3 s.
 KNOCK = timedelta(seconds=5)
 _CALLERS = 4096
-_FAMILIES = (socket.AF_INET, socket.AF_INET6)
-
-#: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 Door = tuple[str, int]  # address and port
 DoorOf = tuple[int, str, int]  # of which node
@@ -38,35 +29,6 @@ Apart = tuple[int, int, str]  # from which node to which, at what address
 def open_door(address: str, port: int = 0) -> socket.socket:
     """Close it once the ranks start. Nobody accepts: the kernel answers by itself."""
     return listen(address, port, backlog=_CALLERS)
-
-
-def other_addresses(interface: str) -> list[str]:
-    """This machine's, on the interfaces that the environment has gradients go through instead of
-    ``interface``. Raises ConfigError if gloo's is not there."""
-    there, found = psutil.net_if_addrs(), list[str]()
-    for variable in VARIABLES:
-        wanted = os.environ.get(variable, "")
-        if wanted.startswith("^"):  # NCCL takes any but those
-            continue
-        names = tuple(filter(None, wanted.removeprefix("=").split(",")))
-        taken = [name for name in there if name in names]
-        if not taken and variable != VARIABLES[0] and not wanted.startswith("="):
-            # NCCL's may be beginnings of names; its ranks meet at the first that is found.
-            taken = [name for name in there if name.startswith(names)][:1]
-        if names and not taken and variable == VARIABLES[0]:
-            raise ConfigError(
-                f"{variable} is {wanted}, and no network interface of this machine has that name, "
-                f"so its ranks could not meet others: one of {', '.join(there)}, or unset it"
-            )
-        for name in taken:
-            if name != interface and (address := _address_on(there[name])):
-                found.append(address)
-    return sorted(set(found))
-
-
-def _address_on(entries: Sequence[psutil._ntuples.snicaddr]) -> str | None:
-    listed = [e.address for family in _FAMILIES for e in entries if e.family == family]
-    return next((a for a in listed if not ipaddress.ip_address(a).is_link_local), None)
 
 
 def shut_doors(doors: Sequence[DoorOf]) -> list[tuple[int, str]]:

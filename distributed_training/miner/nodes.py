@@ -22,7 +22,6 @@ launchers meet here, without torch; ranks then meet in c10d's TCPStore as on one
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import os
 import socket
@@ -33,19 +32,21 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import psutil
-
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.nodes import NodesSettings
-from distributed_training.miner.node_doors import (
+from distributed_training.miner.node_addresses import (
     VARIABLES,
+    address_of,
+    interface_of,
+    other_addresses,
+)
+from distributed_training.miner.node_doors import (
     Apart,
     Door,
     DoorOf,
     open_door,
-    other_addresses,
     shut_doors,
     whom_to_refuse,
 )
@@ -96,36 +97,6 @@ class Plan:
         for name in VARIABLES:
             found[name] = os.environ.get(name) or self.interface
         return found
-
-
-def address_of(endpoint: str) -> tuple[str, int]:
-    """IP address and port of ``HOST:PORT``. Raises ConfigError for a host nobody knows."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint}: the host cannot be resolved ({error.strerror}), so the "
-            "nodes cannot meet: give node 0's IP address"
-        ) from None
-    address = str(family[0][4][0])
-    if ":" in address and ipaddress.ip_address(address).is_link_local:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint} is a link-local address, which names another machine on "
-            "each interface, so the nodes cannot meet: give another address of node 0"
-        )
-    return address, int(port)
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine that has ``address``."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    raise ConfigError(
-        f"no network interface of this machine has the address {address}, so the other nodes could "
-        "not reach it: give --rdzv_endpoint an address of node 0, and run node 0 there"
-    )
 
 
 @dataclass

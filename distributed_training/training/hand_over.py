@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -62,21 +63,14 @@ def hand_over(
 def _receive_all(
     state: SnapshotState, layout: Layout, group: dist.ProcessGroup, check: Callable[[], None]
 ) -> list[SnapshotState]:
+    ranks = deque(range(layout.rank + layout.local, layout.world_size, layout.local))
     found: list[SnapshotState] = []
-    problem: BaseException | None = None
-
-    def go_on() -> None:
-        if problem is not None:
-            raise problem
-        check()
-
-    for rank in range(layout.rank + layout.local, layout.world_size, layout.local):
-        try:
-            found.append(_receive(state, layout, group, rank, go_on))
-        except BaseException as error:  # noqa: BLE001 - raised below, once all others know
-            problem = error
-    if problem is not None:
-        raise problem
+    try:
+        while ranks:
+            found.append(_receive(state, layout, group, ranks.popleft(), check))
+    finally:
+        for rank in ranks:  # which wait to be asked
+            dist.send(torch.zeros(1), group=group, group_dst=rank)
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -126,12 +127,10 @@ class Publication:
         states = [state]
         if self._beside is not None:
             layout = self._stream.layout
-            try:
-                states = hand_over(state, layout, self._beside, handle.check)
-            except BaseException as error:
+            with ExitStack() as stack:
                 if layout.on_node_0:
-                    tell_failure(handle.folder, layout.rank, error)
-                raise
+                    stack.push(lambda _, error, __: tell_failure(handle.folder, layout.rank, error))
+                states = hand_over(state, layout, self._beside, handle.check)
         for each in states:
             write_snapshot(each, handle, parts_timeout=PARTS_TIMEOUT)
 

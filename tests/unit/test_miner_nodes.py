@@ -22,7 +22,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
-from distributed_training.miner import node_doors, node_facts
+from distributed_training.miner import node_addresses, node_facts
 from distributed_training.miner.node_doors import whom_to_refuse
 from distributed_training.miner.node_facts import difference, facts_of
 from distributed_training.miner.nodes import Guest, Host
@@ -264,13 +264,13 @@ def test_the_interfaces_of_gradients_are_read_as_gloo_and_nccl_do(
         name: [Entry(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in listed]
         for name, listed in addresses.items()
     }
-    monkeypatch.setattr(node_doors.psutil, "net_if_addrs", lambda: entries)
-    for each in node_doors.VARIABLES:
+    monkeypatch.setattr(node_addresses.psutil, "net_if_addrs", lambda: entries)
+    for each in node_addresses.VARIABLES:
         monkeypatch.setenv(each, value if each == variable else "")
-    assert node_doors.other_addresses("eth0") == found
+    assert node_addresses.other_addresses("eth0") == found
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is eth7, .* one of eth0, eth1, ib0"):
-        node_doors.other_addresses("eth0")
+        node_addresses.other_addresses("eth0")
 
 
 @pytest.mark.parametrize("host", ["fe80::1", "fe80::1%lo"])
