@@ -40,7 +40,7 @@ def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Path) -> None:
-    """A round of this subnet, with what it waits for, is longer than the timeout."""
+    """Ranks that average, and then wait for the global weights, are no hang."""
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(2,),
