@@ -21,6 +21,7 @@ from .upload_plan import Bounds, Pace, Rounds, weigh
 
 _SMOOTHING = 0.3
 _STEPS_OF_A_BLOCK = 2.5  # of training, before the newest listed block's age was told
+_TIMED_LEAST = 3  # steps, before what they take is warned of
 _PAUSE_SHARE = 1 / 24  # of a period that a round takes, before one was seen
 
 
@@ -80,6 +81,7 @@ class UploadSchedule:
         self._steps_since = 0  # that snapshot, over rounds
         self._owed = False  # the next step asks, whatever the schedule says
         self._began: float | None = None  # the first step of this process
+        self._steps = 0  # of this process
         self._step_before: tuple[int, float] | None = None  # its outer step and its end
         self._warned: set[str] = set()
 
@@ -132,7 +134,7 @@ class UploadSchedule:
         if report.ok:
             at = report.finished_at - (report.age_seconds or 0.0)
             self.published_at = max(self.published_at or -math.inf, at)
-            self._warned = {name for name in self._warned if name.startswith("minimum")}
+            self._warned = {name for name in self._warned if not name.startswith("age")}
         if asked is None or not ours:
             return
         if report.ok:
@@ -159,7 +161,9 @@ class UploadSchedule:
     # --- what is known ----------------------------------------------------------------------------
 
     def _learn(self, report: StepReport, now: float, block_age: float | None) -> None:
-        self.step_seconds = _mean(self.step_seconds, report.seconds)
+        # The first step of a process also compiles and fills caches.
+        self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
+        self._steps += 1
         self._block_age = block_age
         self._steps_since += 1
         if self._began is None:
@@ -168,6 +172,7 @@ class UploadSchedule:
             gap = now - self._step_before[1] - report.seconds
             self._pause = _mean(self._pause, max(0.0, gap))
             self.interrupt()
+            self._warned -= {"period", "first"}
         self._step_before = (report.outer_step, now)
 
     def _age_of_blocks(self) -> float:
@@ -247,10 +252,13 @@ class UploadSchedule:
         )
 
     def _warnings(self, now: float) -> list[tuple[str, str]]:
-        if self.step_seconds is None:
-            return []
-        said = []
-        upload, rounds = self.upload_seconds or 0.0, self._rounds(now)
+        upload = self.upload_seconds or 0.0
+        said = [] if self._steps < _TIMED_LEAST else self._pace_warnings(now, upload)
+        return said + self._age_warning(now, upload)
+
+    def _pace_warnings(self, now: float, upload: float) -> list[tuple[str, str]]:
+        assert self.step_seconds is not None
+        said, rounds = [], self._rounds(now)
         limit, what = self.age_limit - self._slack, "the age limit"
         consequence = "count this bucket as stale"
         if rounds.half - self._margin() < limit:
@@ -273,7 +281,7 @@ class UploadSchedule:
         minimum = self._lowered_minimum(now)
         if minimum < self._minimum:
             said += self._once(
-                f"minimum {minimum}",
+                f"minimum {minimum.bit_length()}",  # what is half as much is news
                 f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
                 f"{self._minimum} (--neuron.minimum_valid_inner_step): {self._minimum} steps of "
                 f"{self.step_seconds:.1f}s and an upload of {upload:.1f}s would end "
@@ -288,7 +296,7 @@ class UploadSchedule:
                 f"limit of {self.age_limit:.0f}s: make steps faster or lower "
                 "--neuron.minimum_valid_inner_step",
             )
-        return said + self._age_warning(now, upload)
+        return said
 
     def _age_warning(self, now: float, upload: float) -> list[tuple[str, str]]:
         age = self.repo_age(now)

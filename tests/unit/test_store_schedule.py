@@ -216,7 +216,9 @@ def test_the_figures_of_the_warning_add_up(step: float, upload: float, every: in
     plan = schedule(every, slack=timedelta(seconds=2), age_limit=timedelta(hours=80))
     plan.expect_round(1e9, 60.0)
     plan.upload_seconds = upload
-    lines = [text for _, text in plan.step(report(1, seconds=step), 10.0).lines]
+    lines = [
+        text for i in (1, 2, 3) for _, text in plan.step(report(i, seconds=step), 10.0 * i).lines
+    ]
     for text in (text for text in lines if "longer than half the time" in text):
         one, sending, together, limit = map(float, re.findall(r"([0-9.]+)s\b", text))
         assert together >= limit, text
@@ -227,15 +229,45 @@ def test_the_figures_of_the_warning_add_up(step: float, upload: float, every: in
 
 def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
     plan = schedule(500)
-    _, said = run(plan, range(1, 3), step=20, upload=10)
+    _, said = run(plan, range(1, 4), step=20, upload=10)
     assert any("--neuron.upload_steps 50 or less" in text for text in said)
     plan = schedule(5, published_at=0.0)
     decision = plan.step(report(1, seconds=10), 4600.0)
     assert any("Repo age is 4600s" in text for _, text in decision.lines)
     assert plan.step(report(2, seconds=10), 4610.0).lines == ()  # once, not each step
+    _, said = run(schedule(5), range(1, 4), step=120, upload=10)
+    assert any("Step 50" in text for text in said)
+
+
+def test_a_first_step_that_compiles_is_no_pace() -> None:
     plan = schedule(5)
-    decision = plan.step(report(1, seconds=120), 120.0)
-    assert any("Step 50" in text for _, text in decision.lines)
+    said = plan.step(report(1, seconds=600), 600.0).lines
+    for inner in range(2, 40):
+        said += plan.step(report(inner, seconds=10), 600.0 + 10 * inner).lines
+    assert all("UPLOAD BLOCKED" in text for _, text in said) and plan.step_seconds == 10
+
+
+def test_a_pace_that_is_too_slow_is_told_once_an_outer_step() -> None:
+    plan, said = schedule(500), list[str]()
+    for outer, inner in itertools.product((1, 2, 3), range(1, 30)):
+        now = 20.0 * (30 * outer + inner)
+        if inner == 10:
+            plan.published(ended(outer, 1, now, 10))
+        said += [text for _, text in plan.step(report(inner, seconds=20, outer=outer), now).lines]
+    assert sum("longer than" in text for text in said) == 3
+
+
+@given(st.lists(st.floats(20, 90), min_size=30, max_size=60))
+def test_a_pace_that_changes_is_not_told_at_each_step(seconds: list[float]) -> None:
+    plan, said, now = schedule(500), list[str](), 0.0
+    plan.upload_seconds = 300.0
+    plan.expect_round(4800.0, 4800.0)
+    for inner, each in enumerate(seconds, 1):
+        now += each
+        decision = plan.step(report(inner, seconds=each), now)
+        said += [text for level, text in decision.lines if "⚠️" in text]
+    assert sum("longer than" in text for text in said) <= 1
+    assert sum("not 50" in text for text in said) <= 3
 
 
 def test_the_minimum_is_lowered_where_validators_would_judge_nothing_and_it_is_said() -> None:
