@@ -10,6 +10,7 @@ import shutil
 import sys
 import webbrowser
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"PROBLEM: {line}")
         return INTERRUPTED if interrupted else 1
     summary = subnet.summary(failures)
+    if interrupted:  # what had not come yet is no problem
+        summary = replace(summary, problems=(*failures, *subnet.problems))
     summary.write(subnet.folder)
     print(summary.text(), end="")
     _draw(subnet, summary)

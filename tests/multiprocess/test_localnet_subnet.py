@@ -230,6 +230,7 @@ class TestCommand:
         assert time.monotonic() - began < 15
         assert run.returncode == 130, text
         assert "miner-000 did not stop" in text
+        assert "were wanted" not in text and "published nothing" not in text, "not come yet"
         assert not mark.processes()
 
     def test_a_killed_orchestrator_leaves_nothing(self, tmp_path: Path) -> None:
