@@ -144,9 +144,10 @@ def _run(args: argparse.Namespace) -> int:
         print(f"left out: {problem}", file=sys.stderr)
     for name, count in sorted((totals.counts or {}).items()):
         print(f"{name.replace('_', ' ')}: {count}")
+    speed = totals.new_tokens / max(totals.seconds, 1e-9)
     print(
         f"{totals.shards} shards ({totals.kept} were there already), {totals.tokens} tokens in "
-        f"{totals.seconds:.1f} s: {totals.tokens / max(totals.seconds, 1e-9):.0f} tokens/s, "
+        f"{totals.seconds:.1f} s: {speed:.0f} new tokens/s, "
         f"{100 * totals.cpu_share:.0f} % of {args.processes} cores"
     )
     print(f"train from them with --data.source shards:{args.out}")

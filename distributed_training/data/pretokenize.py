@@ -229,8 +229,9 @@ class Totals:
     """What a run did. ``cpu_share``: of all cores' time, how much the processes used."""
 
     shards: int = 0
-    kept: int = 0
+    kept: int = 0  # that were there already
     tokens: int = 0
+    new_tokens: int = 0
     seconds: float = 0.0
     cpu_share: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -291,6 +292,7 @@ def pretokenize(
         totals.shards += 1
         totals.kept += made.kept
         totals.tokens += made.tokens
+        totals.new_tokens += 0 if made.kept else made.tokens
         totals.counts.update(made.counts or {})
     totals.seconds = time.monotonic() - began
     cores = min(processes, len(os.sched_getaffinity(0)))

@@ -84,7 +84,7 @@ def test_every_usable_row_is_in_the_shards_in_order(made: tuple[Path, str], sour
     assert len(tokens_of(out)) == 13 + 1, "620 + 1 and 30 + 1 rows in units of 50"
     for line in ("rows: 644", "rows empty: 2", "rows without text: 4", "rows not utf8: 2"):
         assert line in said, said
-    assert "tokens/s" in said and "% of 2 cores" in said
+    assert "new tokens/s" in said and "% of 2 cores" in said
     assert "--data.source shards:" in said
 
 
