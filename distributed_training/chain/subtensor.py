@@ -305,7 +305,7 @@ def _sdk_errors() -> Iterator[None]:
         yield
     except (ChainError, TimeoutError):
         raise
-    except Exception as error:
+    except Exception as error:  # they have no base in common
         raise ChainError(_describe(error)) from error
 
 

@@ -343,11 +343,12 @@ class BlockList:
         )
         under_way = bool(block) and sequences - offset >= self._micro_batch_size
         layout = self._ranks.world_size, self._micro_batch_size
-        if not exact or (state.get("world_size"), state.get("micro_batch_size")) != layout:
+        same_layout = (state.get("world_size"), state.get("micro_batch_size")) == layout
+        if not (exact and same_layout):
             again = sorted(since_step | ({block} if under_way else set()))
             self._ahead = [*again, *(b for b in ahead if b not in again)]
             why = "the number of ranks or the micro-batch changed"
-            if (state.get("world_size"), state.get("micro_batch_size")) == layout:
+            if same_layout:
                 why = (
                     "a node lacks its own part of the checkpoint, so the micro-batches of the "
                     "inner step under way are dropped"

@@ -60,10 +60,11 @@ def other_addresses(interface: str) -> list[str]:
             continue
         names = tuple(filter(None, wanted.removeprefix("=").split(",")))
         taken = [name for name in there if name in names]
-        if not taken and variable != VARIABLES[0] and not wanted.startswith("="):
+        of_gloo = variable == VARIABLES[0]
+        if not (taken or of_gloo or wanted.startswith("=")):
             # NCCL's may be beginnings of names; its ranks meet at the first that is found.
             taken = [name for name in there if name.startswith(names)][:1]
-        if names and not taken and variable == VARIABLES[0]:
+        if of_gloo and names and not taken:
             raise ConfigError(
                 f"{variable} is {wanted}, and no network interface of this machine has that name, "
                 f"so its ranks could not meet others: one of {', '.join(there)}, or unset it"

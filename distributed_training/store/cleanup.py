@@ -67,10 +67,11 @@ def upload_sizes(
     store: S3ObjectStore, uploads: Sequence[StuckUpload]
 ) -> Iterator[tuple[int, int] | None]:
     """(parts, bytes) of each; None where the store does not tell. One ListParts each, so slow."""
+    store = patient(store, until=_PATIENCE)
 
     def size(upload: StuckUpload) -> tuple[int, int] | None:
         try:
-            parts = patient(store, until=_PATIENCE).list_parts(upload.key, upload.upload_id)
+            parts = store.list_parts(upload.key, upload.upload_id)
         except StoreError:
             return None
         return len(parts), sum(part.size for part in parts)
@@ -87,10 +88,11 @@ def abort_uploads(
     closing: threading.Event | None = None,
 ) -> Removed:
     """``limit``: begin no more after so long; ``closing``: nor once it is set."""
+    store = patient(store, until=_PATIENCE)
 
     def abort(upload: StuckUpload) -> None:
         with contextlib.suppress(UploadMissingError):
-            patient(store, until=_PATIENCE).abort_multipart(upload.key, upload.upload_id)
+            store.abort_multipart(upload.key, upload.upload_id)
 
     return _each(abort, uploads, limit, closing)
 

@@ -155,7 +155,7 @@ class ErrorFeedback:
         if self.residual is None:
             self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
         before = self.residual
-        rows: dict[int, Tensor] = {}  # ... of those encoded later
+        rows: dict[int, Tensor] = {}  # what remains of those encoded later
 
         def advanced(i: int) -> Tensor:
             # Read when it runs: the publication before may still have been under way.
@@ -210,6 +210,7 @@ class ErrorFeedback:
         codes: dict[int, Code | None] = {}
         indices = [i for i in range(len(self._shards)) if not self.by_rows(i)]
         vectors = [i for i in indices if len(self._shards[i].shape) == 1]
+        matrices = [i for i in indices if i not in vectors]
         wholes = self._stream.whole([(self._shards[i].shape[0], make(i)) for i in vectors])
         for i, whole in zip(vectors, wholes, strict=True):
             code = self.codec.encode(whole)
@@ -217,7 +218,7 @@ class ErrorFeedback:
                 self.codec.subtract_sent(whole, code)
                 remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
             codes[i] = code if self._stream.rank == 0 else None
-        for i in (i for i in indices if i not in codes):
+        for i in matrices:
             rows = make(i)
             codes[i] = self._take_whole(i, rows, subtract=remains is not None)
             if remains is not None:
