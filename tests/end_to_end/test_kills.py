@@ -14,7 +14,7 @@ import pytest
 
 from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet, Neuron
+from distributed_training.localnet.subnet import LocalSubnet
 from tests.subnet_tools import paced
 
 pytestmark = [pytest.mark.slow]
@@ -39,8 +39,7 @@ def test_a_few_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Path) -> None:
-    """Ranks that average go on telling that they live, however long a round may take."""
+def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(2,),
@@ -51,7 +50,6 @@ def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Pat
     with LocalSubnet(options=paced(options)) as subnet:
         (miner,) = subnet.miners
         subnet.wait_until(lambda: bool(miner.state.losses), kills.ROUND, "a step")
-        beats_in_a_round(subnet, miner)
         kills.clean_round(subnet)
         assert "The ranks hang" not in miner.child.log.read_text()
         processes = kills.processes_of(miner)
@@ -73,21 +71,6 @@ def test_a_rank_that_is_stopped_is_replaced_and_rounds_are_no_hang(tmp_path: Pat
         # A round that was called meanwhile may have gone on without this miner.
         assert "Resumed at outer step" in log or "Behind Global Epoch" in log
     assert subnet.problems == []
-
-
-def beats_in_a_round(subnet: LocalSubnet, miner: Neuron) -> None:
-    """Each rank beats at least twice, a second apart, before the round is over."""
-    averaging = lambda: miner.state.phase == "averaging"
-    subnet.wait_until(averaging, kills.ROUND, "a round")
-    seen: dict[Path, set[int]] = {}
-
-    def twice() -> bool:
-        for file in (miner.plan.folder / "pids").glob("rank-*.beat"):
-            seen.setdefault(file, set()).add(file.stat().st_mtime_ns)
-        return all(len(times) >= 3 for times in seen.values())
-
-    subnet.wait_until(lambda: twice() or not averaging(), kills.ROUND, "beats of the ranks")
-    assert averaging() and len(seen) == 2, seen
 
 
 @pytest.mark.long
