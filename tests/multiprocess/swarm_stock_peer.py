@@ -27,7 +27,9 @@ def main() -> None:
         dht=dht,
         prefix="test_grad_averager",
         min_group_size=group_size,
-        min_matchmaking_time=1.5,
+        # Longer than the others', so one of them leads the group: hivemind closes a stream right
+        # after its last word, p2pd may reset it, and a follower then never hears that it begins.
+        min_matchmaking_time=6.0,
         request_timeout=1.2,
         allreduce_timeout=12.0,
         next_chunk_timeout=3.0,

@@ -90,9 +90,15 @@ def test_a_stock_averager_of_the_right_name_averages_with_ours(
         )
         assert len(result.peers) == 2
         assert result.failed_peers == ()
-        assert not result.partial
+        # p2pd may lose the last averages of a stock reducer, whose share is half of all: hivemind
+        # closes its stream at once. Such values stay what they were.
+        kept = 0
         for buffer, ramp in zip(ours.buffers, ramps, strict=True):
-            assert (buffer - 3 * ramp).abs().max() < error
+            averaged = (buffer - 3 * ramp).abs() < error
+            assert bool((averaged | (buffer == ramp)).all())
+            kept += int((~averaged).sum())
+        assert kept <= result.kept_local * sum(ramp.numel() for ramp in ramps) + 0.5
+        assert result.kept_local < 0.5
         theirs = json.loads(stock.stdout.readline())
         assert max(theirs) < error
         assert stock.wait(20) == 0
