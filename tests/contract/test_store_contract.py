@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.store import s3
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -28,6 +31,7 @@ from distributed_training.store.uplink import Section, Uplink
 from distributed_training.store.upload import multipart_etag
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import new_bucket, server, settings_for
+from tests.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
@@ -176,22 +180,31 @@ def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -
     assert caught.value.__cause__ is None
 
 
-def test_writes_of_one_key_keep_their_distance(server: ObjectStoreServer) -> None:
-    import time
-    from datetime import timedelta
-
+def test_writes_of_one_key_keep_their_distance(
+    server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     base = new_bucket(server, settings_for(server))
-    settings = settings_for(server, write_interval=timedelta(seconds=0.5))
+    settings = settings_for(server, write_interval=timedelta(seconds=60))
     store = S3ObjectStore.from_settings(settings, bucket=base.bucket, write=True)
-    began = time.monotonic()
+    pauses: list[float] = []
+    later = threading.Event()
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        assert later.wait(60)
+
+    monkeypatch.setattr(s3, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
     threads = [threading.Thread(target=store.put, args=("k", b"x")) for _ in range(3)]
     for thread in threads:
         thread.start()
+    wait_for(lambda: len(pauses) == 2, "the second and the third wait")
     store.put("other", b"x")
-    assert time.monotonic() - began < 0.5
+    assert len(pauses) == 2, "another key does not wait"
+    later.set()
     for thread in threads:
         thread.join()
-    assert time.monotonic() - began >= 1.0
+    second, third = sorted(pauses)
+    assert 0 < second <= 60 < third <= 120
 
 
 def test_a_closed_line_interrupts_a_body(tmp_path: Path) -> None:
