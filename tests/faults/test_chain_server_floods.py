@@ -59,7 +59,9 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
         wait_for(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
 
 
-def test_a_flood_from_everywhere_leaves_validators_in() -> None:
+def test_a_flood_from_everywhere_leaves_validators_in(monkeypatch) -> None:
+    # However long the flood takes: those let in are the burst.
+    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
     with world(SETTINGS) as made:
         assert is_alive_from(made, "127.0.0.77") == 200
         strangers = [f"127.1.{i // 250}.{i % 250 + 1}" for i in range(400)]
@@ -190,5 +192,5 @@ def test_many_starts_and_calls_leave_nothing_behind(tmp_path: Path) -> None:
     before = left()
     for calls in (1, 20, 1, 1, 1):
         live(calls)
-    assert left() == before
+    wait_for(lambda: all(now <= then for now, then in zip(left(), before, strict=True)), "no more")
     assert [file.name for file in tmp_path.iterdir()] == ["callers.json"]
