@@ -32,6 +32,7 @@ from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))
+LONG = 30.0  # seconds; what is not cut off stays as long as one waits
 
 
 @pytest.fixture
@@ -55,12 +56,11 @@ def test_a_slow_head_is_cut_off(server: World) -> None:
         sock.sendall(b"POST /IsAlive HTTP/1.1\r\nhost:")
         started = time.monotonic()
         while not closed_within(sock, 0.05):  # one byte at a time, for as long as it takes
-            assert time.monotonic() - started < 3
+            assert time.monotonic() - started < LONG
             try:
                 sock.sendall(b"x")
             except OSError:
                 break
-    assert time.monotonic() - started < 3
     assert server.refused("timeout") == 1
     still_answers(server)
 
@@ -69,27 +69,29 @@ def test_a_slow_body_is_cut_off(server: World) -> None:
     headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
     with closing(connect(server)) as sock:
         sock.sendall(request("/AllReduce", headers, b"{}")[:-1])
-        assert closed_within(sock, 3)
+        assert closed_within(sock, LONG)
     assert server.refused("timeout") == 1
     assert server.events == []
 
 
 def test_a_slow_second_request_is_cut_off(server: World) -> None:
+    whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
     with closing(connect(server)) as sock:
-        sock.sendall(request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}"))
+        sock.sendall(whole)
         answer = b""
         while b"}" not in answer:
             answer += sock.recv(65536)
         assert status(answer) == 200
         sock.sendall(b"POST /IsAlive HTT")
-        assert closed_within(sock, 3)
+        assert closed_within(sock, LONG)
 
 
 def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
+    whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
     with closing(connect(server)) as sock:
-        sock.sendall(request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}"))
+        sock.sendall(whole)
         assert status(sock.recv(65536)) == 200
-        while not closed_within(sock, 3):
+        while not closed_within(sock, LONG):
             pass  # the rest of the answer
     assert not [reason for reason in server.server.counters() if reason == "refused.timeout"]
     wait_for(lambda: server.server.counters()["connections"] == 0)
@@ -97,7 +99,7 @@ def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
 
 def test_a_connection_opened_for_nothing_counts_against_its_address(server: World) -> None:
     with closing(connect(server)) as sock:
-        assert closed_within(sock, 5)
+        assert closed_within(sock, LONG)
     assert server.refused("silent") == 1 and server.refused("timeout") == 0
     wait_for(lambda: server.server.counters()["connections"] == 0)
 
@@ -167,11 +169,12 @@ def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypat
         sent = 0
         with suppress(OSError):
             while not closed_within(sock, 0.0001):
-                sock.sendall(b"x")
-                sent += 1
+                for _ in range(20):  # each is a packet, however seldom this thread runs
+                    sock.sendall(b"x")
+                sent += 20
     assert server.refused("timeout") == 1
     # 2, 4, 8 ... 250 ms apart until the deadline of 400 ms.
-    assert sent > 100 and len(looks) <= 12
+    assert sent >= 3 * len(looks) and len(looks) <= 12
 
 
 @pytest.mark.parametrize(
