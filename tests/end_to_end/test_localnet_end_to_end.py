@@ -132,7 +132,8 @@ def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
         url = said[0].removeprefix("page: ")
         answers = [httpx.get(url + "history", timeout=30)]
         answers += [
-            httpx.get(url + "metrics", params={"neuron": n.plan.name}) for n in run.subnet.miners
+            httpx.get(url + "metrics", params={"neuron": n.plan.name}, timeout=30)
+            for n in run.subnet.miners
         ]
         assert all(answer.status_code == 200 for answer in answers)
         assert not [secret for a in answers for secret in run.secrets if secret in a.text]

@@ -55,7 +55,7 @@ def page_of(launcher: Launched) -> psutil.Process:
 def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> None:
     miner = launched("--neuron.page_port", "0")
     url = address(miner)
-    assert httpx.get(url + "history").json()["neurons"][0]["name"] == "run"
+    assert httpx.get(url + "history", timeout=60).json()["neurons"][0]["name"] == "run"
     page = page_of(miner)
     assert page.nice() >= 10
     assert page.memory_info().rss < LARGEST_BYTES, page.memory_info()
@@ -115,12 +115,12 @@ def test_the_miners_secrets_are_neither_in_it_nor_served(
     for secret in secrets:
         assert secret not in str(page.environ()) + str(page.cmdline())
     (miner.folder / ".env").write_text(f"R2_WRITE_SECRET_ACCESS_KEY={secrets[-1]}\n")
-    assert httpx.get(url).status_code == 401
+    assert httpx.get(url, timeout=60).status_code == 401
     bearer = {"authorization": f"Bearer {token}"}
     names = [p.relative_to(miner.folder) for p in miner.folder.rglob("*") if p.is_file()]
     paths = ["", "history", "metrics", ".env", "..%2f.env", "%2e%2e/%2e%2e/.env", "//etc/passwd"]
     for path in [*paths, *map(str, names), *(f"..%2f{name}" for name in names)]:
-        answer = httpx.get(url + path, headers=bearer)
+        answer = httpx.get(url + path, headers=bearer, timeout=60)
         assert not any(secret in answer.text for secret in [*secrets, token]), path
         assert answer.status_code in ((200,) if path in paths[:2] else (404, 503)), path
     assert token not in miner.output and token not in str(page.cmdline())
