@@ -52,6 +52,13 @@ def test_what_is_shipped_keeps_secrets_out_of_images_and_environments() -> None:
         assert "--neuron.upload_steps 60" in text  # as app.config.js: the default is the network's
 
 
+def test_what_starts_a_miner_starts_it_again_after_an_orderly_end_that_nobody_asked_for() -> None:
+    """As pm2 does with app.config.js: status 0 is what a SIGTERM to rank 0 ends in."""
+    unit = (OPS / "systemd" / "distributed-training-miner.service").read_text().splitlines()
+    assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= set(unit)
+    assert "--restart unless-stopped" in (OPS / "Dockerfile").read_text()
+
+
 def test_every_alert_says_what_to_do() -> None:
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
