@@ -50,7 +50,8 @@ class Judged:
 
     scored: int = 0
     resets: int = 0  # refused, which counts as a score of zero
-    last_reset: str = ""  # why
+    last_cause: str = ""  # of the last reset: name of a scoring Cause
+    last_reset: str = ""  # why, in words
 
     @property
     def passes(self) -> int:
@@ -177,6 +178,7 @@ class NeuronState:
             judged.scored += 1
             return ""
         judged.resets += 1
+        judged.last_cause = str(event.get("cause") or "")
         judged.last_reset = str(event.get("reason") or "no reason given")
         upload = judged_upload(str(event.get("revision") or ""), int(event["outer_step"]))
         return f"uid {uid}: {upload} not scored: {judged.last_reset}"

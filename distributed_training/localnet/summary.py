@@ -12,6 +12,7 @@ from rich.table import Table
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.localnet.events import Evaluation, Judged, NeuronState, RoundSeen
 from distributed_training.localnet.view import clock, plain_text
+from distributed_training.scoring.causes import Cause
 
 _SLOWER = (
     ". Blocks pass faster than this machine trains and uploads: "
@@ -54,6 +55,7 @@ class MinerResult:
     rounds: int
     uploads_scored: int
     uploads_judged: int
+    last_cause: str  # name of a scoring Cause
     last_reset: str
     scores: dict[str, float]
 
@@ -217,6 +219,7 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
         rounds=len(miner.rounds),
         uploads_scored=judged.scored,
         uploads_judged=judged.passes,
+        last_cause=judged.last_cause,
         last_reset=judged.last_reset,
         scores=validator.scores.get(miner.uid, {}),
     )
@@ -228,7 +231,7 @@ def _upload_problems(miner: MinerResult) -> list[str]:
     if not miner.uploads_judged:
         return [f"{miner.name}: the validator judged none of its uploads"]
     if not miner.uploads_scored:
-        slow = "is too old at block" in miner.last_reset
+        slow = miner.last_cause == Cause.OLD_BLOCKS.name
         return [
             f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the last "
             f"was reset: {miner.last_reset}{_SLOWER if slow else ''}"

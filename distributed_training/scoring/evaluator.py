@@ -144,6 +144,7 @@ def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object
         "uid": judgement.uid,
         "outer_step": judgement.outer_step,
         "ok": judgement.ok,
+        "cause": judgement.cause.name if judgement.cause else "",
         "reason": judgement.reason,
     }
     if revision:

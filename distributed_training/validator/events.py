@@ -17,7 +17,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     uid, revision (tag in the miner's root metadata), outer_step (folder looked at), age_seconds.
     Once for each new revision.
 ``upload_scored``
-    uid, outer_step (folder that was judged), revision, ok, reason (why it was reset, or empty),
+    uid, outer_step (folder that was judged), revision, ok; if it was reset, cause (name of a
+    ``Cause`` of ``scoring``) and reason (the same in words, with its figures), else both empty;
     random_before, random_after, random_relative, assigned_before, assigned_after,
     assigned_relative, assigned_block, random_block. Losses in nats; absent when ok is False.
 ``scores``

@@ -16,6 +16,7 @@ from distributed_training.localnet.command import build_parser
 from distributed_training.localnet.events import NeuronState
 from distributed_training.localnet.summary import summarize
 from distributed_training.localnet.view import LiveView, neuron_line
+from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.follow import EventFollower
 
 pytestmark = pytest.mark.timeout(60)
@@ -53,11 +54,12 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
     return miner
 
 
-def scored(uid: int, reason: str = "") -> dict[str, Any]:
+def scored(uid: int, reason: str = "", cause: str = "") -> dict[str, Any]:
     return {
         "kind": "upload_scored",
         "uid": uid,
         "ok": not reason,
+        "cause": cause,
         "reason": reason,
         "revision": "5.2.10",
         "outer_step": 1,
@@ -269,12 +271,15 @@ class TestSummary:
         assert "all rounds worked" not in summary.verdict
 
     def test_a_machine_too_slow_for_the_blocks_is_told_what_to_do(self) -> None:
-        reason = "newest trained block 7 is too old at block 50: more than 30 blocks"
-        judged = (scored(0, reason), scored(11))
-        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
-        (problem,) = summary.problems
-        (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem)
+        def problem_of(cause: Cause) -> str:
+            judged = (scored(0, "why it was reset", cause.name), scored(11))
+            summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+            (problem,) = summary.problems
+            return problem
+
+        (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem_of(Cause.OLD_BLOCKS))
         assert flag in build_parser().format_help()
+        assert "ARGS" not in problem_of(Cause.BAD_GRADIENT)
 
     def test_a_miner_that_was_never_judged_is_named(self) -> None:
         summary = summary_of(a_validator(1, 2, judged=(scored(0),)), a_miner(0), a_miner(11))

@@ -161,6 +161,8 @@ def test_what_is_reset_ranks_last(world: World, name: str) -> None:
     assert not judgements[3].ok and reason in judgements[3].reason
     assert judgements[17].ok and judgements[42].ok
     assert _scored(world)[3]["ok"] is False and "random_before" not in _scored(world)[3]
+    assert Cause[_scored(world)[3]["cause"]] is judgements[3].cause
+    assert _scored(world)[17]["cause"] == ""
     entries, board = world.validator.standings.entries, world.validator.standings.board
     assert entries[3].repo_valid == 1 and board.assigned_score(3) == 0.0
     assert board.rating(3)[0] < board.rating(42)[0]
