@@ -8,7 +8,8 @@ Keys are read from the environment and ``.env`` as the miner reads them. The min
 bucket each hour; this is for other buckets, or for a miner that is gone. An upload that a running
 miner is in the middle of is younger than --older-than, or should be.
 
-Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input.
+Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input,
+130 interrupted.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.arguments import Parser, argument
 from distributed_training.config.flags import DAY
@@ -95,7 +97,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         print("\ninterrupted; uploads not aborted yet stay: run this again", file=sys.stderr)
-        return 130
+        return ExitStatus.INTERRUPTED
     print(f"Aborted {done.gone} uploads")
     if done.failed:
         print(f"error: {done.failed} stay ({done.why}): run this again", file=sys.stderr)

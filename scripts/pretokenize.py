@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with
 from distributed_training.config.arguments import Parser, argument, ranged
 from distributed_training.config.data import DataSettings, parse_sources
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         print("interrupted; finished shards stay: run the same command again", file=sys.stderr)
-        return 130
+        return ExitStatus.INTERRUPTED
 
 
 def _run(args: argparse.Namespace) -> int:

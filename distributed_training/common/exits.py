@@ -1,4 +1,4 @@
-"""The exit statuses of a miner and a validator: what pm2, systemd and the launcher act on."""
+"""The exit statuses of all programs here; pm2, systemd and the launcher act on a neuron's."""
 
 from __future__ import annotations
 
@@ -13,3 +13,4 @@ class ExitStatus(enum.IntEnum):
     FAULT = 1  # a start may help
     BAD_CONFIGURATION = 2  # a start cannot help: the operator must change something
     DEREGISTERED = 3  # the hotkey has no uid any more
+    INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED

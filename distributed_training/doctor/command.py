@@ -11,7 +11,7 @@
 
 Takes every flag of neurons/miner.py, .env and the environment, so what it says holds for the miner
 started the same way. scripts/diagnose.py is the same. Exit status: 0 nothing failed (warnings are
-allowed), 1 something failed, 2 a flag is wrong.
+allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.arguments import Parser, argument, ranged
 from distributed_training.diagnostics.checks import Check, failed
@@ -73,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         return exit_with(error)
     except KeyboardInterrupt:
         print("interrupted, so nothing is known: run the same command again", file=sys.stderr)
-        return 130
+        return ExitStatus.INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)
 

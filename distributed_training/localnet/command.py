@@ -14,7 +14,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.arguments import Parser, argument, ranged
+from distributed_training.common.exits import ExitStatus
+from distributed_training.config.arguments import Parser, argument, exit_with, ranged
 from distributed_training.config.flags import ConfigError
 from distributed_training.config.values import File, Text
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
@@ -26,7 +27,6 @@ from distributed_training.telemetry.page.process import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
-INTERRUPTED = 130  # exit status
 
 
 def build_parser() -> Parser:
@@ -77,8 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit = timedelta(seconds=arguments.timeout)
             failure = _run(subnet, view, signals, limit, page_port=arguments.page_port)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exit_with(error)
     finally:
         view.close()
     interrupted = signals.stop.is_set()
@@ -86,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not subnet.neurons:
         for line in [*failures, *subnet.problems]:
             print(f"PROBLEM: {line}")
-        return INTERRUPTED if interrupted else 1
+        return ExitStatus.INTERRUPTED if interrupted else ExitStatus.FAULT
     summary = subnet.summary(failures)
     if interrupted:  # what had not come yet is no problem
         summary = replace(summary, problems=(*failures, *subnet.problems))
@@ -96,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if summary.ok and not interrupted and not arguments.keep:
         _drop_bulk(subnet)
     print("interrupted" if interrupted else summary.verdict)
-    return INTERRUPTED if interrupted else int(not summary.ok)
+    return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
 
 
 def _run(
