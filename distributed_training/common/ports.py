@@ -9,8 +9,16 @@ from pathlib import Path
 
 
 def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """A listener at an IP address of either version. Raises OSError."""
-    return socket.create_server((address, port), family=_family(address), backlog=backlog)
+    """A listener at an IP address of either version; at ``::`` for both. Raises OSError."""
+    try:
+        return socket.create_server(
+            (address, port),
+            family=_family(address),
+            backlog=backlog,
+            dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
+        )
+    except OSError as error:  # Python adds the address, which whoever is told this knows
+        raise OSError(error.errno, str(error.strerror).partition(" (while")[0]) from None
 
 
 def _family(address: str) -> socket.AddressFamily:

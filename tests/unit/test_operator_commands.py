@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.common.ports import listen
 from distributed_training.doctor import command as doctor
 from distributed_training.telemetry.page.__main__ import main as page
 from scripts import score
@@ -54,3 +55,14 @@ def test_the_page_of_a_folder_that_is_not_there_is_refused(
 ) -> None:
     assert page([str(tmp_path / "miner*"), "--port", "0"]) == 2
     assert "does not exist, so nothing is served" in capsys.readouterr().err
+
+
+def test_the_page_at_a_port_that_is_taken_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        assert page([str(tmp_path), "--port", str(port)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: the page cannot be served at ") and line.count(str(port)) == 1
+    assert "(Address already in use)" in line and "give another --port" in line

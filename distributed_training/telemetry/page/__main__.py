@@ -11,14 +11,13 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import uvicorn
 
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.ports import listen
 from distributed_training.common.processes import die_with_parent
 
 from .history import Neuron
@@ -39,29 +38,22 @@ def main(argv: list[str] | None = None) -> int:
         die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
     flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
-    missing = [folder for folder in given.folders if not folder.exists()]
-    problem = _problem(given.host, given.port, token, flags, given.folders)
-    if missing and not given.with_parent:  # who starts both makes the folder in a moment
-        problem = f"{missing[0]} does not exist, so nothing is served: give run folders"
-    if problem:
+    host = f"[{given.host}]" if ":" in given.host else given.host
+    problem = _problem(given, token, flags)
+    if problem is None:
+        try:
+            listener = listen(given.host, given.port)
+        except OSError as error:
+            problem = (
+                f"the page cannot be served at {host}:{given.port} ({error.strerror}), so there is "
+                f"none; training is not affected: give another {flags}port"
+            )
+    if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
-        return ExitStatus.BAD_CONFIGURATION
-    family = socket.AF_INET6 if ":" in given.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((given.host, given.port))
-        listener.listen()
-    except OSError as error:
-        print(
-            f"error: the page cannot be served at {given.host}:{given.port} ({error.strerror}), so "
-            f"there is none; training is not affected: give another {flags}port",
-            file=sys.stderr,
-        )
         return ExitStatus.BAD_CONFIGURATION
     os.nice(_NICENESS)
     neurons = [Neuron(folder) for folder in given.folders]
-    print(f"page: http://{given.host}:{listener.getsockname()[1]}/", flush=True)
+    print(f"page: http://{host}:{listener.getsockname()[1]}/", flush=True)
     config = uvicorn.Config(
         application(neurons, token=token), log_level="warning", access_log=False,
         timeout_graceful_shutdown=1,
@@ -70,8 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     return ExitStatus.STOPPED
 
 
-def _problem(host: str, port: int, token: str, flags: str, folders: Sequence[Path]) -> str | None:
-    for folder in folders:
+def _problem(given: argparse.Namespace, token: str, flags: str) -> str | None:
+    host, port = given.host, given.port
+    for folder in given.folders:
+        if not folder.exists() and not given.with_parent:  # who starts both makes it in a moment
+            return f"{folder} does not exist, so nothing is served: give run folders"
         if folder.exists() and not folder.is_dir():
             return f"{folder} is no folder, so nothing is served: give run folders"
     try:

@@ -1,0 +1,36 @@
+"""A listener for every address that an operator may give."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+import pytest
+
+from distributed_training.common.ports import listen
+
+pytestmark = pytest.mark.timeout(60)
+_IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+
+
+@pytest.mark.parametrize(
+    ("address", "reached"),
+    [
+        ("127.0.0.1", ["127.0.0.1"]),
+        ("0.0.0.0", ["127.0.0.1"]),
+        pytest.param("::1", ["::1"], marks=_IPV6),
+        pytest.param("::", ["::1", "127.0.0.1"], marks=_IPV6),
+    ],
+)
+def test_a_listener_is_reached_where_its_address_says(address: str, reached: list[str]) -> None:
+    with listen(address, 0) as listener:
+        port = listener.getsockname()[1]
+        for host in reached:
+            socket.create_connection((host, port), 5).close()
+
+
+def test_a_port_that_is_taken_is_an_error_of_one_short_reason() -> None:
+    with listen("127.0.0.1", 0) as taken, pytest.raises(OSError) as raised:
+        listen("127.0.0.1", taken.getsockname()[1])
+    assert raised.value.errno == errno.EADDRINUSE
+    assert raised.value.strerror == "Address already in use"
