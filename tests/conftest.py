@@ -49,3 +49,14 @@ def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def forked_hosts() -> Iterator[None]:
+    """Swarm hosts of this module's peers are forked, not started as programs."""
+    from distributed_training.swarm import keeper
+    from tests.forked import ForkedHostLaunch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(keeper, "HostLaunch", ForkedHostLaunch)
+        yield

@@ -7,21 +7,28 @@ server for each process that runs tests.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import runpy
+import socket
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from distributed_training.miner.rank_group import PRELOAD
+from distributed_training.swarm import HostLaunch
 
 TESTS = Path(__file__).parent
 #: The clock is replaced before anybody keeps it.
-_PRELOAD = ("tests.multiprocess.jumping_clock", *PRELOAD)
+_PRELOAD = ("tests.multiprocess.jumping_clock", *PRELOAD, "distributed_training.swarm.host")
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -101,16 +108,71 @@ class Ranks:
             process.kill()
 
 
+class ForkedHostLaunch(HostLaunch):
+    """A swarm host that is forked: its program would import for two seconds.
+
+    ``tests/faults/test_swarm_processes.py`` starts the program, and kills it.
+    """
+
+    def __init__(self, log: Path) -> None:
+        prepare()
+        self._ended = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.connection, theirs = socket.socketpair()
+        with theirs:
+            self.process = cast("subprocess.Popen[bytes]", _HostProcess(theirs, log))
+
+
+class _HostProcess:
+    """Of a ``subprocess.Popen`` what is asked of a host's."""
+
+    _one = threading.Lock()  # a status can be read once, and a start reads that of all who ended
+
+    def __init__(self, connection: socket.socket, log: Path) -> None:
+        told, tells = _CONTEXT.Pipe(duplex=False)
+        self._process = _CONTEXT.Process(
+            target=_host, args=(connection, tells, str(log), os.getpid()), daemon=True
+        )
+        with told, tells, self._one:
+            self._process.start()
+            told.recv()  # it leads its group, which is killed with it
+        self.pid = self._process.pid
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not multiprocessing.connection.wait([self._process.sentinel], timeout):
+            raise subprocess.TimeoutExpired("the host", timeout or 0.0)
+        with self._one:
+            self._process.join()
+        assert self._process.exitcode is not None
+        return self._process.exitcode
+
+
+def _host(connection: socket.socket, tells: Connection, log: str, owner: int) -> None:
+    """In the fork, whose parent is the server. That one ends with who started it."""
+    _lead_session(log, log)
+    server, parent = os.getppid(), os.getppid
+    os.getppid = lambda: owner if parent() == server else 1
+    tells.send(True)
+    sys.argv = ["host", str(connection.detach())]
+    from distributed_training.swarm import host
+
+    host.main()
+
+
 def _run(
     script: str, arguments: tuple[str, ...], environ: Mapping[str, str], log: str, errors: str
 ) -> None:
     """In the fork."""
-    os.setsid()
-    for number, path in enumerate((log, errors), start=1):
-        with open(path, "ab", buffering=0) as file:
-            os.dup2(file.fileno(), number)
+    _lead_session(log, errors)
     os.environ.clear()
     os.environ.update(environ)
     sys.path[:0] = [str(TESTS), str(Path(script).parent)]
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
+
+
+def _lead_session(log: str, errors: str) -> None:
+    os.setsid()
+    for number, path in enumerate((log, errors), start=1):
+        with open(path, "ab", buffering=0) as file:
+            os.dup2(file.fileno(), number)

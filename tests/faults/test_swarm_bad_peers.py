@@ -24,7 +24,7 @@ from distributed_training.swarm import HivemindSwarm
 from tests.multiprocess.swarm_bad_peer import KINDS
 from tests.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_hosts")]
 
 ROOT = Path(__file__).parents[2]
 SHAPES = [(1000, 1000)] * 3

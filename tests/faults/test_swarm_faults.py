@@ -35,7 +35,7 @@ from tests.swarm_world import (
 )
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("forked_hosts")]
 
 PEER = Path(__file__).parents[1] / "multiprocess" / "swarm_peer.py"
 #: A round ends at its deadline; leaving its group and telling it takes a little more.

@@ -156,6 +156,7 @@ def assert_one_average_a_group(peers: list[Peer]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("forked_hosts")
 @pytest.mark.parametrize(
     "faults", [pytest.param(SHORT, id="each"), pytest.param(LONG, id="20", marks=pytest.mark.long)]
 )

@@ -20,7 +20,11 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.swarm import HivemindSwarm
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.slow,
+    pytest.mark.usefixtures("forked_hosts"),
+]
 
 SCHEMA = [("a", (400, 300)), ("b", (64,))]
 SETTINGS = SwarmSettings(

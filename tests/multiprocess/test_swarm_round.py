@@ -26,7 +26,7 @@ from tests.swarm_world import (
 )
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_hosts")]
 
 Pair = tuple[HivemindSwarm, HivemindSwarm]
 

@@ -30,7 +30,7 @@ from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
 from tests.chain_memory import MemoryChain
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_hosts")]
 
 SWARM = SwarmSettings(
     dht_port=0,
