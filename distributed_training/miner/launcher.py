@@ -2,6 +2,7 @@
 
     launch(argv)
       bad configuration, folder or port in use       -> one line, status 2, nothing started
+      the same with settings that are proven (proof.py) -> one line, tried again later
       the page                                       -> a process of its own, until the end
       strays of an earlier launcher of this folder   -> ended first
       ranks, forked from one warm process            -> swarm host -> p2pd ...
@@ -48,6 +49,7 @@ from distributed_training.miner.process import (
     stop_seconds,
     write_instance,
 )
+from distributed_training.miner.proof import Proof
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.watchdog import Watchdog
 from distributed_training.node.signals import Stopped, StopSignals
@@ -70,6 +72,8 @@ TROUBLE_GRACE = timedelta(seconds=3)
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
+#: Between two looks at what refused proven settings before a rank was started.
+LONGEST_DOUBT = timedelta(minutes=5)
 
 STACKS_FILE = "stacks.txt"  # in the run folder
 
@@ -84,43 +88,70 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     """
     try:
         config = load_config("miner", argv)
-        print("\n".join(describe(config)), flush=True)
-        if config.nodes.leads:
-            require_hotkey(config.chain)
-        folder = make_run_folder(config)
-        start_log(config, folder, name="launcher")
-        with _lock(folder), StopSignals() as signals:
-            become_subreaper()
-            _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
-            ranks = config.miner.nproc_per_node or default_ranks(config)
-            _check_machine(config, folder, ranks=ranks)
-            mark = Mark(INSTANCE, secrets.token_hex(16))
-            write_instance(folder, mark)
-            group = RankGroup(
-                script=script,
-                argv=argv,
-                world_size=ranks,
-                mark=mark,
-                stacks=folder / STACKS_FILE,
-                start_limit=config.miner.hang_timeout,
-            )
-            log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
-            watchdog = functools.partial(
-                Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
-            )
-            nodes = join_nodes(config, ranks=ranks)
-            with _page(config, folder):
-                return _Supervisor(
-                    group=group,
-                    folder=folder,
-                    mark=mark,
-                    signals=signals,
-                    stop_timeout=config.miner.stop_timeout,
-                    watchdog=watchdog,
-                    nodes=nodes,
-                ).run()
     except ConfigError as error:
         return exit_with(error)
+    print("\n".join(describe(config)), flush=True)
+    proof, backoff = Proof(config), Backoff(first=FIRST_WAIT, longest=LONGEST_DOUBT)
+    with StopSignals() as signals:
+        while True:
+            began = time.monotonic()
+            try:
+                return _launch(config, argv, script=script, signals=signals, proof=proof)
+            except ConfigError as error:
+                if isinstance(error, InUse) or not proof.holds:
+                    return exit_with(error)
+                if time.monotonic() - began > STEADY.total_seconds():
+                    backoff.succeeded()
+                seconds = backoff.failed().total_seconds()
+                log.error(
+                    "%s. The miner ran with these settings before, so it does not end; it tries "
+                    "again in %.1f s",
+                    error,
+                    seconds,
+                )
+            if signals.stop.wait(seconds):
+                return ExitStatus.STOPPED
+
+
+def _launch(
+    config: Config, argv: Sequence[str], *, script: Path, signals: StopSignals, proof: Proof
+) -> ExitStatus:
+    """Raises ConfigError: of this machine, or of node 0, which refuses this node."""
+    if config.nodes.leads:
+        require_hotkey(config.chain)
+    folder = make_run_folder(config)
+    start_log(config, folder, name="launcher")
+    with _lock(folder):
+        become_subreaper()
+        _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
+        ranks = config.miner.nproc_per_node or default_ranks(config, proof.gpus)
+        _check_machine(config, folder, ranks=ranks)
+        mark = Mark(INSTANCE, secrets.token_hex(16))
+        write_instance(folder, mark)
+        group = RankGroup(
+            script=script,
+            argv=argv,
+            world_size=ranks,
+            mark=mark,
+            stacks=folder / STACKS_FILE,
+            start_limit=config.miner.hang_timeout,
+        )
+        log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
+        watchdog = functools.partial(
+            Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
+        )
+        nodes = join_nodes(config, ranks=ranks)
+        with _page(config, folder):
+            return _Supervisor(
+                group=group,
+                folder=folder,
+                mark=mark,
+                signals=signals,
+                stop_timeout=config.miner.stop_timeout,
+                watchdog=watchdog,
+                proof=proof,
+                nodes=nodes,
+            ).run()
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -133,11 +164,16 @@ def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
     return wanted if needed is None else max(wanted, timedelta(seconds=needed))
 
 
-def default_ranks(config: Config) -> int:
-    """One rank per visible GPU; one without GPU or with ``--neuron.device cpu``."""
+def default_ranks(config: Config, remembered: int = 0) -> int:
+    """One rank per visible GPU; one without GPU or with ``--neuron.device cpu``. ``remembered``:
+    GPUs that earlier ranks ran on, for a driver that does not answer just after a reboot."""
     if config.miner.device == "cpu":
         return 1
-    return max(1, visible_gpu_count())
+    return visible_gpu_count() or max(1, remembered)
+
+
+class InUse(ConfigError):
+    """Another launcher runs in the run folder. No proof speaks against that."""
 
 
 @contextlib.contextmanager
@@ -148,7 +184,7 @@ def _lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = launcher_pid(folder) or "?"
-            raise ConfigError(
+            raise InUse(
                 f"a miner (pid {owner}) is running in {folder}, so a second one would overwrite "
                 "its checkpoints: stop it, or give --neuron.run_folder (or --neuron.name) another"
             ) from None
@@ -219,6 +255,7 @@ class _Supervisor:
         signals: StopSignals,
         stop_timeout: timedelta,
         watchdog: Callable[[], Watchdog],
+        proof: Proof,
         nodes: Host | Guest | None = None,
     ) -> None:
         self._group = group
@@ -227,6 +264,7 @@ class _Supervisor:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._new_watchdog = watchdog  # one for each start of the ranks
+        self._proof = proof
         self._nodes = nodes
         self._regroup_at: float | None = None  # rank 0 was told, but all nodes start again
         self._trouble_at: float | None = None  # when ranks of other nodes ended
@@ -250,21 +288,19 @@ class _Supervisor:
     def _run(self) -> ExitStatus:
         """Until nothing is to be started again. Raises ConfigError if node 0 refuses this one."""
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        proven = False  # ranks of this launcher ran for STEADY
         while True:
             plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
             if isinstance(plan, ExitStatus):
                 return plan
             began = time.monotonic()
             status = self._run_once(plan)
-            if time.monotonic() - began > STEADY.total_seconds():
+            if self._prove(began):
                 backoff.succeeded()
-                proven = True
             if self._nodes is not None and self._meets_again(self._nodes, status):
                 continue
             # A store that answers 403 for an hour, a mount that is away: what was right for
             # long is refused for a while. pm2 would leave the miner down for good.
-            doubted = proven and status is ExitStatus.BAD_CONFIGURATION
+            doubted = self._proof.holds and status is ExitStatus.BAD_CONFIGURATION
             if not (doubted or status is ExitStatus.FAULT) or self._signals.stop.is_set():
                 return status
             if backoff.failures >= RESTARTS and not doubted:
@@ -277,6 +313,14 @@ class _Supervisor:
             log.warning("Starting the ranks again in %.1f s (%s)", seconds, tried)
             if self._signals.stop.wait(seconds):
                 return ExitStatus.STOPPED
+
+    def _prove(self, began: float) -> bool:
+        """Whether ranks that ran from ``began`` until now prove their settings. While they run,
+        too: a launcher that is killed, or a reboot, leaves no other time to write it down."""
+        steady = time.monotonic() - began > STEADY.total_seconds()
+        if steady:
+            self._proof.give(ranks=self._group.world_size)
+        return steady
 
     def _meets_again(self, nodes: Host | Guest, status: ExitStatus) -> bool:
         """Whether the ranks ended for another reason than a fault here, or it is node 0 that says
@@ -318,9 +362,10 @@ class _Supervisor:
         """Until all ranks have ended, by themselves or by force."""
         watchdog = self._new_watchdog()
         patience: timedelta | None = None
-        since, said = 0.0, set[str]()
+        began, since, said = time.monotonic(), 0.0, set[str]()
         while running := self._group.running:
             now = time.monotonic()
+            self._prove(began)
             if self._late(now) or self._other_nodes(now):
                 return
             if not self._told and watchdog.hangs():
