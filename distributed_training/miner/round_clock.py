@@ -30,7 +30,8 @@ _PLAUSIBLE = 4  # times the configured period, or a fraction of it; else calls w
 
 
 class RoundClock:
-    """``last_allreduce_block``: from the global state, or None if it does not say.
+    """``last_allreduce_block``: from the global state, or None if it does not say. A block that the
+    chain has not reached (a wrong figure, a chain that was set back) counts as unknown.
 
     ``blocks_per_allreduce``: between two rounds until calls have told otherwise.
     ``shortest_period``: blocks between two rounds at the least (default: the period itself).
@@ -64,7 +65,7 @@ class RoundClock:
         """The validator called a round now: how long after the last one tells the period."""
         if self._last is None:
             return
-        gap = self._chain_block() - self._last
+        gap = self._chain_block() - self._last  # below 0 is not plausible either
         if not self._configured / _PLAUSIBLE <= gap <= self._configured * _PLAUSIBLE:
             return
         self._gaps.append(gap)
@@ -88,7 +89,8 @@ class RoundClock:
 
     def round_heard_of(self, block: int | None) -> None:
         """The global state says at which block the last round was: perhaps without this miner."""
-        if block is not None and (self._last or 0) < block <= self._chain_block():
+        now = self._chain_block()
+        if block is not None and (_passed(self._last, now) or 0) < block <= now:
             self._last = self._last_averaged = block
 
     def due(self) -> bool | None:
@@ -98,10 +100,11 @@ class RoundClock:
         round of the validator's. A tenth of the period is left for what the two see differently.
         While the chain is silent to us it may well answer the validator.
         """
-        if self._last_averaged is None or self._chain_age() > _SILENT:
+        block = self._chain_block()
+        last = _passed(self._last_averaged, block)
+        if last is None or self._chain_age() > _SILENT:
             return None
-        early = self._last_averaged + self._shortest - self._shortest // 10
-        return self._chain_block() >= early
+        return block >= last + self._shortest - self._shortest // 10
 
     @property
     def blocks(self) -> int:
@@ -123,11 +126,12 @@ class RoundClock:
 
     def expected_at(self) -> float | None:
         """``time.monotonic()`` at which the period is over, in the past too; None if unknown."""
-        if self._last is None:
-            return None
         block, now = self._chain_block(), self._clock()
+        last = _passed(self._last, block)
+        if last is None:
+            return None
         self._measure(block, now)
-        return now + (self._last + self._period - block) * self._seconds_per_block
+        return now + (last + self._period - block) * self._seconds_per_block
 
     def _measure(self, block: int, now: float) -> None:
         """A pace that the two looks allow is kept: another would be noise, multiplied by the
@@ -141,3 +145,9 @@ class RoundClock:
             self._marks.clear()  # a chain that began anew
         if not self._marks or block - self._marks[-1][0] >= _WINDOW:
             self._marks.append((block, now))
+
+
+def _passed(last: int | None, block: int) -> int | None:
+    """``last``, unless the chain is not there yet: believed, it would make calls refused and a
+    missed round unseen until then, perhaps for ever."""
+    return None if last is None or last > block else last

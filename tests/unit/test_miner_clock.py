@@ -149,6 +149,27 @@ def test_a_round_without_this_miner_begins_the_period_anew() -> None:
         assert remaining(clock, chain) == pytest.approx(310)
 
 
+@pytest.mark.parametrize("ahead", [1, 900, 10**9])
+def test_a_last_round_in_the_future_is_no_last_round(ahead: int) -> None:
+    """A wrong figure in the global state, or a chain that was set back behind it."""
+    chain = Chain()
+    clock = chain.clock(chain.block + ahead)
+    assert (clock.due(), clock.next_at(), clock.expected_at()) == (None, None, None)
+    clock.round_called()  # which tells no period
+    assert clock.blocks == 400
+    clock.round_heard_of(900)  # smaller, and the first that can be true
+    assert clock.due() is False and remaining(clock, chain) == pytest.approx(300)
+    chain.pass_blocks(400, 12.0)
+    assert clock.due() is True and clock.expected_at() == pytest.approx(chain.now - 100 * 12)
+
+
+def test_a_node_a_block_behind_at_the_start_costs_the_last_round_for_a_moment() -> None:
+    chain = Chain()
+    clock = chain.clock(chain.block + 1)
+    chain.pass_blocks(1, 12.0)
+    assert clock.due() is False and remaining(clock, chain) == pytest.approx(400)
+
+
 def test_a_chain_that_begins_anew_is_measured_anew() -> None:
     chain = Chain()
     clock = chain.clock(1000)
