@@ -13,7 +13,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
@@ -25,6 +25,7 @@ from distributed_training.config.chain import ChainSettings
 
 from .base import ChainError, Neuron
 from .known import LastKnown
+from .newest import NewestBlocks
 from .wallet import Wallet
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ class BittensorChain(LastKnown):
         self._substrate = substrate
         self._netuid = settings.netuid
         self._sleep = sleep
+        self._newest = NewestBlocks(monotonic=monotonic)
         self._client: Any = None
         self._connected: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -175,7 +177,7 @@ class BittensorChain(LastKnown):
             before = self._read_at
             try:
                 with _sdk_errors():
-                    await self._follow(endpoint)
+                    await self._follow(endpoint, others=set(endpoints) - {endpoint})
             except (ChainError, TimeoutError) as error:  # training goes on with what is known
                 self._counts["failures"] += 1
                 now = self._monotonic()
@@ -207,7 +209,7 @@ class BittensorChain(LastKnown):
         more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
         return [first, *(url for url in more if url != first)]
 
-    async def _follow(self, endpoint: str) -> None:
+    async def _follow(self, endpoint: str, *, others: Iterable[str]) -> None:
         """Connect and read until something fails or the chain is closed."""
         import bittensor
 
@@ -222,6 +224,7 @@ class BittensorChain(LastKnown):
         neurons_at = float("-inf")
         reported = self._ready.is_set()
         seen, moved_at = -1, self._monotonic()
+        self._newest.asking(endpoint)
         try:
             await self._timed(client.connect())
             self._counts["connections"] += 1
@@ -236,6 +239,9 @@ class BittensorChain(LastKnown):
                 if self._monotonic() - neurons_at >= (
                     self._settings.neurons_interval.total_seconds()
                 ):
+                    made = (await self._timed(client.timestamp())).timestamp()
+                    self._newest.check(endpoint, made, others)
+                    self._saw_time(made)
                     await self._read_neurons(client)
                     neurons_at = self._monotonic()
                 self._client = client
@@ -277,7 +283,6 @@ class BittensorChain(LastKnown):
         graph = await self._timed(client.subnets.metagraph(self._netuid, commitments=False))
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check --netuid")
-        self._saw_time((await self._timed(client.timestamp())).timestamp())
         committed = await self._timed(client.subnets.commitments(self._netuid))
         self._saw_neurons(
             tuple(_neuron(n) for n in graph.neurons),

@@ -12,6 +12,7 @@ from datetime import timedelta
 from distributed_training.chain.base import Chain, ChainError, Neuron, find, wait_ready
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.local import LocalChain
+from distributed_training.chain.newest import minutes_behind
 from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.chain import ChainSettings
@@ -80,7 +81,8 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings) -> int | None:
     """None if two reads of the chain agree that it has none: a node that is behind, or a
     reorganization, may hide it from one, and nothing starts again after "not registered".
 
-    Raises NetworkFailure when the chain cannot be read a second time.
+    Raises NetworkFailure when the chain cannot be read a second time, or shows none in blocks that
+    are old: the registration may be younger.
     """
     uid, reads = chain.uid(hotkey), chain.reads()
     if uid is not None:
@@ -100,7 +102,14 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings) -> int | None:
                 f"{hotkey} is registered: see --subtensor.chain_endpoint if this comes again"
             )
         time.sleep(0.1)
-    return chain.uid(hotkey)
+    uid, behind = chain.uid(hotkey), minutes_behind(chain)
+    if uid is None and behind is not None:
+        raise NetworkFailure(
+            f"the chain as this node reads it is {behind:.0f} minutes behind the clock, so it is "
+            f"not known whether hotkey {hotkey} is registered: see whether timedatectl says "
+            "'synchronized: yes', or name another node with --subtensor.chain_endpoint"
+        )
+    return uid
 
 
 def refuse_second_node(member: Member) -> None:

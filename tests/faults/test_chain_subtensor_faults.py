@@ -15,6 +15,7 @@ import pytest
 
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError
+from distributed_training.chain.newest import ASK_AGAIN
 from distributed_training.chain.registration import (
     Change,
     RegistrationEvent,
@@ -25,6 +26,7 @@ from distributed_training.chain.wallet import create_wallet
 from distributed_training.config.chain import ChainSettings
 from tests.chain_memory import MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
+from tests.chain_world import VALIDATOR
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,9 +59,30 @@ class FastClock:
         await asyncio.sleep(0.001)
 
 
+class BusyClock(FastClock):
+    """And blocks are made meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[LedgerSubstrate] = []
+
+    async def sleep(self, seconds: float) -> None:
+        for ledger in {id(node.ledger): node.ledger for node in self.nodes}.values():
+            ledger.advance()
+        await super().sleep(seconds)
+
+
 class Nodes:
+    """Two endpoints, the first of which is asked first. ``behind``: seconds that each of them is
+    behind the clock; one that is has a ledger of its own, without our hotkey."""
+
     def __init__(
-        self, folder: Path, *, settings: ChainSettings = SETTINGS, clock: FastClock | None = None
+        self,
+        folder: Path,
+        *,
+        settings: ChainSettings = SETTINGS,
+        clock: FastClock | None = None,
+        behind: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         self.wallet = create_wallet(folder, "miner")
         self.ledger = MemoryLedger()
@@ -67,7 +90,14 @@ class Nodes:
         self.first = LedgerSubstrate(self.ledger, SETTINGS.netuid)
         self.second = LedgerSubstrate(self.ledger, SETTINGS.netuid)
         nodes = {FIRST: self.first, SECOND: self.second}
+        for node, seconds in zip(nodes.values(), behind, strict=True):
+            if seconds:
+                node.newest_block_age = seconds
+                node.ledger = MemoryLedger(block=self.ledger.height - round(seconds / 12))
+                node.ledger.register(VALIDATOR.ss58)
         self.clock = clock
+        if isinstance(clock, BusyClock):
+            clock.nodes = [self.first, self.second]
         clock_of: dict[str, Any] = (
             {"monotonic": clock.monotonic, "sleep": clock.sleep} if clock is not None else {}
         )
@@ -269,6 +299,89 @@ def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monk
     finally:
         watcher.close()
         nodes.chain.close()
+
+
+@pytest.fixture
+def minutes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Iterator[Any]:
+    """Makes :class:`Nodes` that are read every six seconds of a clock that runs fast. All of them
+    make blocks: a node that synchronizes never stands still."""
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING)
+    settings = replace(
+        SETTINGS, poll_interval=timedelta(seconds=6), neurons_interval=timedelta(seconds=120)
+    )
+    made: list[Nodes] = []
+
+    def make(*, behind: tuple[float, float], alone: bool = False) -> Nodes:
+        more = () if alone else (SECOND,)
+        made.append(
+            Nodes(
+                tmp_path,
+                settings=replace(settings, fallback_endpoints=more),
+                clock=BusyClock(),
+                behind=behind,
+            )
+        )
+        return made[0]
+
+    yield make
+    for nodes in made:
+        nodes.chain.close()
+
+
+def test_a_start_does_not_believe_a_node_that_is_behind(minutes_pass, caplog) -> None:
+    nodes = minutes_pass(behind=(6000.0, 0.0))
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.block() > nodes.first.ledger.height + 400
+    assert nodes.chain.uid(nodes.wallet.ss58) == 0 and nodes.chain.uid(VALIDATOR.ss58) is None
+    (line,) = caplog.messages
+    assert FIRST in line and "100 minutes behind this machine's clock" in line
+
+
+@pytest.mark.parametrize(
+    ("behind", "newest"),
+    [((6000.0, 9000.0), FIRST), ((9000.0, 6000.0), SECOND), ((6000.0, 6030.0), "ws://")],
+)
+def test_when_all_nodes_are_behind_the_newest_is_believed(
+    minutes_pass, caplog, behind: tuple[float, float], newest: str
+) -> None:
+    nodes = minutes_pass(behind=behind)
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    line = next(m for m in caplog.messages if "No chain node that answers" in m)
+    assert newest in line and "timedatectl" in line and "--subtensor.chain_endpoint" in line
+    # Nor is there a dance between two that are as good: the others are asked now and then.
+    began = nodes.clock.now
+    wait_for(lambda: nodes.clock.now > began + 3600)
+    said = [m for m in caplog.messages if "No chain node that answers" in m]
+    looks = (nodes.clock.now - 1000.0) / ASK_AGAIN.total_seconds() + 1
+    assert len(said) <= looks and all(newest in m for m in said)
+    assert nodes.first.connections + nodes.second.connections <= 3 * looks
+    assert nodes.chain.age() < timedelta(minutes=5)
+
+
+def test_an_only_node_that_is_behind_is_believed_at_once(minutes_pass, caplog) -> None:
+    nodes = minutes_pass(behind=(6000.0, 0.0), alone=True)
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.first.connections == 1 and len(caplog.messages) == 1
+
+
+def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) -> None:
+    nodes = minutes_pass(behind=(6000.0, 9000.0))
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.uid(nodes.wallet.ss58) is None
+    nodes.second.ledger, nodes.second.newest_block_age = nodes.ledger, 0.0
+    wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) == 0)
+    assert nodes.chain.block() > nodes.first.ledger.height + 400
+
+
+def test_a_node_that_falls_behind_is_left_for_the_next(minutes_pass) -> None:
+    nodes = minutes_pass(behind=(0.0, 0.0))
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.second.connections == 0
+    nodes.first.newest_block_age = 700.0
+    wait_for(lambda: nodes.second.connections)
+    height = nodes.ledger.height
+    wait_for(lambda: nodes.chain.block() > height)
 
 
 def test_a_node_whose_block_stands_still_is_left_for_the_next(

@@ -343,7 +343,7 @@ def test_a_port_in_use_is_one_line(server: World) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_only_the_freshness_of_calls_knows_the_wall_clock() -> None:
+def test_only_the_freshness_of_calls_and_blocks_knows_the_wall_clock() -> None:
     """Intervals, deadlines, rates, ages and the order of things are monotonic."""
     uses = {
         file.name: set(re.findall(r"time\.time(?:_ns)?\b|datetime\.now|utcnow", file.read_text()))
@@ -351,4 +351,5 @@ def test_only_the_freshness_of_calls_knows_the_wall_clock() -> None:
     }
     found = {name: used for name, used in uses.items() if used}
     wall = {"time.time_ns"}  # a nonce is signed or judged
-    assert found == {"auth.py": wall, "replay.py": wall, "server.py": wall}
+    blocks = {"time.time"}  # they carry the time they were made at
+    assert found == {"auth.py": wall, "replay.py": wall, "server.py": wall, "newest.py": blocks}

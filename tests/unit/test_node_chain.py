@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from datetime import timedelta
 from types import SimpleNamespace
@@ -26,6 +27,10 @@ class Behind(MemoryChain):
         super().__init__(hotkey=MINER.ss58, ledger=ledger)
         self.stale = stale
         self.frozen = False
+        self.newest_block_age = 0.0
+
+    def clock(self) -> float:
+        return time.time() - self.newest_block_age
 
     def uid(self, hotkey: str) -> int | None:
         uid = super().uid(hotkey)
@@ -57,6 +62,16 @@ def test_one_read_without_our_hotkey_ends_nobody(monkeypatch: pytest.MonkeyPatch
 def test_two_reads_without_our_hotkey_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"is not registered on subnet 38.*btcli"):
         joined(Behind(stale=0, ledger=MemoryLedger()), monkeypatch)
+
+
+def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Status 1, after which the miner starts again; a hotkey that old blocks do show is there."""
+    chain = Behind(stale=0, ledger=MemoryLedger())
+    chain.newest_block_age = 3600.0
+    with pytest.raises(NetworkFailure, match=r"60 minutes behind .*--subtensor\.chain_endpoint"):
+        joined(chain, monkeypatch)
+    uid = chain.ledger.register(MINER.ss58)
+    assert joined(chain, monkeypatch) == uid
 
 
 def test_a_chain_that_is_read_once_only_is_asked_again_later(
