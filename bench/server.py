@@ -33,6 +33,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -45,6 +46,7 @@ import torch
 from bench.strangers import ATTACKS, HOTKEYS, RESTARTED, as_sender, hotkey, miner, signed, stranger
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.processes import die_with_parent
+from distributed_training.config.arguments import Parser
 from distributed_training.config.chain import ChainSettings
 from tests.chain_memory import MemoryChain, MemoryLedger
 
@@ -401,13 +403,24 @@ def attacks(seconds: float, block_seconds: float, wanted: list[str]) -> None:
         print(name, json.dumps(found.refused))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def attack(word: str) -> str:
+    """``type=`` of a word that stands in the name of at least one attack."""
+    if not any(word in name for name in ATTACKS):
+        raise argparse.ArgumentTypeError(
+            f"no attack has {word!r} in its name: {'; '.join(ATTACKS)}"
+        )
+    return word
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement's load")
     parser.add_argument("--block", type=float, default=5.0, help="seconds of a block")
     parser.add_argument("--only", choices=("latency", "throughput", "attacks"))
-    parser.add_argument("--attacks", nargs="*", default=[], help="words of the names of some")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--attacks", type=attack, nargs="*", default=[], help="words of the names of some"
+    )
+    options = parser.parse_args(argv)
     if options.only in (None, "latency"):
         print("latency", json.dumps(latency(options.seconds)), flush=True)
     if options.only in (None, "throughput"):
