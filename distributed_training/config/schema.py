@@ -160,15 +160,16 @@ class Schema:
         return self._spellings.get(canonical(name))
 
     def _nearest(self, name: str) -> str | None:
+        """The flag that a slip of the finger made into ``name``, if one is that near."""
         tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
         last = name.rpartition(".")[2]
         longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
         if last in tails or longer:
             return tails[last if last in tails else longer[0]].name
-        close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.8)
         if close:
             return self._spellings[close[0]].name
-        close = difflib.get_close_matches(last, tails, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(last, tails, n=1, cutoff=0.75)
         return tails[close[0]].name if close else None
 
     def __iter__(self) -> Iterator[Setting]:

@@ -167,7 +167,8 @@ def test_unknown_flags_name_the_nearest() -> None:
     assert "did you mean --neuron.upload_steps?" in refused("--upload_steps", "5")
     assert "did you mean --axon.port?" in refused("--axon.prot=1")
     assert "did you mean --nproc_per_node?" in refused("--nproc", "4")
-    assert "see --help" in refused("--zzzzqqqq")
+    for name in ("zzzzqqqq", "nonsense", "neuron.nonsense", "verbose", "batch", "validator.foo"):
+        assert refused(f"--{name}").endswith(": see --help"), "a guess misleads more than none"
     assert "is not a flag" in refused("start")
 
 
