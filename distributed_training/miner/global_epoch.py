@@ -23,6 +23,7 @@ from .global_bucket import GlobalBucket, GlobalUnavailableError
 log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # at a fetch, before it is given up with an event
+_SHORT = 30.0  # seconds: a fetch that failed later has used its time, and what waits for it goes on
 _LONGEST_WAIT = timedelta(minutes=1)  # between two of them
 
 
@@ -156,6 +157,7 @@ class GlobalEpoch:
         self._post(ev.WeightsCompared(outer_step, same))
 
     def _fetch(self, outer_step: int) -> None:
+        began = time.monotonic()
         for failures in range(1, _ATTEMPTS + 1):
             try:
                 self._fetched = self._bucket.fetch(outer_step)
@@ -165,6 +167,8 @@ class GlobalEpoch:
                 self._post(ev.GlobalFetched(self._fetched))
                 return
             wait = doubling(failures, first=self._retry, longest=_LONGEST_WAIT)
+            if time.monotonic() - began > _SHORT:
+                break
             if failures < _ATTEMPTS and self._closed.wait(wait.total_seconds()):
                 return
         self._post(ev.GlobalFetchFailed(detail, time.monotonic()))

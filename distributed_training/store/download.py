@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.files import is_full, read_json_object, sync_folder, write_json
 
-from .errors import IntegrityError, ObjectMissingError, PreconditionError
+from .errors import DeadlineError, IntegrityError, ObjectMissingError, PreconditionError
 from .gate import disk_allows
-from .retry import patient
+from .retry import deadline_in, patient
 from .s3 import ObjectInfo, S3ObjectStore
 from .uplink import Uplink
 
 RANGE = 16 * 1024 * 1024
+NO_PROGRESS = timedelta(minutes=5)  # that one range is tried again and again
 
 
 def download(
@@ -31,27 +35,38 @@ def download(
     """One object into ``path``, in parallel ranges, complete or not at all.
 
     An interrupted download of the same object goes on where it was, also in another process.
-    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all retries; ``concurrency``
-    ranges are in memory at once. Raises ObjectMissingError, IntegrityError (larger than ``limit``,
-    the disk is too full, replaced twice meanwhile), DeadlineError, StoppedError, OSError.
+    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
+    it; ``concurrency`` ranges are in memory at once. Raises ObjectMissingError, IntegrityError
+    (larger than ``limit``, the disk is too full, replaced twice meanwhile), DeadlineError (also
+    when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
     """
-    store = patient(store, until=deadline, uplink=uplink)
     place = f"{store.bucket}/{key}"
+
+    def within() -> S3ObjectStore:
+        return patient(store, until=min(deadline, deadline_in(NO_PROGRESS)), uplink=uplink)
+
     for _ in range(2):
-        info = store.head(key)
+        info = within().head(key)
         if info is None:
             raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
             raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
         try:
-            _download(store, info, path, concurrency=concurrency)
+            _download(within, info, path, deadline=deadline, concurrency=concurrency)
             return info
         except PreconditionError:
             continue  # replaced between two ranges: once more, from its beginning
     raise IntegrityError(f"{place} was replaced again and again while it was read")
 
 
-def _download(store: S3ObjectStore, info: ObjectInfo, path: Path, *, concurrency: int) -> None:
+def _download(
+    within: Callable[[], S3ObjectStore],
+    info: ObjectInfo,
+    path: Path,
+    *,
+    deadline: float,
+    concurrency: int,
+) -> None:
     part = path.with_name(f".{path.name}.part")
     notes = path.with_name(f".{path.name}.part.json")
     done = _ranges_done(notes, part, info)
@@ -64,8 +79,14 @@ def _download(store: S3ObjectStore, info: ObjectInfo, path: Path, *, concurrency
         os.ftruncate(handle, info.size)
 
         def fetch(start: int) -> None:
+            if time.monotonic() > deadline:
+                came = min(len(done) * RANGE, info.size)
+                raise DeadlineError(
+                    f"{info.key}: {came} of {info.size} bytes came in the time allowed; the next "
+                    "attempt goes on from there"
+                )
             length = min(RANGE, info.size - start)
-            data = store.get_range(info.key, start, length, etag=info.etag)
+            data = within().get_range(info.key, start, length, etag=info.etag)
             if len(data) != length:
                 raise IntegrityError(
                     f"{info.key}: the store sent {len(data)} bytes instead of {length}"

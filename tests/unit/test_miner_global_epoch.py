@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save
 
 from distributed_training.miner import events as ev
+from distributed_training.miner import global_epoch
 from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
 from distributed_training.miner.global_bucket import GlobalBucket, GlobalUnavailableError
 from distributed_training.miner.global_epoch import GlobalEpoch
@@ -310,3 +311,33 @@ def test_what_was_fetched_of_a_state_published_anew_is_fetched_again(tmp_path: P
     assert held.exists()
     reader.drift(4, rows_of({n: v + 0.01 for n, v in weights().items()}))
     assert not held.exists() and other.exists()
+
+
+@pytest.mark.parametrize(("short", "attempts"), [(30.0, 3), (-1.0, 1)])
+def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
+    short: float, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploads and rounds wait for its end."""
+    monkeypatch.setattr(global_epoch, "_SHORT", short)
+    fetched: list[int] = []
+
+    class Reader(Unread):
+        def fetch(self, outer_step: int) -> Path:
+            fetched.append(outer_step)
+            raise GlobalUnavailableError("500")
+
+    events: queue.Queue[ev.Event] = queue.Queue()
+    watch = GlobalEpoch(
+        bucket=Reader(),
+        post=events.put,
+        interval=timedelta(hours=1),
+        epoch_start=lambda: (4, ()),
+        retry=timedelta(0),
+    )
+    watch.start()
+    try:
+        watch.fetch(5)
+        assert isinstance(events.get(timeout=10), ev.GlobalFetchFailed)
+    finally:
+        watch.close()
+    assert fetched == [5] * attempts

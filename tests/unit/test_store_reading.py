@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +16,12 @@ from distributed_training.config.store import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
-from distributed_training.store import remote_state
-from distributed_training.store.errors import StoreError, TransientError
+from distributed_training.store import download, remote_state
+from distributed_training.store.errors import DeadlineError, StoreError, TransientError
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.remote_state import RemoteState, StateUnavailable
+from distributed_training.store.s3 import ObjectInfo
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, write_snapshot
 
@@ -158,3 +160,48 @@ def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
     assert (folder / keys.MODEL).read_bytes() == data
     ranges = -(-len(data) // (16 * 1024 * 1024))
     assert len(reads) == ranges - 2
+
+
+def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    ranges: list[int] = []
+
+    class Slow(MemoryObjectStore):
+        """Each range takes a minute."""
+
+        def head(self, key: str) -> ObjectInfo:
+            return ObjectInfo(key, 12 * download.RANGE, "e", 0.0)
+
+        def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+            nonlocal now
+            now += 60
+            ranges.append(start)
+            return bytes(length)
+
+    class Clock:
+        monotonic = staticmethod(lambda: now)
+
+    monkeypatch.setattr(download, "time", Clock)
+    until, path = now + 150, tmp_path / "m"
+    for came in (3, 6):
+        with pytest.raises(DeadlineError, match=f"{came * download.RANGE} of"):
+            download.download(Slow(), "m", path, limit=1 << 40, deadline=until, concurrency=1)
+        until = now + 150
+    assert ranges == [n * download.RANGE for n in range(6)]  # it went on where it was
+
+
+def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
+    published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download, "NO_PROGRESS", timedelta(0))
+
+    def fails(operation: str, key: str) -> None:
+        if operation == "get_range":
+            raise TransientError("500 InternalError")
+
+    published._before = fails
+    reader = RemoteState(store=published, deadline=timedelta(days=1))
+    with pytest.raises(DeadlineError, match="500 InternalError"):
+        reader.fetch(3, tmp_path / "g", MINER_FILES)
