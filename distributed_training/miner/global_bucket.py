@@ -23,7 +23,6 @@ from distributed_training.config import Config
 from distributed_training.protocol import keys, names
 from distributed_training.protocol.commitment import (
     BucketCredentials,
-    CommitmentError,
     parse_commitment,
 )
 from distributed_training.store.errors import AccessDeniedError, StoreError
@@ -52,9 +51,10 @@ class StopBeforeStart(RuntimeError):
 class GlobalBucket:
     """``folder`` keeps the states fetched, one ``epoch-N`` each: a restart need not download.
 
-    ``renew`` is asked when the read keys are refused: the bucket with the keys that its owner
-    publishes now, None if they are the same. All methods raise :class:`GlobalUnavailableError` with
-    a line that says why.
+    ``moved``: whether its owner published other read keys, perhaps of another account, since;
+    asked before each use, so it must not wait. ``renew`` is asked then, and when the read keys are
+    refused: the bucket with the keys of now, None if they are the same or unusable. All methods
+    raise :class:`GlobalUnavailableError` with a line that says why.
     """
 
     def __init__(
@@ -64,14 +64,18 @@ class GlobalBucket:
         run: int,
         folder: Path,
         renew: Callable[[], RemoteState | None] = lambda: None,
+        moved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._remote = remote
         self._run = run
         self.run_seen: int | None = None  # of the bucket, when it was last looked at
         self._folder = folder
         self._renew = renew
+        self._moved = moved
 
     def _read(self, operation: Callable[[RemoteState], _T]) -> _T:
+        if self._moved():  # the old bucket may stay as it was for weeks
+            self._remote = self._renew() or self._remote
         try:
             return operation(self._remote)
         except AccessDeniedError:
@@ -144,7 +148,7 @@ def open_global_bucket(
 ) -> GlobalBucket:
     """Its read credentials stand in the master hotkey's commitment; waits for them.
 
-    Raises StopBeforeStart. When they are refused later, the commitment is read again."""
+    Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
     master = config.miner.master_ss58_address
     said = False
     text = ""
@@ -156,12 +160,18 @@ def open_global_bucket(
         text = committed
         return remote
 
+    def moved() -> bool:
+        try:
+            return (chain.commitment(master) or "") != text
+        except ChainError:
+            return False
+
     def renew() -> RemoteState | None:
         try:
-            if (chain.commitment(master) or "") == text:
+            if not moved():
                 return None
             remote = open_bucket()
-        except (CommitmentError, ChainError):
+        except (ValueError, ChainError):
             return None
         log.info("The master hotkey committed other read keys: the global bucket is read with them")
         return remote
@@ -170,12 +180,14 @@ def open_global_bucket(
         try:
             remote = open_bucket()
             break
-        except CommitmentError as error:
+        except ValueError as error:  # no commitment, or of no account
             if not said:
                 log.info("Waiting for the commitment of the master hotkey %s (%s)", master, error)
                 said = True
         _pause(wanted)
-    return GlobalBucket(remote=remote, run=names.RUN, folder=folder / "global", renew=renew)
+    return GlobalBucket(
+        remote=remote, run=names.RUN, folder=folder / "global", renew=renew, moved=moved
+    )
 
 
 def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save
 
 from distributed_training.miner import events as ev
-from distributed_training.miner import global_epoch
+from distributed_training.miner import global_bucket, global_epoch
 from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
 from distributed_training.miner.global_bucket import GlobalBucket, GlobalUnavailableError
 from distributed_training.miner.global_epoch import GlobalEpoch
 from distributed_training.protocol import keys
+from distributed_training.protocol.commitment import BucketCredentials, build_commitment
 from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.names import r2_endpoint
 from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import AccessDeniedError
 from distributed_training.store.remote_state import RemoteState
@@ -149,6 +154,45 @@ def test_refused_read_keys_are_asked_for_again(tmp_path: Path) -> None:
     assert reader.outer_step() == 4
     assert reader.outer_step() == 4
     assert refused == 2 and answers == []
+
+
+def test_a_global_bucket_that_moved_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also while the old one still answers, or was deleted; what is no commitment is not."""
+    stores = {}
+    for account, outer in (("a", 4), ("b", 6), ("c", 8)):
+        stores[account] = MemoryObjectStore("global")
+        stores[account].put(keys.ROOT_METADATA, Metadata.of(Revision(5, outer, 0), "").to_json())
+    opened: list[str] = []
+
+    def remote_state(config: object, credentials: BucketCredentials) -> RemoteState:
+        assert r2_endpoint(credentials.account_id)  # raises ValueError, as opening does
+        opened.append(credentials.account_id[0])
+        return RemoteState(store=stores[opened[-1]], deadline=timedelta(seconds=2))
+
+    def commit(account: str) -> None:
+        nonlocal committed
+        committed = build_commitment(BucketCredentials(account * 32, account * 32, account * 64))
+
+    committed: str | None = None
+    chain: Any = SimpleNamespace(commitment=lambda hotkey: committed)
+    config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
+    monkeypatch.setattr(global_bucket, "_remote_state", remote_state)
+    commit("a")
+    reader = global_bucket.open_global_bucket(config, chain, tmp_path, lambda: True)
+    assert reader.outer_step() == 4
+    caplog.set_level(logging.INFO)
+    commit("b")
+    assert [reader.outer_step(), reader.outer_step()] == [6, 6]
+    stores["b"].delete_bucket()
+    commit("c")
+    assert reader.outer_step() == 8
+    for useless in (None, "no commitment", "z" * 128):
+        committed = useless
+        assert reader.outer_step() == 8
+    assert opened == ["a", "b", "c"]
+    assert caplog.text.count("The master hotkey committed other read keys") == 2
 
 
 @pytest.mark.parametrize("same", [True, False])
