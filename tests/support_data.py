@@ -45,6 +45,7 @@ class RowsServer:
     seed: int = 0
     script: list[Fault | None] = field(default_factory=list)
     size_script: list[Fault | None] = field(default_factory=list)
+    size_left_out: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     decide: Callable[[Mapping[str, str]], Fault | None] | None = None
     requests: list[tuple[float, str, dict[str, str]]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
@@ -156,7 +157,7 @@ class RowsServer:
                 {"dataset": DATASET, "config": config, "split": "train", "num_rows": len(rows)}
                 for config, rows in {**self.tables, "default": []}.items()
             ]
-            return 200, {"size": {"splits": splits}}
+            return 200, {"size": {"splits": splits}, **self.size_left_out}
         rows = self.tables.get(query["config"])
         offset, length = int(query["offset"]), int(query["length"])
         if path != "/rows" or rows is None or length > 100:

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 _MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
 _FIRST_WAIT, _MAX_WAIT = 0.5, 30.0
 _LONGEST_HOLD = 900.0  # whatever a server asks for
+_ASK_AGAIN = 300.0  # for the table, after a failure
+_WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
 
 
@@ -82,11 +84,13 @@ class RowsApiSource:
             if self._table and time.monotonic() < self._ask_table_at:
                 return self._table
             try:
-                table = self._fetch_table()
+                table, left_out = self._fetch_table()
+                if left_out and self._table and 0 <= now - self._table_at < _WHOLE_TABLE_LASTS:
+                    raise PageUnavailable(f"the reply of /size leaves out {left_out} configs")
             except PageUnavailable as error:
                 if not self._table:
                     raise
-                self._ask_table_at = time.monotonic() + min(self._table_age, 300)
+                self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
                 log.warning(
                     "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
                     self._dataset,
@@ -105,10 +109,25 @@ class RowsApiSource:
                     len(self._table),
                     sum(self._table.get(config) != rows for config, rows in table.items()),
                 )
+            self._keep_table(table, now, left_out)
+            return table
+
+    def _keep_table(self, table: dict[str, int], now: float, left_out: int) -> None:
+        """One that is not whole is asked for again soon, and not remembered over a restart."""
+        if not left_out:
             self._table, self._table_at = table, now
             if self._cache is not None:
                 self._cache.put(self._table_key, {"at": now, "rows": table})
-            return table
+            return
+        if table != self._table:
+            log.warning(
+                "The table of %s leaves out %d configs, which the server still counts or could not "
+                "count: until it is whole, pages may differ from those of the validators",
+                self._dataset,
+                left_out,
+            )
+        self._table, self._table_at = table, now - _WHOLE_TABLE_LASTS
+        self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
 
     @property
     def _table_key(self) -> str:
@@ -120,7 +139,8 @@ class RowsApiSource:
             self._table = {str(config): int(rows) for config, rows in stored["rows"].items()}
             self._table_at = float(stored["at"])
 
-    def _fetch_table(self) -> dict[str, int]:
+    def _fetch_table(self) -> tuple[dict[str, int], int]:
+        """The table, and how many configs the server left out: jobs that wait, run or failed."""
         reply = self._get("size", {"dataset": self._dataset})
         try:
             table = {
@@ -128,11 +148,12 @@ class RowsApiSource:
                 for split in reply["size"]["splits"]
                 if split["config"] != "default"
             }
+            left_out = len(reply.get("pending") or ()) + len(reply.get("failed") or ())
         except (KeyError, TypeError, ValueError) as error:
             raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
         if not table:
             raise PageUnavailable(f"the reply of /size names no config of {self._dataset}")
-        return table
+        return table, left_out
 
     # --- pages ---------------------------------------------------------------------------------
 

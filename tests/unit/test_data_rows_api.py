@@ -235,6 +235,49 @@ def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_
         assert kept.num_rows() == table and len(server.requests) == asked
 
 
+@pytest.mark.parametrize("why", ["pending", "failed"])
+def test_a_table_that_leaves_out_configs_does_not_replace_a_whole_one(
+    why: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    shown: dict[str, list[str]] = dict(TABLES)
+    with RowsServer(shown) as server:
+        made, _ = source(server, cache=cache)
+        whole = dict(made.num_rows())
+        made._table_at -= 7200
+        del shown["CC-MAIN-1"]
+        server.size_left_out = {why: [{"kind": "config-size", "config": "CC-MAIN-1"}]}
+        with caplog.at_level(logging.WARNING):
+            assert made.num_rows() == whole
+        assert "cannot be refreshed (the reply of /size leaves out 1 configs)" in caplog.text
+        asked = len(server.requests)
+        assert made.num_rows() == whole and len(server.requests) == asked
+        restarted, _ = source(server, cache=cache)
+        assert restarted.num_rows() == whole
+
+
+def test_a_table_that_leaves_out_configs_is_used_where_there_is_no_other_and_asked_for_again(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    shown = {"CC-MAIN-0": TABLES["CC-MAIN-0"]}
+    with RowsServer(shown) as server:
+        made, _ = source(server, cache=cache)
+        server.size_left_out = {"pending": [], "failed": [{}, {}]}
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):  # nothing better comes: the same again, and no second line
+                assert made.num_rows() == {"CC-MAIN-0": 400}
+                asked = len(server.requests)
+                assert made.num_rows() and len(server.requests) == asked
+                made._ask_table_at = 0.0  # five minutes later
+        assert caplog.text.count("leaves out 2 configs") == 1
+        assert cache.get(made._table_key) is None
+        shown.update(TABLES)
+        server.size_left_out = {"pending": [], "failed": []}
+        assert made.num_rows() == dict.fromkeys(TABLES, 400)
+        assert cache.get(made._table_key) is not None
+
+
 def test_a_table_kept_while_the_clock_was_ahead_is_asked_for_again(tmp_path: Path) -> None:
     """Else pages are drawn from it until then, and they are others than the validators'."""
     cache = PageCache(tmp_path, limit_bytes=10**6)
