@@ -193,14 +193,13 @@ class S3ObjectStore:
         try:
             with self._errors("read", key) as call:
                 answer = call(self._client.head_object, Key=key)
+                size, etag = answer["ContentLength"], _unquote(answer["ETag"])
+                modified = answer["LastModified"].timestamp()
+                date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         except ObjectMissingError:
             return None
-        modified = answer["LastModified"].timestamp()
-        date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
         now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
-        return ObjectInfo(
-            key, answer["ContentLength"], _unquote(answer["ETag"]), modified, max(0, now - modified)
-        )
+        return ObjectInfo(key, size, etag, modified, max(0, now - modified))
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """The whole object, None if there is none. IntegrityError if it exceeds ``limit``."""
@@ -245,8 +244,8 @@ class S3ObjectStore:
         """Returns the etag. TransientError if the store holds other bytes than those sent."""
         self._await_write_interval(key)
         with self._errors("write", key) as call:
-            answer = call(self._client.put_object, Key=key, Body=data)
-        return _confirm(f"{self._bucket}/{key}", data, _unquote(answer["ETag"]))
+            etag = _unquote(call(self._client.put_object, Key=key, Body=data)["ETag"])
+        return _confirm(f"{self._bucket}/{key}", data, etag)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Missing ones are fine."""
@@ -259,11 +258,12 @@ class S3ObjectStore:
                 continue
 
     def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
-        return [
-            ObjectInfo(o["Key"], o["Size"], _unquote(o["ETag"]), o["LastModified"].timestamp())
-            for page in self._pages("list_objects_v2", Prefix=prefix)
-            for o in page.get("Contents", ())
-        ]
+        with self._errors("list", ""):
+            return [
+                ObjectInfo(o["Key"], o["Size"], _unquote(o["ETag"]), o["LastModified"].timestamp())
+                for page in self._pages("list_objects_v2", Prefix=prefix)
+                for o in page.get("Contents", ())
+            ]
 
     # --- multipart ------------------------------------------------------------------------------
 
@@ -276,15 +276,17 @@ class S3ObjectStore:
             answer = call(
                 self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
             )
+            etag = _unquote(answer["ETag"])
         what = f"part {number} of {self._bucket}/{key}"
-        return PartInfo(number, len(data), _confirm(what, data, _unquote(answer["ETag"])))
+        return PartInfo(number, len(data), _confirm(what, data, etag))
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
-        return [
-            PartInfo(p["PartNumber"], p["Size"], _unquote(p["ETag"]))
-            for page in self._pages("list_parts", key, Key=key, UploadId=upload_id)
-            for p in page.get("Parts", ())
-        ]
+        with self._errors("list", key):
+            return [
+                PartInfo(p["PartNumber"], p["Size"], _unquote(p["ETag"]))
+                for page in self._pages("list_parts", Key=key, UploadId=upload_id)
+                for p in page.get("Parts", ())
+            ]
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
         self._await_write_interval(key)
@@ -296,25 +298,25 @@ class S3ObjectStore:
                 UploadId=upload_id,
                 MultipartUpload={"Parts": listed},
             )
-        return _unquote(answer["ETag"])
+            return _unquote(answer["ETag"])
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         with self._errors("abort", key) as call:
             call(self._client.abort_multipart_upload, Key=key, UploadId=upload_id)
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
-        return [
-            MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp())
-            for page in self._pages("list_multipart_uploads", Prefix=prefix)
-            for u in page.get("Uploads", ())
-        ]
+        with self._errors("list", ""):
+            return [
+                MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp())
+                for page in self._pages("list_multipart_uploads", Prefix=prefix)
+                for u in page.get("Uploads", ())
+            ]
 
     # --- inside ---------------------------------------------------------------------------------
 
-    def _pages(self, operation: str, key: str = "", **arguments: Any) -> list[dict[str, Any]]:
-        with self._errors("list", key):
-            paginator = self._client.get_paginator(operation)
-            return list(paginator.paginate(Bucket=self._bucket, **arguments))
+    def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
+        paginator = self._client.get_paginator(operation)
+        yield from paginator.paginate(Bucket=self._bucket, **arguments)
 
     def _await_write_interval(self, key: str) -> None:
         with self._write_lock:
@@ -346,6 +348,12 @@ class S3ObjectStore:
             raise TransientError(
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
                 f"({type(error).__name__})"
+            ) from None
+        except LookupError as error:
+            # A page of a proxy, with status 200.
+            raise TransientError(
+                f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} lacks {error}, so it "
+                "is not an object store's"
             ) from None
 
 

@@ -1,0 +1,86 @@
+"""What answers at the store's address with status 200 need not be the store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.store.errors import TransientError
+from distributed_training.store.s3 import AccessKeys, PartInfo, S3ObjectStore
+
+pytestmark = pytest.mark.timeout(60)
+
+LISTED = b"<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Contents/><Upload/><Part/></R>"
+
+
+class Page(BaseHTTPRequestHandler):
+    """The page of a proxy, or XML with entries that say nothing."""
+
+    body = b""
+
+    def answer(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.body)
+
+    do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+@pytest.fixture(params=[b"<html>maintenance</html>", LISTED], ids=["page", "empty entries"])
+def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
+    handler = type("Odd", (Page,), {"body": request.param})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        store = S3ObjectStore(
+            bucket="llama-007",
+            endpoint_url=f"http://127.0.0.1:{server.server_port}",
+            keys=AccessKeys(SecretStr("a" * 32), SecretStr("b" * 64)),
+            settings=StoreSettings(write_interval=timedelta(0)),
+        )
+        yield store
+        store.close()
+        server.shutdown()
+
+
+OPERATIONS: dict[str, Callable[[S3ObjectStore], Any]] = {
+    "head": lambda s: s.head("k"),
+    "put": lambda s: s.put("k", b"x"),
+    "create": lambda s: s.create_multipart("k"),
+    "part": lambda s: s.upload_part("k", "id", 1, b"x"),
+    "complete": lambda s: s.complete_multipart("k", "id", [PartInfo(1, 1, "0" * 32)]),
+}
+LISTS: dict[str, Callable[[S3ObjectStore], list[Any]]] = {
+    "objects": lambda s: s.list_objects(),
+    "parts": lambda s: s.list_parts("k", "id"),
+    "uploads": lambda s: s.list_multiparts(),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_answer_that_is_no_stores_is_tried_again(store: S3ObjectStore, name: str) -> None:
+    with pytest.raises(TransientError, match="llama-007"):
+        OPERATIONS[name](store)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_so_is_a_list_whose_entries_say_nothing(
+    store: S3ObjectStore, name: str, request: pytest.FixtureRequest
+) -> None:
+    if "page" in request.node.callspec.id:
+        assert LISTS[name](store) == []
+        return
+    with pytest.raises(TransientError, match="llama-007"):
+        LISTS[name](store)
