@@ -33,6 +33,7 @@ from .drift import TOLERANCE, NotComparable, Rows, drift
 
 log = logging.getLogger(__name__)
 
+_SAY_AGAIN = 300.0  # seconds between two lines of a start that waits
 _LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
 _FETCH_AGAIN = timedelta(seconds=1)  # a state that is refused: doubled by each refusal
 _FETCH_AGAIN_LONGEST = timedelta(minutes=5)
@@ -150,7 +151,7 @@ def open_global_bucket(
 
     Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
     master = config.miner.master_ss58_address
-    said = False
+    waiting = _Waiting("if for long: is --neuron.master_ss58_address the subnet's?")
     text = ""
 
     def open_bucket() -> RemoteState:
@@ -181,9 +182,7 @@ def open_global_bucket(
             remote = open_bucket()
             break
         except ValueError as error:  # no commitment, or of no account
-            if not said:
-                log.info("Waiting for the commitment of the master hotkey %s (%s)", master, error)
-                said = True
+            waiting.say(f"Waiting for the commitment of the master hotkey {master} ({error})")
         _pause(wanted)
     return GlobalBucket(
         remote=remote, run=names.RUN, folder=folder / "global", renew=renew, moved=moved
@@ -201,7 +200,8 @@ def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState
 
 def first_global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tuple[int, Path]:
     """The present epoch and the folder with its files; waits until there is one."""
-    said, target, failures, not_before = "", -1, 0, 0.0
+    waiting = _Waiting("if for long: this machine's network, or a new version of this miner?")
+    target, failures, not_before = -1, 0, 0.0
     while True:
         try:
             outer_step = bucket.outer_step()
@@ -215,10 +215,22 @@ def first_global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tupl
                     wait = doubling(failures, first=_FETCH_AGAIN, longest=_FETCH_AGAIN_LONGEST)
                     not_before = time.monotonic() + wait.total_seconds()
         except GlobalUnavailableError as error:
-            if str(error) != said:
-                log.info("Waiting for the global state: %s", error)
-                said = str(error)
+            waiting.say(f"Waiting for the global state: {error}")
         _pause(wanted)
+
+
+class _Waiting:
+    """Says what a start waits for: when that changes, and every five minutes."""
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        self._said, self._said_at = "", 0.0
+
+    def say(self, what: str) -> None:
+        now = time.monotonic()
+        if what != self._said or now - self._said_at >= _SAY_AGAIN:
+            self._said, self._said_at = what, now
+            log.warning("%s. Training cannot begin before; %s", what, self._advice)
 
 
 def _pause(wanted: Callable[[], bool]) -> None:

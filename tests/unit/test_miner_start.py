@@ -63,6 +63,43 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
     assert fetched[8] == [1000, 1001, 1003], "another epoch is not held back"
 
 
+def test_a_start_that_waits_says_so_every_five_minutes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+
+    def pause(wanted: Callable[[], bool]) -> None:
+        nonlocal now
+        now += 1.0
+
+    class Bucket:
+        def outer_step(self) -> int:
+            if now < 10:
+                raise GlobalUnavailableError("the global bucket is empty so far")
+            if now < 1000:
+                raise GlobalUnavailableError("of run 6, this miner of run 5: upgrade the miner")
+            return 7
+
+        def fetch(self, outer_step: int) -> Path:
+            return tmp_path
+
+    monkeypatch.setattr(global_bucket, "_pause", pause)
+    monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
+    bucket: Any = Bucket()
+    assert global_bucket.first_global_state(bucket, lambda: True) == (7, tmp_path)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert ["empty" in line for line in said] == [True, False, False, False, False]
+    assert "upgrade the miner. Training cannot begin before" in said[-1]
+
+    caplog.clear()
+    now, committed = 0.0, "no commitment"
+    chain: Any = SimpleNamespace(commitment=lambda hotkey: "a" * 128 if now > 310 else committed)
+    config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
+    monkeypatch.setattr(global_bucket, "_remote_state", lambda *given: None)
+    global_bucket.open_global_bucket(config, chain, tmp_path, lambda: True)
+    assert caplog.text.count("Waiting for the commitment of the master hotkey 5Master") == 2
+
+
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
