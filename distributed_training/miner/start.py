@@ -39,6 +39,7 @@ from distributed_training.scoring.background import BackgroundPreview, too_large
 from distributed_training.store.gate import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.training.model import UnfitModelError
 
 from . import events as ev
 from . import network
@@ -52,12 +53,7 @@ from .global_bucket import StopBeforeStart
 from .leader import Leader, Subscriber
 from .loop import MinerLoop
 from .network import Facts, Outside
-from .process import (
-    RankEnvironment,
-    rank_environment,
-    write_exit_status,
-    write_pid_file,
-)
+from .process import RankEnvironment, rank_environment, write_exit_status, write_pid_file
 from .publishing import Publishing
 from .ranks import Ranks, join_ranks
 from .reporter import Metrics, Record, Reporter
@@ -113,12 +109,12 @@ def run_rank(argv: list[str]) -> int:
             status, reason = _run(argv, config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
+    except (NetworkFailure, UnfitModelError) as error:  # that one is the global state's
+        reason = str(error)
+        log.error("%s", error)
     except ConfigError as error:
         status, reason = ExitStatus.BAD_CONFIGURATION, str(error)
         log.error("error: %s", error)
-    except NetworkFailure as error:
-        reason = str(error)
-        log.error("%s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = f"{type(error).__name__}: {error}"
         log.exception("%s", lines.training_loop_failed(error))

@@ -19,6 +19,11 @@ CONFIG_EXTRAS = ("block_list", "inner_step", "outer_step", "last_allreduce_block
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 
 
+class UnfitModelError(ConfigError):
+    """No model can be built, or trained here, from a ``config.json``. A miner has that from the
+    global state, which no operator can mend: there it is a fault, tried again."""
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what activation checkpointing and torch.compile put into it."""
     for prefix in _WRAPPER_PREFIXES:
@@ -50,20 +55,20 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def hf_config(model_config: Mapping[str, Any]) -> Any:
-    """The transformers config object of a ``config.json`` content. Raises ConfigError."""
+    """The transformers config object of a ``config.json`` content. Raises UnfitModelError."""
     from transformers import AutoConfig
 
     content = {k: v for k, v in model_config.items() if k not in CONFIG_EXTRAS}
     kind = content.pop("model_type", None)
     if not kind:
-        raise ConfigError(
+        raise UnfitModelError(
             "config.json names no model_type, so no model can be built: fetch the global "
             "state again or check --neuron.global_model_name"
         )
     try:
         return AutoConfig.for_model(kind, **content)
     except ValueError as error:
-        raise ConfigError(
+        raise UnfitModelError(
             f"transformers knows no model_type {kind!r}, so no model can be built: "
             "upgrade transformers or check --neuron.global_model_name"
         ) from error
@@ -88,7 +93,7 @@ def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa"
         if getattr(config, key, None) not in (None, 1.0)
     ]
     if head is None or getattr(head, "bias", None) is not None or scaled:
-        raise ConfigError(
+        raise UnfitModelError(
             f"model_type {config.model_type!r} does not end in a plain linear head "
             f"({', '.join(scaled) or 'bias or no head'}), which the chunked loss needs, so it "
             "cannot be trained here: use a Llama-like model"
@@ -121,10 +126,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks. Raises ConfigError when the model has none where Llamas have them."""
+    """The decoder blocks. Raises UnfitModelError when the model has none where Llamas have them."""
     layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-        raise ConfigError(
+        raise UnfitModelError(
             f"model {type(model).__name__} has no list of decoder blocks, so it cannot be "
             "sharded: use a Llama-like model"
         )

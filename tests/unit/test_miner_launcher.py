@@ -80,6 +80,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Played:
     clock = SimpleNamespace(monotonic=lambda: played.now, sleep=time.sleep)
     monkeypatch.setattr(launcher, "time", clock)
     monkeypatch.setattr(launcher, "RankGroup", played.group)
+    monkeypatch.setattr(launcher, "start_log", lambda *_, **named: None)  # pytest's log stays
     for name in ("FIRST_WAIT", "LONGEST_WAIT", "LONGEST_DOUBT"):
         monkeypatch.setattr(launcher, name, timedelta(milliseconds=1))
     return played
@@ -164,7 +165,7 @@ def test_a_machine_that_refuses_proven_settings_is_looked_at_again(
     refuses: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     right, looks = getattr(where, name), 0
 
@@ -176,12 +177,11 @@ def test_a_machine_that_refuses_proven_settings_is_looked_at_again(
     monkeypatch.setattr(where, name, look)
     ranks.left = [(0, STOPPED)]
     assert launch(argv) == REFUSED and ranks.left
-    problem = capsys.readouterr().err.partition("error: ")[2].strip()
+    problem = capfd.readouterr().err.partition("error: ")[2].strip()
     prove(argv)
     looks = 0
     assert launch(argv) == STOPPED and not ranks.left
-    said = capsys.readouterr().out + caplog.text
-    assert said.count(f"{problem}. {AGAIN}") == 3
+    assert caplog.text.count(f"{problem}. {AGAIN}") == 3
 
 
 def test_a_second_launcher_in_the_folder_ends_proven_or_not(

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.common.exits import ExitStatus
+from distributed_training.config import ConfigError, load_config
 from distributed_training.miner import device as device_module
 from distributed_training.miner import events as ev
-from distributed_training.miner import global_bucket, start
+from distributed_training.miner import global_bucket, process, start
 from distributed_training.miner.decide import MinerState, Mode, Rules, decide
 from distributed_training.miner.global_bucket import GlobalUnavailableError
+from distributed_training.miner.process import INSTANCE
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import RoundRequest
+from distributed_training.training.model import hf_config
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -110,6 +114,42 @@ def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
     """The public validator's period is 750 blocks from the first round on, whatever is set."""
     clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
     assert clock.half() == 375
+
+
+@pytest.fixture
+def rank_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[..., Any]], tuple[int, tuple[ExitStatus, str] | None]]:
+    """``run_rank`` of rank 0 where what comes after its first steps is played."""
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", INSTANCE: "x"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
+        monkeypatch.setattr(start, name, lambda *_, **named: SimpleNamespace(install=lambda: None))
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    monkeypatch.setattr(start, "load_config", lambda *_: config)
+    monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
+
+    def run(played: Callable[..., Any]) -> tuple[int, tuple[ExitStatus, str] | None]:
+        monkeypatch.setattr(start, "_run", played)
+        return start.run_rank([]), process.read_exit_status(tmp_path, instance="x")
+
+    return run
+
+
+@pytest.mark.parametrize("model", [{}, {"model_type": "nonsense"}])
+def test_a_global_state_without_a_model_is_no_fault_of_the_configuration(
+    model: dict[str, Any], rank_ends: Callable[..., Any]
+) -> None:
+    """Status 2 would leave each miner down that starts before the validator mends it."""
+    status, (told, reason) = rank_ends(lambda *_: hf_config(model))
+    assert status == told == ExitStatus.FAULT and "no model can be built" in reason
+
+    def bad(*_: object) -> None:
+        raise ConfigError("--data.cache_dir cannot be written")
+
+    status, (told, reason) = rank_ends(bad)
+    assert status == told == ExitStatus.BAD_CONFIGURATION and "--data.cache_dir" in reason
 
 
 class Server:
