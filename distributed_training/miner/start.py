@@ -98,13 +98,13 @@ def run_rank(argv: list[str]) -> int:
         folder = make_run_folder(config)
     except ConfigError as error:
         return exit_with(error)
-    write_pid_file(folder, me.local_rank)
-    Heartbeat(folder, me.local_rank)()
     start_log(config, folder, name="miner", rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason = int(ExitStatus.FAULT), ""
     try:
+        write_pid_file(folder, me.local_rank)
+        Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
             status, reason = _run(argv, config, me, folder, stop, stack)
     except StopBeforeStart:
@@ -119,7 +119,8 @@ def run_rank(argv: list[str]) -> int:
         reason = f"{type(error).__name__}: {error}"
         log.exception("%s", lines.training_loop_failed(error))
     if me.local_rank == 0:
-        write_exit_status(folder, status, reason)
+        with suppress(OSError):  # no room: to the launcher that is a fault
+            write_exit_status(folder, status, reason)
     return status
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -150,6 +151,17 @@ def test_a_global_state_without_a_model_is_no_fault_of_the_configuration(
 
     status, (told, reason) = rank_ends(bad)
     assert status == told == ExitStatus.BAD_CONFIGURATION and "--data.cache_dir" in reason
+
+
+def test_no_room_for_a_ranks_first_file_is_a_line(
+    rank_ends: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "rank-0.json")
+
+    monkeypatch.setattr(process, "write_json", full)
+    assert rank_ends(lambda *_: pytest.fail("it has begun")) == (ExitStatus.FAULT, None)
+    assert "No space left on device: 'rank-0.json'" in caplog.text
 
 
 class Server:
