@@ -8,15 +8,24 @@ from collections.abc import Callable
 import torch
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics.nvml import NvmlSampler
+from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 from distributed_training.diagnostics.report import cuda_state, gpu_report_lines
 
 log = logging.getLogger(__name__)
 
 
-def rank_device(wanted: str, local_rank: int) -> torch.device:
-    """Of ``--neuron.device``; a GPU becomes the process's current one. Raises ConfigError for cuda
-    without a GPU."""
+class DeviceAway(RuntimeError):
+    """There are GPUs, but torch cannot use them now. Exit status 1: just after a reboot or a
+    driver's upgrade that passes."""
+
+
+def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
+    """Of ``--neuron.device``; a GPU becomes the process's current one. ``remembered``: GPUs that
+    earlier ranks of this run folder ran on.
+
+    Raises ConfigError for cuda without a GPU. Raises DeviceAway for auto if there are GPUs, or were
+    before: once on the CPU, a rank would stay there, and take days for a step.
+    """
     if wanted != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
@@ -24,10 +33,21 @@ def rank_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cuda":
         raise ConfigError(
             f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
-            "trained in time: python scripts/diagnose.py says why; --neuron.device auto takes the "
-            "CPU then"
+            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu takes the "
+            "CPU"
+        )
+    if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
+        raise DeviceAway(
+            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
+            "trained until it can, rather than on the CPU: nvidia-smi and python "
+            "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
         )
     return torch.device("cpu")
+
+
+def expects_gpu(wanted: str, device: torch.device) -> bool:
+    """Whether a step without GPU memory is wrong: one is used, or there is one to be used."""
+    return device.type == "cuda" or (wanted != "cpu" and visible_gpu_count() > 0)
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None]:

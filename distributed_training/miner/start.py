@@ -46,7 +46,7 @@ from . import network
 from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
-from .device import rank_device, report_device, utilization_of
+from .device import DeviceAway, expects_gpu, rank_device, report_device, utilization_of
 from .drift import Rows
 from .gauges import MachineGauges, limits
 from .global_bucket import StopBeforeStart
@@ -54,6 +54,7 @@ from .leader import Leader, Subscriber
 from .loop import MinerLoop
 from .network import Facts, Outside
 from .process import RankEnvironment, rank_environment, write_exit_status, write_pid_file
+from .proof import Proof
 from .publishing import Publishing
 from .ranks import Ranks, join_ranks
 from .reporter import Metrics, Record, Reporter
@@ -109,7 +110,7 @@ def run_rank(argv: list[str]) -> int:
             status, reason = _run(argv, config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
-    except (NetworkFailure, UnfitModelError) as error:  # that one is the global state's
+    except (NetworkFailure, DeviceAway, UnfitModelError) as error:  # the global state's model
         reason = str(error)
         log.error("%s", error)
     except ConfigError as error:
@@ -132,7 +133,7 @@ def _run(
     stop: RankStop,
     stack: ExitStack,
 ) -> tuple[int, str]:
-    device = rank_device(config.miner.device, me.local_rank)
+    device = rank_device(config.miner.device, me.local_rank, remembered=Proof(config).gpus)
     ranks = join_ranks(
         environ=os.environ,
         timeout=CONTROL_TIMEOUT,
@@ -446,7 +447,11 @@ class RankZero:
             record=self._record,
             metrics=metrics,
             schedule=self.schedule,
-            warnings=lambda report: step_warnings(report, config.diagnostics, expect_gpu=on_gpu),
+            warnings=lambda report: step_warnings(
+                report,
+                config.diagnostics,
+                expect_gpu=expects_gpu(config.miner.device, place.device),
+            ),
             bucket=outside.bucket,
             reload_timeout=config.miner.round_reload_timeout,
         )

@@ -153,6 +153,29 @@ def test_a_global_state_without_a_model_is_no_fault_of_the_configuration(
     assert status == told == ExitStatus.BAD_CONFIGURATION and "--data.cache_dir" in reason
 
 
+@pytest.mark.parametrize(("shown", "remembered"), [(8, 0), (0, 8)])
+def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
+    shown: int,
+    remembered: int,
+    monkeypatch: pytest.MonkeyPatch,
+    rank_ends: Callable[..., Any],
+) -> None:
+    """The driver, or the fabric manager, is not ready after a reboot."""
+    monkeypatch.setattr(device_module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device_module, "visible_gpu_count", lambda: shown)
+    rank_device, cpu = device_module.rank_device, torch.device("cpu")
+    status, (told, reason) = rank_ends(lambda *_: rank_device("auto", 0, remembered=remembered))
+    assert status == told == ExitStatus.FAULT
+    assert "cannot use the 8 GPUs" in reason and "--neuron.device cpu" in reason
+    assert rank_device("cpu", 0, remembered=remembered) == cpu
+    with pytest.raises(ConfigError, match=r"--neuron\.device cuda"):
+        rank_device("cuda", 0, remembered=remembered)
+    expected = [device_module.expects_gpu(wanted, cpu) for wanted in ("auto", "cuda", "cpu")]
+    assert expected == [shown > 0, shown > 0, False]
+    monkeypatch.setattr(device_module, "visible_gpu_count", lambda: 0)
+    assert rank_device("auto", 0) == cpu, "a machine without GPUs"
+
+
 def test_no_room_for_a_ranks_first_file_is_a_line(
     rank_ends: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
