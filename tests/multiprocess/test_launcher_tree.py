@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -23,14 +22,25 @@ from distributed_training.node.signals import StopSignals
 from tests.r2_keys import KEYS
 from tests.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(150)
 
 ROOT = Path(__file__).parents[2]
 FAKE = Path(__file__).with_name("launcher_fake_rank.py")
 LAUNCH = (
-    "import os, sys, pathlib\n"
+    "import os, sys, pathlib, time, types\n"
     "from datetime import timedelta\n"
-    "from distributed_training.miner import launcher, rank_group\n"
+    "from distributed_training.miner import launcher, rank_group, watchdog\n"
+    # Between two looks of the watchdog an hour passes, when a test says so (pass_an_hour).
+    "passed, hour = 0.0, pathlib.Path(os.environ['FAKE_HOUR'])\n"
+    "clock = types.SimpleNamespace(monotonic=lambda: time.monotonic() + passed)\n"
+    "def hangs(dog, look=watchdog.Watchdog.hangs):\n"
+    "    global passed\n"
+    "    look(dog)\n"
+    "    if hour.exists():\n"
+    "        hour.unlink()\n"
+    "        passed += 3600\n"
+    "    return look(dog)\n"
+    "watchdog.time, watchdog.Watchdog.hangs = clock, hangs\n"
     "launcher.LINGER = timedelta(seconds=2)\n"
     "if os.environ['FAKE_MODE'] == 'refused-later':\n"
     "    launcher.STEADY = timedelta(0)\n"
@@ -58,6 +68,7 @@ class Launched:
         hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
         wallets = {"BT_WALLET_PATH": str(hotkey.parents[2])}
         self.log = folder.with_suffix(".log")
+        self._hour = folder.with_suffix(".hour")
         where = ["--neuron.run_folder", str(folder), "--nproc_per_node", str(ranks)]
         arguments = [*COMMON, *where, *flags]
         with self.log.open("ab") as log:
@@ -69,6 +80,7 @@ class Launched:
                     **wallets,
                     "FAKE_MODE": mode,
                     "FAKE_RESTARTS": str(restarts),
+                    "FAKE_HOUR": str(self._hour),
                 },
                 cwd=ROOT,
                 stdout=log,
@@ -99,8 +111,16 @@ class Launched:
         )
         assert self.process.poll() is None, self.output
 
-    def wait(self, seconds: float = 40) -> int:
+    def wait(self, seconds: float = 80) -> int:
         return self.process.wait(timeout=seconds)
+
+    def pass_an_hour(self) -> None:
+        """For the watchdog: ranks that came to no boundary in it hang, whatever the machine's pace.
+
+        Returns when it has passed.
+        """
+        self._hour.touch()
+        wait_for(lambda: not self._hour.exists(), "the watchdog's next look")
 
 
 @pytest.fixture
@@ -221,7 +241,7 @@ def test_a_stop_while_ranks_wait_to_start_again_is_a_stop(
     launched: Callable[..., Launched],
 ) -> None:
     run = launched("crash", restarts=5)
-    wait_for(lambda: "(4 of 5)" in run.output, "a wait of seconds")
+    wait_for(lambda: "(4 of 5)" in run.output, "a wait of seconds", 80)
     run.process.send_signal(signal.SIGTERM)
     assert run.wait() == 0, run.output
 
@@ -232,7 +252,7 @@ def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Lau
     mark = first.mark
     first.process.kill()
     first.wait()
-    wait_for(lambda: (first.folder / "saved").exists(), "the rank's own stop", 20)
+    wait_for(lambda: (first.folder / "saved").exists(), "the rank's own stop")
     assert mark.processes()  # the stray has nobody left that knows it
     (first.folder / "ready-0").unlink()
     second = launched("run")
@@ -267,11 +287,12 @@ def test_what_is_killed_starts_again_under_the_same_launcher(
 def test_ranks_that_hang_start_again_after_their_stacks_were_written(
     launched: Callable[..., Launched],
 ) -> None:
-    run = launched("stray", ranks=2, restarts=1, flags=("--neuron.hang_timeout", "2"))
+    run = launched("stray", ranks=2, restarts=1, flags=("--neuron.hang_timeout", "600"))
     run.wait_ready(2)
     before, beats = run.listening, run.folder / "pids"
     wait_for(lambda: len(list(beats.glob("*.beat"))) == 2, "the first boundary")
     os.kill(before[1], signal.SIGSTOP)
+    run.pass_an_hour()
     wait_for(lambda: len(run.listening) == 2 and run.listening != before, "new ranks")
     assert "The ranks hang" in run.output and "Starting the ranks again" in run.output
     stacks = (run.folder / "stacks.txt").read_text()
@@ -287,7 +308,9 @@ def test_ranks_that_hang_start_again_after_their_stacks_were_written(
 def test_ranks_that_hang_before_their_first_boundary_start_again(
     launched: Callable[..., Launched],
 ) -> None:
-    run = launched("hang-at-start", restarts=1, flags=("--neuron.hang_timeout", "1"))
+    run = launched("hang-at-start", restarts=1, flags=("--neuron.hang_timeout", "600"))
+    wait_for((run.folder / "hung").exists, "the hang")
+    run.pass_an_hour()
     run.wait_ready()
     assert "The ranks hang" in run.output and "(1 of 1)" in run.output
     run.process.send_signal(signal.SIGTERM)
@@ -329,7 +352,7 @@ def test_a_killed_resource_tracker_is_told_and_replaced(launched: Callable[..., 
     first = tracker()
     assert KEYS["R2_WRITE_SECRET_ACCESS_KEY"] not in first.environ().values()
     first.kill()
-    wait_for(lambda: "The resource tracker ended" in run.output, "the line", 5)
+    wait_for(lambda: "The resource tracker ended" in run.output, "the line")
     assert tracker().pid != first.pid
     assert run.output.count("| WARNING |") == 1 and "UserWarning" not in run.output
     run.process.send_signal(signal.SIGTERM)
@@ -346,10 +369,8 @@ def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> N
     run = launched("slow", ranks=2)
     wait_for(lambda: "Starting 2 ranks" in run.output, "the launcher")
     wait_for(lambda: bool(run.mark.processes()), "the server")
-    began = time.monotonic()
     run.process.send_signal(signal.SIGINT)
-    assert run.wait() == 0, run.output
-    assert time.monotonic() - began < 10
+    assert run.wait() == 0, run.output  # long before the import ends (slow_import.py)
     assert not run.mark.processes() and "Traceback" not in run.output
 
 
