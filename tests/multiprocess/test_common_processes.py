@@ -7,7 +7,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -78,14 +77,13 @@ def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Star
 
 def test_who_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
     start("import time; print('ready', flush=True); time.sleep(1)")
-    began = time.monotonic()
-    assert mark.end(settle=timedelta(seconds=20), grace=NONE) == []
-    assert time.monotonic() - began < 15
+    # Not for all of it: the test has 60 s.
+    assert mark.end(settle=timedelta(hours=1), grace=NONE) == []
 
 
 def test_terminated_first_then_killed(mark: Mark, start: Start) -> None:
     polite, stubborn = start(SLEEP), start(STUBBORN)
-    ended = mark.end(settle=NONE, grace=timedelta(seconds=1))
+    ended = mark.end(settle=NONE, grace=timedelta(seconds=4))
     assert sorted(int(line.split()[0]) for line in ended) == sorted([polite.pid, stubborn.pid])
     assert polite.wait(5) == -signal.SIGTERM and stubborn.wait(5) == -signal.SIGKILL
 
