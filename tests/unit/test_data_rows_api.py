@@ -111,19 +111,19 @@ def test_retry_after_is_waited_for_by_all_connections() -> None:
 
 def test_a_server_that_asks_for_too_long_a_wait_costs_the_page_and_not_the_wait() -> None:
     with RowsServer(TABLES, script=[Fault(status=429, retry_after="3600")]) as server:
-        made, _ = source(server, page_deadline=timedelta(seconds=2))
+        made, _ = source(server, page_deadline=timedelta(seconds=60))
         began = time.monotonic()
         with pytest.raises(PageUnavailable, match="HTTP 429"):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 30
 
 
 def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
-    with RowsServer(TABLES, script=[Fault(drip=20.0)]) as server:
-        made, counts = source(server, request_timeout=timedelta(seconds=0.5))
+    with RowsServer(TABLES, script=[Fault(drip=80.0)]) as server:
+        made, counts = source(server, request_timeout=timedelta(seconds=2))
         began = time.monotonic()
         assert made.rows("CC-MAIN-0", 3, split="train", limit=100)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 40
         assert counts.take()["http_failures"] == 1
 
 
@@ -147,7 +147,7 @@ def test_a_retry_after_that_is_no_time(value: str) -> None:
 
 def test_no_server_switches_a_source_off_for_good() -> None:
     with RowsServer(TABLES, script=[Fault(status=429, retry_after="1e12")]) as server:
-        made, _ = source(server, page_deadline=timedelta(seconds=1))
+        made, _ = source(server, page_deadline=timedelta(seconds=60))
         with pytest.raises(PageUnavailable):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
         assert made._hold_until - time.monotonic() <= 900

