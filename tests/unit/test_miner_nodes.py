@@ -80,7 +80,7 @@ def world() -> Iterator[Callable[..., World]]:
 def test_all_nodes_get_one_plan_and_numbers_of_their_own(world: Callable[..., World]) -> None:
     here = world("3")
     sides = [here.host, here.guest(2), here.guest(1)]
-    plans = [f.result(20) for f in [here.meet(side) for side in sides]]
+    plans = [f.result(50) for f in [here.meet(side) for side in sides]]
     assert [p.node for p in plans] == [0, 2, 1]
     assert {(p.nodes, p.port, p.world_size) for p in plans} == {((0, 1, 2), plans[0].port, 6)}
     ranks = [p.variables(n) for p in plans for n in range(2)]
@@ -92,29 +92,32 @@ def test_the_end_of_the_miner_is_that_of_all_nodes(world: Callable[..., World]) 
     here = world("2")
     guest = here.guest(1)
     for future in [here.meet(here.host), here.meet(guest)]:
-        future.result(20)
+        future.result(50)
     assert not here.host.ended(ExitStatus.DEREGISTERED)
     guest.ended(ExitStatus.STOPPED)
     waiting = here.meet(guest)
     here.host.close(ExitStatus.DEREGISTERED)
-    assert waiting.result(20) is ExitStatus.DEREGISTERED
+    assert waiting.result(50) is ExitStatus.DEREGISTERED
 
 
 def test_a_lost_node_ends_the_ranks_and_the_rest_goes_on(world: Callable[..., World]) -> None:
     here = world("1:2", node_wait=timedelta(seconds=1))
     guest = here.guest(1)
-    for future in [here.meet(here.host), here.meet(guest)]:
-        future.result(20)
+    met = here.meet(guest)
+    # Else node 0, which waits 1 s, may begin without it.
+    wait_for(lambda: [g for g in here.host._guests.values() if g.ready], "it is ready")
+    for future in [here.meet(here.host), met]:
+        future.result(50)
     assert here.host.trouble() is None and not here.host.joining
     guest.close(0)
     wait_for(here.host.trouble, "node 0 hears of it")
     assert here.host.ended(ExitStatus.FAULT), "no fault of node 0"
-    assert here.meet(here.host).result(20).world_size == 2
+    assert here.meet(here.host).result(50).world_size == 2
     back = here.guest(1)
     joining = here.meet(back)
     wait_for(lambda: here.host.joining, "it is back")
     here.host.ended(ExitStatus.STOPPED)
-    assert here.meet(here.host).result(20).world_size == joining.result(20).world_size == 4
+    assert here.meet(here.host).result(50).world_size == joining.result(20).world_size == 4
     back.leave()
     wait_for(lambda: here.host.leaving, "it was asked to stop")
 
@@ -123,12 +126,12 @@ def test_ranks_that_failed_elsewhere_are_a_fault_that_counts(world: Callable[...
     here = world("2")
     guest = here.guest(1)
     for future in [here.meet(here.host), here.meet(guest)]:
-        future.result(20)
+        future.result(50)
     guest.ended(ExitStatus.FAULT)
     again = here.meet(guest)
     wait_for(here.host.trouble, "node 0 hears of it")
     assert not here.host.ended(ExitStatus.FAULT)
-    assert here.meet(here.host).result(20).port == again.result(20).port
+    assert here.meet(here.host).result(50).port == again.result(20).port
 
 
 def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World]) -> None:
@@ -141,11 +144,11 @@ def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World])
         heard = dead.makefile("rb")
         assert any("doors" in json.loads(line) for line in heard)
         dead.sendall(b'{"shut": [], "time": 0}\n')
-        assert meeting.result(20).nodes == (0, 1)
+        assert meeting.result(50).nodes == (0, 1)
         began = time.monotonic()
         why = wait_for(here.host.trouble, "silence is noticed")
         assert "nothing was heard of it for 3 s" in why
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 30
 
 
 @given(
@@ -176,7 +179,7 @@ def test_a_node_whose_ports_are_shut_is_refused_and_the_rest_begin(
             shut.sendall(b'{"shut": [], "time": 0}\n')
         line = next(message["refused"] for message in heard if "refused" in message)
         assert "no connection from node 0 to node 2 came about" in line
-    assert [m.result(20).nodes for m in meetings] == [(0, 1), (0, 1)]
+    assert [m.result(50).nodes for m in meetings] == [(0, 1), (0, 1)]
 
 
 def test_the_node_that_nobody_reaches_is_refused_alone() -> None:
@@ -204,10 +207,10 @@ def test_a_node_that_is_wrong_is_told_and_ends(
     here = world("2")
     waiting = here.meet(here.host)
     with pytest.raises(ConfigError, match=line) as error:
-        here.meet(here.guest(node, FACTS | changes)).result(20)
+        here.meet(here.guest(node, FACTS | changes)).result(50)
     assert "\n" not in str(error.value)
-    here.meet(here.guest(1)).result(20)
-    assert waiting.result(20).nodes == (0, 1), "the others go on"
+    here.meet(here.guest(1)).result(50)
+    assert waiting.result(50).nodes == (0, 1), "the others go on"
 
 
 @pytest.mark.parametrize("apart", [3600, -3600, 5])
@@ -296,8 +299,8 @@ def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
                 assert one.recv(1) == b""
             except OSError as error:  # closed before all was sent
                 assert not isinstance(error, TimeoutError)
-    here.meet(here.guest(1)).result(20)
-    assert waiting.result(20).nodes == (0, 1)
+    here.meet(here.guest(1)).result(50)
+    assert waiting.result(50).nodes == (0, 1)
 
 
 @given(some.text(min_size=1, max_size=40))
