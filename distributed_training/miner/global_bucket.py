@@ -183,7 +183,7 @@ def open_global_bucket(
             break
         except ValueError as error:  # no commitment, or of no account
             waiting.say(f"Waiting for the commitment of the master hotkey {master} ({error})")
-        _pause(wanted)
+        pause(wanted)
     return GlobalBucket(
         remote=remote, run=names.RUN, folder=folder / "global", renew=renew, moved=moved
     )
@@ -216,7 +216,7 @@ def first_global_state(bucket: GlobalBucket, wanted: Callable[[], bool]) -> tupl
                     not_before = time.monotonic() + wait.total_seconds()
         except GlobalUnavailableError as error:
             waiting.say(f"Waiting for the global state: {error}")
-        _pause(wanted)
+        pause(wanted)
 
 
 class _Waiting:
@@ -233,7 +233,8 @@ class _Waiting:
             log.warning("%s. Training cannot begin before; %s", what, self._advice)
 
 
-def _pause(wanted: Callable[[], bool]) -> None:
+def pause(wanted: Callable[[], bool]) -> None:
+    """Before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
     deadline = time.monotonic() + _LOOK_AGAIN
     while time.monotonic() < deadline:
         if not wanted():

@@ -27,8 +27,10 @@ from distributed_training.miner.global_bucket import (
     first_global_state,
     model_config,
     open_global_bucket,
+    pause,
 )
 from distributed_training.miner.global_epoch import GlobalEpoch
+from distributed_training.miner.proof import Proof
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import announce, buckets
@@ -38,7 +40,7 @@ from distributed_training.node.chain import (
     refuse_second_node,
     seconds_per_block,
 )
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.failures import Deregistered, NetworkFailure, NotRegistered
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import RoundRequest
@@ -54,6 +56,9 @@ from distributed_training.swarm import (
 )
 
 log = logging.getLogger(__name__)
+
+#: How long a hotkey that was registered is asked for before its deregistration is believed.
+DEREGISTERED_FOR = timedelta(minutes=5)
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ def connect(
     """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
-    member = join_subnet(config, stack)
+    member = _join(config, stack, wanted)
     bucket = names.miner_bucket(config.store.global_model_name, member.uid)
     try:
         ip = external_ip(config.chain)
@@ -243,6 +248,25 @@ def connect(
             hotkey=member.hotkey,
         ),
     )
+
+
+def _join(config: Config, stack: ExitStack, wanted: Callable[[], bool]) -> Member:
+    """:func:`join_subnet`. A hotkey with which this miner ran before is asked for again, by a new
+    connection each time: nothing starts again after :class:`Deregistered`."""
+    proven, believed_at = Proof(config).holds, time.monotonic() + DEREGISTERED_FOR.total_seconds()
+    while True:
+        try:
+            with ExitStack() as attempt:
+                member = join_subnet(config, attempt)
+                stack.enter_context(attempt.pop_all())
+                return member
+        except NotRegistered as error:
+            if not proven:
+                raise
+            if time.monotonic() >= believed_at:
+                raise Deregistered(f"{error}; it was registered when this miner ran") from None
+            log.warning("%s. This miner ran with it before, so the chain is asked again", error)
+        pause(wanted)
 
 
 def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Facts:

@@ -32,7 +32,7 @@ from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.diagnostics.report import step_warnings
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.scoring.background import BackgroundPreview, too_large
@@ -114,7 +114,7 @@ def run_rank(argv: list[str]) -> int:
         reason = str(error)
         log.error("%s", error)
     except ConfigError as error:
-        status, reason = ExitStatus.BAD_CONFIGURATION, str(error)
+        status, reason = exit_status_of(error), str(error)
         log.error("error: %s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = f"{type(error).__name__}: {error}"

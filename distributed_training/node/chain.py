@@ -16,7 +16,7 @@ from distributed_training.chain.newest import minutes_behind
 from distributed_training.chain.wallet import Wallet, load_wallet
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.chain import ChainSettings
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.failures import NetworkFailure, NotRegistered
 from distributed_training.protocol import schedule
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def join_subnet(config: Config, stack: ExitStack) -> Member:
     chain = follow_chain(config.chain, stack, wallet)
     uid = _uid(chain, wallet.ss58, config.chain)
     if uid is None:
-        raise ConfigError(
+        raise NotRegistered(
             f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
             f"{_UNREGISTERED[config.kind]}: register it with `btcli subnet register`, or give "
             "another --wallet.hotkey"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, load_config
 from distributed_training.miner import device as device_module
 from distributed_training.miner import events as ev
-from distributed_training.miner import global_bucket, process, start
+from distributed_training.miner import global_bucket, network, process, start
 from distributed_training.miner.decide import MinerState, Mode, Rules, decide
 from distributed_training.miner.global_bucket import GlobalUnavailableError
 from distributed_training.miner.process import INSTANCE
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.node.failures import NotRegistered
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.training.model import hf_config
 
@@ -59,7 +61,7 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
                 raise GlobalUnavailableError("NaN")
             return tmp_path
 
-    monkeypatch.setattr(global_bucket, "_pause", pause)
+    monkeypatch.setattr(global_bucket, "pause", pause)
     monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
     assert global_bucket.first_global_state(bucket, lambda: True) == (8, tmp_path)
@@ -88,7 +90,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
         def fetch(self, outer_step: int) -> Path:
             return tmp_path
 
-    monkeypatch.setattr(global_bucket, "_pause", pause)
+    monkeypatch.setattr(global_bucket, "pause", pause)
     monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
     assert global_bucket.first_global_state(bucket, lambda: True) == (7, tmp_path)
@@ -174,6 +176,51 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     assert expected == [shown > 0, shown > 0, False]
     monkeypatch.setattr(device_module, "visible_gpu_count", lambda: 0)
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
+
+
+@pytest.mark.parametrize("proven", [False, True])
+@pytest.mark.parametrize("hidden", [60, 269, 10_000])
+def test_a_hotkey_is_given_up_when_the_chain_has_not_shown_it_for_minutes(
+    proven: bool,
+    hidden: int,
+    rank_ends: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, opened, closed = 0.0, 0, 0
+    config: Any = None
+
+    def close() -> None:
+        nonlocal closed
+        closed += 1
+
+    def join_subnet(_: object, stack: ExitStack) -> str:
+        nonlocal now, opened
+        opened += 1
+        stack.callback(close)
+        if now < hidden:
+            now += 30
+            raise NotRegistered("hotkey 5F is not registered on subnet 38")
+        return "member"
+
+    def connect(*_: object) -> tuple[int, str]:
+        with ExitStack() as stack:
+            member = network._join(config, stack, lambda: True)
+            assert opened == closed + 1, "of those that failed none is open"
+            return ExitStatus.STOPPED, str(member)
+
+    monkeypatch.setattr(network, "join_subnet", join_subnet)
+    monkeypatch.setattr(network, "pause", lambda wanted: None)
+    monkeypatch.setattr(network, "Proof", lambda _: SimpleNamespace(holds=proven))
+    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now))
+    status, (told, reason) = rank_ends(connect)
+    assert opened == closed and status == told
+    if not proven:
+        assert status == ExitStatus.BAD_CONFIGURATION and now == 30
+    elif hidden < 300:
+        assert (status, reason) == (ExitStatus.STOPPED, "member")
+    else:
+        assert status == ExitStatus.DEREGISTERED and now == 300
+        assert "is not registered on subnet 38; it was registered" in reason
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(
