@@ -92,6 +92,9 @@ class Metrics:
         self._last_rounds.extend((step, False) for step in missed)
         self._participated()
 
+    def epoch_seen(self, outer_step: int) -> None:
+        self._file.registry.set("global_outer_step", outer_step)
+
     def _participated(self) -> None:
         registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
         failed = list(itertools.takewhile(lambda ok: not ok, reversed(worked)))
@@ -164,6 +167,7 @@ class Reporter:
         self._reload_timeout = reload_timeout
         self._clock = clock
         self._round_began: float | None = None
+        self._global_outer_step = 0  # when the global bucket was last looked at
 
     def see(self, event: ev.Event, state: MinerState) -> None:
         """``state`` is what the event found: it has not been decided on yet."""
@@ -197,6 +201,9 @@ class Reporter:
                 log.info("%s", fields.get("line", "Score preview: without a line"))
                 self._record("score_preview", **fields)
                 self._metrics.score_previewed(fields)
+            case ev.GlobalEpochSeen(outer_step=seen):
+                self._global_outer_step = seen
+                self._metrics.epoch_seen(seen)
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("The global state could not be fetched (%s). Training goes on.", detail)
             case ev.LoadFailed(problem=why):
@@ -221,6 +228,9 @@ class Reporter:
     def _step(self, report: StepReport) -> None:
         log.info("%s", lines.step_line(report))
         age = self._schedule.repo_age_line(self._clock())
+        if report.outer_step < self._global_outer_step:
+            # However young: what is published of an outer step that is over does not count.
+            age += f", of outer step {report.outer_step}, validators read {self._global_outer_step}"
         log.info("%s | %s", lines.throughput_line(report), age)
         for line in self._warnings(report):
             log.warning("%s", line)

@@ -62,6 +62,7 @@ METRICS: Mapping[str, str] = {
     # programs
     "build_info": "1, with the version of this program as its label",
     "protocol_run": "run number of this program; peers of another one are not understood",
+    "global_outer_step": "outer step of the global state in its bucket; ours should not be behind",
     "global_run": "run number of the global state in its bucket",
     # machine
     "disk_free_bytes": "free where the run folder is",

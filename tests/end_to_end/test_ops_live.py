@@ -130,6 +130,7 @@ class Miner:
             averaged=AllReduceResult(("me", "a"), (), 1.5, 2.5, 4.0),
         )
         see(ev.RoundFailed(AllReduceFault.TIMEOUT), averaging)
+        see(ev.GlobalEpochSeen(3, 1.0), TRAINING)
         see(ev.Loaded(4), TRAINING)  # one is no alarm
         see(ev.PseudoGradientWritten(0.5), averaging)
         see(ev.OuterStepEnded(True, 5), averaging)

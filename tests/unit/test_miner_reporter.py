@@ -100,6 +100,19 @@ def test_a_step(rig: Rig) -> None:
     assert "disk_free" not in text, "what is not known is absent"
 
 
+def test_behind_the_subnet_a_young_publication_is_not_called_well(rig: Rig) -> None:
+    def said(outer_step: int) -> str:
+        return rig.see(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1][1]
+
+    rig.see(ev.GlobalEpochSeen(3, 1.0))
+    assert said(3).endswith("Repo age: 100s of 32400s")
+    rig.see(ev.GlobalEpochSeen(4, 1.0))
+    assert said(3).endswith("Repo age: 100s of 32400s, of outer step 3, validators read 4")
+    assert "dt_global_outer_step 4" in rig.file.read_text()
+    for ours in (4, 5):  # loaded; or a round of our own, which the validator is about to publish
+        assert said(ours).endswith("Repo age: 100s of 32400s")
+
+
 def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> None:
     class Kept:
         def __init__(self) -> None:
