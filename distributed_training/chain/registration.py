@@ -74,6 +74,11 @@ class _Written:
         recent = [t for t in self._taken_back_at if now - t < TAKEN_BACK_WITHIN]
         return "foreign" if shown is not None and len(recent) >= TAKEN_BACK_AT_MOST else "lost"
 
+    def follow(self, ours: object) -> None:
+        """When this miner writes another value now, what it wrote before is nobody else's."""
+        if ours != self._ours:
+            self._ours, self._before, self._shown, self._lost = ours, self._ours, False, False
+
     def lost(self) -> None:
         """It is to be written again."""
         self._lost = True
@@ -88,7 +93,7 @@ class RegistrationWatcher:
     holds the key. What stood there before ours, or nothing, is different: a reorganization took
     back our write, and ``on_lost`` is called with its name to write it again; only when that
     happens more than twice within an hour it is a second miner after all. ``ours``: what this miner
-    writes, an ``endpoint`` (address and port), a ``commitment`` or both.
+    writes, an ``endpoint`` (address and port), a ``commitment`` or both; the values may change.
     """
 
     def __init__(
@@ -108,6 +113,7 @@ class RegistrationWatcher:
         self._uid = uid
         self._on_event = on_event
         self._on_lost = on_lost
+        self._ours = ours
         self._written = [_Written(name, value, clock) for name, value in ours.items()]
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
@@ -132,6 +138,10 @@ class RegistrationWatcher:
             if event is not None:
                 log.error("%s", event.line)
                 self._on_event(event)
+
+    def closed(self, within: timedelta) -> bool:
+        """Waits ``within`` for :meth:`close`."""
+        return self._stop.wait(within.total_seconds())
 
     def check(self) -> RegistrationEvent | None:
         """One look. A change is reported when ``CONFIRMATIONS`` reads of the chain in a row showed
@@ -183,6 +193,8 @@ class RegistrationWatcher:
             "endpoint": (me.ip, me.port) if me.port is not None else None,
             "commitment": self._chain.commitment(self._hotkey),
         }
+        for written in self._written:
+            written.follow(self._ours[written.name])
         verdicts = {w.look(shown[w.name]): w for w in reversed(self._written)}
         if "foreign" in verdicts:
             return Suspicion(Change.DOUBLE, me.uid)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -189,15 +189,27 @@ class Outside:
         announce.announce(self.member, *self._endpoint(port))
 
     def follow_registration(
-        self, port: int, stop: Callable[[str, int], None], stack: ExitStack
+        self,
+        port: int,
+        stop: Callable[[str, int], None],
+        stack: ExitStack,
+        *,
+        round_missed: Callable[[], bool],
     ) -> None:
         """See :func:`~distributed_training.node.announce.follow_registration`."""
+
+        def public_ip() -> str | None:
+            with suppress(AddressUnknown):
+                return external_ip(self.config.chain) if round_missed() else None
+            return None
+
         watcher = announce.follow_registration(
             self.member,
             endpoint=self._endpoint(port),
             commitment=self.commitment,
             stop=stop,
             interval=self._registration_interval(),
+            public_ip=public_ip,
         )
         stack.callback(watcher.close)
 

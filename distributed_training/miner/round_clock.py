@@ -25,6 +25,7 @@ _BLURRED = (
     1.5  # blocks that two looks may count too many or too few: one has begun, one is not read
 )
 _SILENT = timedelta(minutes=5)  # the chain, before its last known block tells nothing of now
+_OVERDUE = 25  # blocks that a call may come late
 _ALIKE = 0.1  # two periods that differ by less, relative to the longer one, are the same
 _PLAUSIBLE = 4  # times the configured period, or a fraction of it; else calls were missed, or tries
 
@@ -59,10 +60,12 @@ class RoundClock:
         self._clock = clock
         self._marks = deque([(chain_block(), clock())], maxlen=2)
         self._configured = self._period
+        self._missed = False
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
 
     def round_called(self) -> None:
         """The validator called a round now: how long after the last one tells the period."""
+        self._missed = False
         if self._last is None:
             return
         gap = self._chain_block() - self._last  # below 0 is not plausible either
@@ -92,6 +95,14 @@ class RoundClock:
         now = self._chain_block()
         if block is not None and (_passed(self._last, now) or 0) < block <= now:
             self._last = self._last_averaged = block
+            self._missed = True
+
+    def missed(self) -> bool:
+        """Whether a round was held without this miner since it was called last, or should have been
+        called minutes ago. From any thread."""
+        block = self._chain_block()
+        last = _passed(self._last, block)
+        return self._missed or (last is not None and block > last + self._period + _OVERDUE)
 
     def due(self) -> bool | None:
         """Whether the validator may call a round now; None if unknown. From any thread.

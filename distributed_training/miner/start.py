@@ -361,7 +361,10 @@ class RankZero:
         self.server.start()
         outside.announce(port)
         outside.follow_registration(
-            port, lambda why, status: post(ev.StopRequested(why, status)), self._place.stack
+            port,
+            lambda why, status: post(ev.StopRequested(why, status)),
+            self._place.stack,
+            round_missed=self.round_clock.missed,
         )
         self.global_epoch.start()
         if miner.kept and not self.behind:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.registration import (
@@ -27,6 +28,8 @@ from distributed_training.node.chain import Member
 from distributed_training.protocol import lines
 
 log = logging.getLogger(__name__)
+
+ASK_EVERY = timedelta(minutes=5)  # for the public address
 
 
 def commit(member: Member, text: str) -> None:
@@ -63,13 +66,19 @@ def follow_registration(
     commitment: str,
     stop: Callable[[str, int], None],
     interval: timedelta = INTERVAL,
+    public_ip: Callable[[], str | None] = lambda: None,
 ) -> RegistrationWatcher:
     """Watch that the hotkey stays registered and ours alone. Close what is returned.
 
     ``stop(reason, exit status)`` is called when it does not: deregistered or used by a second node
     (3: starting again would not help), moved to another uid (1: a new start publishes to the new
     bucket). What a reorganization took back is written again.
+
+    ``public_ip`` is asked every five minutes, None if there is no reason to look: a provider or a
+    cloud may give the machine another address, and validators would call the old one for ever. An
+    address that it tells twice in a row is written to the chain.
     """
+    ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
 
     def changed(event: RegistrationEvent) -> None:
         moved = event.change is Change.UID_CHANGED
@@ -77,7 +86,7 @@ def follow_registration(
 
     def lost(what: str) -> None:
         if what == "endpoint":
-            announce(member, *endpoint)
+            announce(member, *ours["endpoint"])
         else:
             commit(member, commitment)
 
@@ -87,11 +96,41 @@ def follow_registration(
         uid=member.uid,
         on_event=changed,
         on_lost=lost,
-        ours={"endpoint": endpoint, "commitment": commitment},
+        ours=ours,
         interval=interval,
     )
     watcher.start()
+
+    threading.Thread(
+        target=_follow_address,
+        args=(member, watcher, ours, public_ip),
+        name="public-address",
+        daemon=True,
+    ).start()
     return watcher
+
+
+def _follow_address(
+    member: Member,
+    watcher: RegistrationWatcher,
+    ours: dict[str, Any],
+    public_ip: Callable[[], str | None],
+) -> None:
+    seen = None
+    while not watcher.closed(ASK_EVERY):
+        before, (old, port) = seen, ours["endpoint"]
+        seen = public_ip()
+        if seen is None or seen == old or seen != before:
+            continue
+        log.warning(
+            "No round was called here, and the public address of this machine is %s now, no "
+            "longer %s: it is written to the chain; if that is not where validators reach it, "
+            "give --axon.external_ip",
+            seen,
+            old,
+        )
+        ours["endpoint"] = (seen, port)  # first: what we write is no second miner's
+        announce(member, seen, port)
 
 
 def _in_background(

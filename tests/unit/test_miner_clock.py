@@ -180,6 +180,20 @@ def test_a_chain_that_begins_anew_is_measured_anew() -> None:
     assert clock.next_at() == pytest.approx(chain.now + 390)
 
 
+def test_a_round_is_missed_when_it_is_overdue_or_was_held_without_this_miner() -> None:
+    chain = Chain()
+    assert not chain.clock(None).missed()
+    clock = chain.clock(1000)
+    chain.pass_blocks(425, 12.0)
+    assert not clock.missed()
+    chain.pass_blocks(1, 12.0)
+    assert clock.missed()
+    clock.round_heard_of(1410)  # its global state: the period begins anew, the miner was not there
+    assert clock.missed()
+    live(clock, chain, [384])
+    assert not clock.missed()
+
+
 def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain = Chain()
     clock = chain.clock(1000)

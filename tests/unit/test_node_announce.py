@@ -56,6 +56,56 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
         assert status == ExitStatus.DEREGISTERED and "--wallet.hotkey" in reason
 
 
+def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(announce, "ASK_EVERY", OFTEN)
+    ledger = MemoryLedger()
+    member = Member(
+        MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), ledger.register(MINER.ss58)
+    )
+    old, new = ENDPOINT[0], "9.8.7.6"
+    # Not asked, a detour over another address, an answer that does not come, and the change.
+    told = [None, old, "5.5.5.5", old, "5.5.5.5", None, "5.5.5.5", new, new]
+    stops: list[tuple[str, int]] = []
+
+    def on_chain() -> str:
+        return member.chain.neurons()[0].ip
+
+    announce.announce(member, *ENDPOINT)
+    wait_for(lambda: on_chain() == old)
+
+    def public_ip() -> str | None:
+        return told.pop(0) if len(told) > 1 else told[0]
+
+    looks: list[object] = []  # of the watcher
+    check = registration.RegistrationWatcher.check
+    monkeypatch.setattr(
+        registration.RegistrationWatcher, "check", lambda self: (looks.append(1), check(self))[1]
+    )
+    watcher = announce.follow_registration(
+        member,
+        endpoint=ENDPOINT,
+        commitment="",
+        stop=lambda reason, status: stops.append((reason, status)),
+        interval=OFTEN,
+        public_ip=public_ip,
+    )
+    with contextlib.closing(watcher):
+        wait_for(lambda: on_chain() == new)
+        wait_for(lambda known=len(looks): len(looks) > known + 5)
+        assert ledger.writes == [("serve", MINER.ss58)] * 2 and stops == []
+        (line,) = [m for m in caplog.messages if "public address" in m]
+        assert old in line and new in line and "--axon.external_ip" in line
+        # A reorganization takes it back: it is the new one that is written again.
+        MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve(*ENDPOINT)
+        wait_for(lambda: on_chain() == new)
+        assert stops == []
+        MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
+        ((_, status),) = wait_for(lambda: stops)
+        assert status == ExitStatus.DEREGISTERED
+
+
 def test_another_uid_ends_the_miner_for_a_new_start() -> None:
     ledger = MemoryLedger()
     uid = ledger.register(MINER.ss58)
