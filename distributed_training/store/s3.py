@@ -27,7 +27,8 @@ from .errors import IntegrityError, ObjectMissingError, Refusal, TransientError
 from .uplink import Section
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
-_READ_CHUNK = 1024 * 1024
+_READ_CHUNK = 128 * 1024
+_LONGEST_READ = 600.0  # seconds for the body of one range: the read timeout never ends a trickle
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
@@ -232,9 +233,14 @@ class S3ObjectStore:
             with answer["Body"] as body:
                 if answer["ContentLength"] > length:
                     raise IntegrityError(f"{self._bucket}/{key}: the store ignored the range")
-                pieces = []
+                pieces, end = [], time.monotonic() + _LONGEST_READ
                 while piece := body.read(_READ_CHUNK):
                     pieces.append(piece)
+                    if time.monotonic() > end:
+                        raise TransientError(
+                            f"read {self._bucket}/{key}: {sum(map(len, pieces))} of {length} bytes "
+                            f"came in {_LONGEST_READ:.0f} s"
+                        )
         data = b"".join(pieces)
         if len(data) != answer["ContentLength"]:
             raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")

@@ -12,6 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.config.store import StoreSettings
+from distributed_training.store import s3
 from distributed_training.store.errors import TransientError
 from distributed_training.store.s3 import AccessKeys, PartInfo, S3ObjectStore
 
@@ -73,6 +74,15 @@ LISTS: dict[str, Callable[[S3ObjectStore], list[Any]]] = {
 def test_an_answer_that_is_no_stores_is_tried_again(store: S3ObjectStore, name: str) -> None:
     with pytest.raises(TransientError, match="llama-007"):
         OPERATIONS[name](store)
+
+
+def test_a_range_that_trickles_in_is_given_up(
+    store: S3ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert store.get_range("k", 0, 100)
+    monkeypatch.setattr(s3, "_LONGEST_READ", -1.0)
+    with pytest.raises(TransientError, match="of 100 bytes came in"):
+        store.get_range("k", 0, 100)
 
 
 @pytest.mark.parametrize("name", LISTS)
