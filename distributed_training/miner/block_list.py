@@ -88,7 +88,7 @@ class BlockList:
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
         self._published: dict[Revision, dict[int, int]] = {}  # under way
         self._done: dict[int, int] = {}  # block: the last of its steps that was published
-        #: In the list published last; None before the first publication of this process.
+        #: In the list published last, also by a process before this one; None if there is none.
         self.newest_published: int | None = None
 
     # --- what comes next -----------------------------------------------------------------------
@@ -188,8 +188,9 @@ class BlockList:
 
     @property
     def newest_trained(self) -> int | None:
-        """The newest block with tokens in the weights; None before the first inner step."""
-        return max([*self._trained, *self._done], default=None)
+        """The newest block that was trained on, as far as is known; None before the first."""
+        published = [] if self.newest_published is None else [self.newest_published]
+        return max([*self._trained, *self._done, *published], default=None)
 
     def newest_age(self) -> int | None:
         """How many blocks the chain is ahead of the newest one in :meth:`blocks`."""

@@ -75,6 +75,14 @@ class Facts:
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
+@dataclass(frozen=True)
+class Published:
+    """What our bucket held when this process started; None: nothing, or it could not be read."""
+
+    at: float | None = None  # time.monotonic() of its newest gradients.pt
+    newest_block: int | None = None  # of the block list beside it
+
+
 @dataclass
 class Outside:
     """What :func:`connect` found, and what it can open."""
@@ -83,7 +91,7 @@ class Outside:
     folder: Path
     swarm_launch: HostLaunch
     member: Member
-    published_at: float | None  # time.monotonic() of the newest gradients.pt in our bucket
+    published: Published
     ip: str  # validators reach us at
     commitment: str  # our read credentials, as the chain holds them
     bucket: str
@@ -110,7 +118,7 @@ class Outside:
             minimum_inner_step=settings.minimum_valid_inner_step,
             age_limit=settings.age_limit,
             slack=settings.upload_slack,
-            published_at=self.published_at,
+            published_at=self.published.at,
         )
 
     def round_clock(self) -> RoundClock:
@@ -233,7 +241,7 @@ def connect(
     except AddressUnknown as error:
         raise NetworkFailure(str(error)) from None
     refuse_second_node(member)
-    published_at = _check_bucket(config, bucket)
+    published = _check_bucket(config, bucket)
     commitment = buckets.own_commitment(config.store, bucket)
     announce.commit(member, commitment)
     global_bucket = open_global_bucket(config, member.chain, folder, wanted)
@@ -244,7 +252,7 @@ def connect(
         folder=folder,
         swarm_launch=swarm_launch,
         member=member,
-        published_at=published_at,
+        published=published,
         ip=ip,
         commitment=commitment,
         bucket=bucket,
@@ -298,24 +306,27 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Fa
     return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
-def _check_bucket(config: Config, bucket: str) -> float | None:
-    """That the bucket is there and the write keys work. ``time.monotonic()`` of its newest
-    gradient, or None without one.
+def _check_bucket(config: Config, bucket: str) -> Published:
+    """That the bucket is there and the write keys work, and what it holds.
 
     Raises ConfigError, NetworkFailure."""
     store = buckets.open_own(config.store, bucket)
     try:
         buckets.check_own(store)
-        return _published_at(RemoteState(store=store, deadline=buckets.BUCKET_CHECK))
+        return read_published(RemoteState(store=store, deadline=buckets.BUCKET_CHECK))
     finally:
         store.close()
 
 
-def _published_at(bucket: RemoteState) -> float | None:
+def read_published(bucket: RemoteState) -> Published:
+    found = Published()
     try:
         root = bucket.metadata()
         age = None if root is None else bucket.age(root.outer_step)
+        if root is not None and age is not None:
+            found = Published(at=time.monotonic() - age.total_seconds())
+            newest = max(bucket.block_list(root.outer_step), default=None)
+            found = replace(found, newest_block=newest)
     except StoreError as error:
         log.warning("The age of what is published is not known before the next upload: %s", error)
-        return None
-    return None if age is None else time.monotonic() - age.total_seconds()
+    return found

@@ -404,6 +404,7 @@ class RankZero:
         )
         if self._miner.first_block:
             blocks.begin_with(self._miner.first_block)
+        blocks.newest_published = self._outside.published.newest_block
         return blocks
 
     def _reporter(self) -> Reporter:

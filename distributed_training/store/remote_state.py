@@ -12,10 +12,17 @@ import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 from distributed_training.common.files import sync_folder, write_bytes
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.metadata import (
+    MAX_CONFIG_BYTES,
+    MAX_METADATA_BYTES,
+    Metadata,
+    MetadataError,
+    parse_config,
+)
 from distributed_training.protocol.types import Revision
 
 from .contents import PtFile, safetensors_not_finite
@@ -26,6 +33,7 @@ from .s3 import S3ObjectStore
 from .snapshot_folder import read_config
 from .uplink import Uplink
 
+_T = TypeVar("_T")
 MOST_BYTES = 256 * 1024**3  # of one file
 
 
@@ -59,22 +67,26 @@ class RemoteState:
 
     def metadata(self) -> Metadata | None:
         """The root metadata, None if there is none. Raises StoreError, StateUnavailable."""
-        return self._metadata(keys.ROOT_METADATA)
+        return self._read(keys.ROOT_METADATA, MAX_METADATA_BYTES, Metadata.parse)
 
     def epoch_metadata(self, outer_step: int) -> Metadata | None:
-        return self._metadata(keys.epoch_key(outer_step, keys.METADATA))
+        key = keys.epoch_key(outer_step, keys.METADATA)
+        return self._read(key, MAX_METADATA_BYTES, Metadata.parse)
 
     def age(self, outer_step: int) -> timedelta | None:
         """Age of ``gradients.pt`` by the store's clock, as validators look at it."""
         info = self._store.head(keys.epoch_key(outer_step, keys.GRADIENTS))
         return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
 
-    def _metadata(self, key: str) -> Metadata | None:
-        data = self._store.get(key, limit=MAX_METADATA_BYTES)
-        if data is None:
-            return None
+    def block_list(self, outer_step: int) -> tuple[int, ...]:
+        """The chain blocks that an upload says it was trained on, as validators read it."""
+        found = self._read(keys.epoch_key(outer_step, keys.CONFIG), MAX_CONFIG_BYTES, parse_config)
+        return found[1].block_list if found else ()
+
+    def _read(self, key: str, limit: int, parse: Callable[[bytes], _T]) -> _T | None:
+        data = self._store.get(key, limit=limit)
         try:
-            return Metadata.parse(data)
+            return None if data is None else parse(data)
         except MetadataError as error:
             raise StateUnavailable(f"{self._store.bucket}/{key}: {error}") from None
 

@@ -31,7 +31,7 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.decide import MinerState
-from distributed_training.miner.network import Facts
+from distributed_training.miner.network import Facts, Published
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.types import (
@@ -149,6 +149,7 @@ class Network:
 
     uid, hotkey, bucket = 3, "5Miner", "mine"
     global_folder = None
+    published = Published()
 
     def __init__(self, upload_steps: int) -> None:
         self.chain = self

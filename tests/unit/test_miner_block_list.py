@@ -310,6 +310,19 @@ def test_a_block_whose_micro_batches_an_outer_step_dropped_is_not_listed() -> No
     assert feed.blocks() == [101]
 
 
+def test_what_was_published_before_a_restart_is_the_newest_until_there_is_more() -> None:
+    world = World()
+    feed = world.feed()
+    assert feed.newest_trained is None
+    feed.newest_published = 90  # as the bucket says
+    assert feed.newest_trained == 90
+    feed.on_boundary(may_begin=True)
+    feed.on_boundary(may_begin=True)
+    feed.micro_batch_done()
+    feed.step_done()
+    assert feed.newest_trained == 100 and feed.newest_published == 90
+
+
 @pytest.mark.parametrize(("step", "block_steps"), [(60.0, 4), (10.0, 20), (1.0, 40), (60.0, 1)])
 def test_the_newest_trained_block_is_young_and_training_never_waits(
     step: float, block_steps: int

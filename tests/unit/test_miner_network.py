@@ -1,0 +1,78 @@
+"""What a miner's own bucket tells it at a start, after a process that published before."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config.store import StoreSettings
+from distributed_training.miner.network import Published, read_published
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import Revision
+from distributed_training.store.errors import TransientError
+from distributed_training.store.journal import Journal, Submission
+from distributed_training.store.publication import Publication
+from distributed_training.store.remote_state import RemoteState
+from tests.memory_store import MemoryObjectStore
+from tests.support_store import PEER_ID, write_snapshot
+
+pytestmark = pytest.mark.timeout(30)
+REVISION = Revision(5, 3, 50)
+CONFIG = keys.epoch_key(REVISION.outer_step, keys.CONFIG)
+
+
+class Bucket:
+    """A bucket with one upload, ten minutes old. Reading ``lost`` fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ahead, self.lost = 0.0, ""
+        self.store = MemoryObjectStore(before=self._before, clock=lambda: time.time() + self.ahead)
+        write_snapshot(folder / "s", REVISION, world_size=1, blocks=(1000, 1007, 1003))
+        settings = StoreSettings(write_interval=timedelta(0))
+        publication = Publication(self.store, Journal(folder / "uploads.json"), settings, "me")
+        assert publication.run(Submission(folder / "s", REVISION, 1, PEER_ID)).ok
+        self.ahead = 600.0
+
+    def _before(self, operation: str, key: str) -> None:
+        if key == self.lost:
+            raise TransientError("the store is away")
+
+    def read(self) -> Published:
+        return read_published(RemoteState(store=self.store, deadline=timedelta(seconds=1)))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Bucket:
+    return Bucket(tmp_path)
+
+
+def test_a_start_knows_how_old_the_upload_and_its_blocks_are(bucket: Bucket) -> None:
+    found = bucket.read()
+    assert found.at == pytest.approx(time.monotonic() - 600, abs=20)
+    assert found.newest_block == 1007
+
+
+def test_an_empty_bucket_tells_nothing() -> None:
+    empty = RemoteState(store=MemoryObjectStore(), deadline=timedelta(seconds=1))
+    assert read_published(empty) == Published()
+
+
+@pytest.mark.parametrize("spoilt", [b"{", b'{"block_list": 5}', None])
+def test_a_block_list_that_cannot_be_read_costs_nothing_else(
+    bucket: Bucket, spoilt: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    if spoilt is None:
+        bucket.lost = CONFIG
+    else:
+        bucket.store.put(CONFIG, spoilt)
+    found = bucket.read()
+    assert found.at is not None and found.newest_block is None
+    assert caplog.text.count("is not known before the next upload") == 1
+
+
+def test_a_store_that_does_not_answer_is_no_reason_not_to_start(bucket: Bucket) -> None:
+    bucket.lost = keys.ROOT_METADATA
+    assert bucket.read() == Published()
