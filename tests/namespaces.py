@@ -54,11 +54,17 @@ class Machine:
 
 @contextmanager
 def machines(
-    count: int, *, network: str = "10.0.0", here: bool = False, second: str | None = None
+    count: int,
+    *,
+    network: str = "10.0.0",
+    here: bool = False,
+    second: str | None = None,
+    rate: str | None = None,
 ) -> Iterator[list[Machine]]:
     """``network``: of their addresses. ``here``: they reach this machine too, at its .254.
-    ``second``: another network, which each has at eth1 with the same last number. Skips the test,
-    with the reason, where namespaces cannot be made."""
+    ``second``: another network, which each has at eth1 with the same last number. ``rate``: at
+    which each sends through eth0, as tc writes it. Skips the test, with the reason, where
+    namespaces cannot be made."""
     tag = f"dt{os.getpid() % 100000}"
     made = [Machine(f"{tag}n{i}", f"{network}.{i + 1}") for i in range(count)]
     try:
@@ -66,6 +72,9 @@ def machines(
             for machine in made:
                 ip("netns", "add", machine.name)
             join(f"{tag}v", {m.name: m.address for m in made})
+            for machine in made if rate else ():
+                bucket = f"tbf rate {rate} burst 64kb latency 200ms".split()
+                run("tc", "-n", machine.name, "qdisc", "add", "dev", "eth0", "root", *bucket)
             if here:
                 ip("addr", "add", f"{network}.254/24", "dev", f"{tag}v")
             if second is not None:

@@ -14,80 +14,22 @@ from typing import Any
 
 import pytest
 
+from bench.links import ip
+from tests.namespaces import Machine, machines
 from tests.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / "tests" / "multiprocess" / "swarm_peer.py"
 SIZE = 3_000_000
 DEADLINE, GRACE = 10.0, 10.0
-RATE = "60mbit"  # between the namespaces: a round's transfer takes seconds
-
-
-def ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=check)
-
-
-class Network:
-    """Namespaces ``names``, joined by one line that can be cut."""
-
-    def __init__(self) -> None:
-        tag = f"dt{os.getpid() % 100_000}"
-        self.names = (f"{tag}a", f"{tag}b")
-        self._ends = (f"{tag}x", f"{tag}y")
-
-    def make(self) -> None:
-        for name in self.names:
-            ip("netns", "add", name)
-        first, second = self._ends
-        ip("link", "add", first, "type", "veth", "peer", "name", second)
-        for i, (name, end) in enumerate(zip(self.names, self._ends, strict=True)):
-            ip("link", "set", end, "netns", name)
-            ip("-n", name, "addr", "add", f"10.213.77.{i + 1}/24", "dev", end)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", end, "up")
-            shape = ["tbf", "rate", RATE, "burst", "64kb", "latency", "200ms"]
-            subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", end, "root", *shape], check=True
-            )
-
-    def line(self, *, up: bool) -> None:
-        ip("-n", self.names[0], "link", "set", self._ends[0], "up" if up else "down")
-
-    def close(self) -> None:
-        for name in self.names:
-            ip("netns", "del", name, check=False)
-
-
-@pytest.fixture
-def network() -> Iterator[Network]:
-    made = Network()
-    try:
-        made.make()
-    except (OSError, subprocess.CalledProcessError) as error:
-        made.close()
-        said = getattr(error, "stderr", None) or error
-        pytest.skip(f"network namespaces cannot be made here: {said}")
-    try:
-        yield made
-    finally:
-        made.close()
+RATE = "60mbit"  # between the two sides: a round's transfer takes seconds
 
 
 class Peer:
-    def __init__(self, namespace: str, address: str, folder: Path, known: list[str]) -> None:
+    def __init__(self, side: Machine, folder: Path, known: list[str]) -> None:
+        command = [sys.executable, str(PEER), str(folder), side.address, str(SIZE)]
         self._process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                namespace,
-                sys.executable,
-                str(PEER),
-                str(folder),
-                address,
-                str(SIZE),
-                json.dumps(known),
-            ],
+            [*side.prefix, *command, json.dumps(known)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=(folder.parent / f"{folder.name}.log").open("w"),
@@ -135,17 +77,22 @@ def play(peers: list[Peer], cut: threading.Timer | None = None) -> list[dict[str
     return answers
 
 
+@pytest.fixture
+def sides() -> Iterator[list[Machine]]:
+    with machines(2, network="10.213.77", rate=RATE) as two:
+        yield two
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_partition_in_a_round_ends_it_in_time_and_heals(network: Network, tmp_path: Path) -> None:
+def test_a_partition_in_a_round_ends_it_in_time_and_heals(
+    sides: list[Machine], tmp_path: Path
+) -> None:
     peers: list[Peer] = []
     try:
         known: list[str] = []
         for i in range(4):
-            side = i // 2
-            peers.append(
-                Peer(network.names[side], f"10.213.77.{side + 1}", tmp_path / str(i), known)
-            )
+            peers.append(Peer(sides[i // 2], tmp_path / str(i), known))
             known = known or peers[0].answer()["maddrs"]
         for peer in peers[1:]:  # they start beside each other
             peer.answer()
@@ -153,10 +100,10 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(network: Network, tmp_
         assert all(a.get("peers") == 4 and not a["partial"] for a in first), first
         assert {a["weight"] for a in first} == {2.5}
         # Matchmaking takes two seconds and a little; then the tensors are on the line.
-        answers = play(peers, threading.Timer(3.2, network.line, kwargs={"up": False}))
+        answers = play(peers, threading.Timer(3.2, sides[0].unplug))
         whole = [a for a in answers if "fault" not in a and not a["partial"]]
         assert not whole, f"nobody takes a broken round for a whole one: {answers}"
-        network.line(up=True)
+        sides[0].plug()
         for _ in range(4):  # peers find each other again by themselves
             healed = play(peers)
             if all(a.get("peers") == 4 and not a["partial"] for a in healed):
@@ -169,8 +116,8 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(network: Network, tmp_
             thread.start()
         for thread in closing:
             thread.join(30)
-    for name in network.names:
+    for side in sides:
         wait_for(
-            lambda name=name: not ip("netns", "pids", name).stdout.strip(),
+            lambda name=side.name: not ip("netns", "pids", name).stdout.strip(),
             "no process is left behind",
         )
