@@ -15,7 +15,13 @@ from typing import Any
 
 PAUSE = 2.0  # seconds for each that a micro-batch took of a core
 
-if __name__ != "__main__":
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    from distributed_training.miner import launcher, rank_group
+
+    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
+    sys.exit(launcher.launch(sys.argv[1:]))
+else:  # in the fork server
     from distributed_training.training.trainer import Trainer
 
     _add = Trainer.add_micro_batch
@@ -29,11 +35,3 @@ if __name__ != "__main__":
             time.sleep(PAUSE * (time.thread_time() - began))
 
     Trainer.add_micro_batch = _paced
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import launcher, rank_group
-
-    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
-    sys.exit(launcher.launch(sys.argv[1:]))
