@@ -78,3 +78,31 @@ METRICS: Mapping[str, str] = {
     "rank_gpu_power_watts": "power its GPU draws",
     "metrics_written_timestamp_seconds": "when these figures were written",
 }
+
+#: What the chain's room counts since the process started; each is absent until the first.
+CHAIN_COUNTS: Mapping[str, str] = {
+    "chain_reads_total": (
+        "times that neurons and commitments were read whole; if it stands still, the chain does "
+        "not answer: dt_chain_age_seconds says for how long"
+    ),
+    "chain_failures_total": (
+        "times that a node of the chain could not be reached or read, so the next is asked; if it "
+        "keeps rising, name a better node with --subtensor.chain_endpoint"
+    ),
+    "chain_connections_total": (
+        "connections made to nodes of the chain; if it keeps rising, they break: check the line, "
+        "or name another node with --subtensor.chain_endpoint"
+    ),
+    "chain_went_back_total": (
+        "looks that showed a lower block than before; a few are reorganizations, many a node that "
+        "lags: name another with --subtensor.chain_endpoint"
+    ),
+    "chain_writes_total": (
+        "transactions tried (commitment, endpoint, weights); if a miner's rises long after its "
+        "start, what it wrote was lost: check that no second miner uses the hotkey"
+    ),
+    "chain_writes_failed_total": (
+        "of them, those that did not go through and are tried again; if it keeps rising, others "
+        "cannot find this node: grep -E 'not (written|set)' in the log for the reason"
+    ),
+}

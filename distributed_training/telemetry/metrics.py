@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import StepReport
 
-from .catalogue import METRICS
+from .catalogue import CHAIN_COUNTS, METRICS
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _check(name: str, *, total: bool) -> None:
 def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
     """A counter if its name ends with ``_total``. Figures by the label's value, "" without one."""
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    about = METRICS.get(name, name.removesuffix("_total").replace("_", " "))
+    about = {**METRICS, **CHAIN_COUNTS}.get(name, name.removesuffix("_total").replace("_", " "))
     family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
     for key, value in sorted(values.items()):
         family.add_metric([key] if any(values) else [], value)

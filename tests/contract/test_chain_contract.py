@@ -15,6 +15,7 @@ from distributed_training.chain.local import LocalChain
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.chain.wallet import Wallet, create_wallet
 from distributed_training.config.chain import ChainSettings
+from distributed_training.telemetry.catalogue import CHAIN_COUNTS
 from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_server_thread import LocalChainServer
 from tests.chain_substrate import LedgerSubstrate
@@ -140,6 +141,8 @@ def test_reads_are_counted_also_when_nothing_changes(setup: Setup) -> None:
     before = setup.chain.reads()
     wait_for(lambda: (setup.chain.block(), setup.chain.reads() > before + 2)[1])
     assert setup.chain.counters()["reads"] >= before
+    counted = {f"chain_{name}_total" for name in setup.chain.counters()}
+    assert counted <= CHAIN_COUNTS.keys(), "each says in the metrics what it means"
 
 
 def test_commitments(setup: Setup) -> None:

@@ -21,7 +21,7 @@ from distributed_training.telemetry import (
     read_events,
     register_secret,
 )
-from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.catalogue import CHAIN_COUNTS, METRICS
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -173,6 +173,10 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
         ("counter", "dt_server_refused_total", "bad_signature"): 2,
     }
     assert families["dt_chain_age_seconds"].documentation == METRICS["chain_age_seconds"]
+    file.registry.totals("chain", {"went_back": 1})
+    assert f"# HELP dt_chain_went_back_total {CHAIN_COUNTS['chain_went_back_total']}" in (
+        file.registry.text()
+    )
     path.unlink()
     path.mkdir()
     for now in (200.0, 300.0):
