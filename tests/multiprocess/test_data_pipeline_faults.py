@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -186,19 +187,20 @@ def test_a_dead_source_costs_no_waiting_and_cached_blocks_stay(
         with pipeline(server, tokenizer, tmp_path, request_attempts=2) as made:
             made.request(1)
             first = serve(made, 1)
-            server.decide = lambda query: Fault(hang_up=True)
             for block in (200, 300):
+                answered = threading.Event()
+
+                def hang_up(query: Mapping[str, str], may: threading.Event = answered) -> Fault:
+                    assert may.wait(60)
+                    return Fault(hang_up=True)
+
+                server.decide = hang_up
+                asked = len(server.row_requests())
                 made.request(block)
-                longest = 0.0
-                while True:
-                    began = time.perf_counter()
-                    count = made.ready(block)
-                    longest = max(longest, time.perf_counter() - began)
-                    if count is not None:
-                        break
-                    time.sleep(0.005)
-                assert count == 0
-                assert longest < 0.5  # asking never waits for the source
+                wait_for(lambda n=asked: len(server.row_requests()) > n, "the source is asked")
+                assert made.ready(block) is None, "asking never waits for the source"
+                answered.set()
+                assert wait_ready(made, block) == 0
             assert np.array_equal(serve(made, 1), first)
             # A block that could not be had is asked for again when it is requested again.
             server.decide = None
@@ -258,7 +260,7 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
         child.send_signal(signal.SIGKILL)
         child.wait(10)
         child.stdout.close()
-        wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end", 10)
+        wait_for(lambda: not any(_alive(pid) for pid in told["workers"]), "their end")
         server.decide = None
         cursor = told["cursor"]
         assert (cursor["block"], cursor["offset"], cursor["page"]) == (40, 14, 0)
@@ -426,12 +428,18 @@ def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -
 
 
 def test_ready_does_not_wait_and_batches_cost_little(tokenizer: tuple[Path, int]) -> None:
-    with RowsServer(TABLES, latency=0.3) as server:
+    answered = threading.Event()
+
+    def hold(query: Mapping[str, str]) -> None:
+        assert answered.wait(60)
+
+    with RowsServer(TABLES, decide=hold) as server:
         with pipeline(server, tokenizer, None) as made:
-            began = time.perf_counter()
             made.request(9)
             assert made.ready(9) is None
-            assert time.perf_counter() - began < 0.1
+            wait_for(server.row_requests, "the source is asked")
+            assert made.ready(9) is None
+            answered.set()
             wait_ready(made, 9)
             made.begin(9, made.ready(9) or 0)
             times = []
