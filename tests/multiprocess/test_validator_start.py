@@ -32,6 +32,7 @@ from tests.chain_program import chain_program
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
+STOPPED = 40.0  # seconds; at rest it takes two, and nothing that it waits for ends by itself
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
     shooter = threading.Thread(target=shoot)
     shooter.start()
     status = program.run_validator(config)
-    shooter.join(5)
+    shooter.join()
     return status, time.monotonic() - shot[0]
 
 
@@ -118,7 +119,7 @@ def test_it_publishes_stops_and_goes_on(
     run = tmp_path / "run"
     try:
         status, seconds = _run(config, run, 1)
-        assert status == 0 and seconds < 10
+        assert status == 0 and seconds < STOPPED
         wait_for(lambda: chain.commitment(wallet.ss58) is not None, "the commitment")
         found = parse_commitment(chain.commitment(wallet.ss58) or "")
     finally:
@@ -134,7 +135,7 @@ def test_it_publishes_stops_and_goes_on(
     assert model is not None and 1_000_000 < model.size / 4 < 2_000_000
 
     status, seconds = _run(config, run, 2)
-    assert status == 0 and seconds < 10
+    assert status == 0 and seconds < STOPPED
     starts = list(read_events(run / "events.jsonl", "start"))
     assert [e["resumed"] for e in starts] == [False, True]
     c = store.credentials
