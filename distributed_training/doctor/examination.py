@@ -17,7 +17,6 @@ from distributed_training.diagnostics.checks import Check, ProbeError, check_gpu
 from distributed_training.doctor import machine
 from distributed_training.doctor.measure import measure
 from distributed_training.doctor.nodes import check_nodes
-from distributed_training.doctor.outside import outside_checks
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 
 
@@ -63,6 +62,9 @@ class Examination:
         elif self.offline:
             checks.append(Check("network", "skip", "--offline: chain, bucket, data are not asked"))
         else:
+            # Here: --help and a refusal are not to wait for torch and the chain's client.
+            from distributed_training.doctor.outside import outside_checks
+
             checks += outside_checks(config, uid=self.uid, shape=shape, tell=self.tell)
         return checks + self._measure(machine.cannot_train(checks))
 

@@ -137,3 +137,13 @@ def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -
         assert line.startswith("error: ") and name in line and "so " in line
         if "MODEL.json" not in command:
             break
+
+
+def test_the_doctor_refuses_without_torch_and_the_chains_client() -> None:
+    code = (
+        "import sys\n"
+        "from distributed_training.doctor import command\n"
+        "heavy = {'torch', 'transformers', 'hivemind', 'bittensor', 'boto3'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
