@@ -6,6 +6,8 @@
 PY := .venv/bin/python
 # A file's tests stay together: what they share is started once. Long files come first (conftest.py).
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+# Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
+test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports house pm2 clean
 

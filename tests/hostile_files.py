@@ -369,7 +369,7 @@ def bombs(reader: str) -> Iterator[tuple[str, bytes]]:
 def _json_bombs() -> Iterator[tuple[str, bytes]]:
     yield "deep lists", b"[" * 200_000
     yield "deep objects", b'{"a":' * 500_000
-    yield "many lists", b'{"a": [' + b"[]," * 2_000_000 + b"[]]}"
+    yield "many lists", b'{"a": [' + b"[]," * 1_000_000 + b"[]]}"
     yield "long numbers", b'{"a": [' + b",".join([b"9" * 4300] * 900) + b"]}"
     yield "too long a number", b'{"size": ' + b"9" * 1_000_000 + b"}"
     yield "infinite", b'{"size": 1e999, "pid": Infinity, "highest": NaN}'
