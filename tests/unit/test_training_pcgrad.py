@@ -11,6 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from distributed_training.training.pcgrad import pcgrad, products, surgery_weights
+from tests import forked
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -100,9 +101,9 @@ def _rank(rank: int, world: int, port: int, results: mp.SimpleQueue) -> None:
 
 
 def test_split_over_ranks_it_is_the_same(free_port: int) -> None:
-    context = mp.get_context("spawn")
-    results = context.SimpleQueue()
-    mp.start_processes(_rank, (3, free_port, results), nprocs=3, start_method="spawn")
+    forked.prepare()
+    results = mp.get_context("forkserver").SimpleQueue()
+    mp.start_processes(_rank, (3, free_port, results), nprocs=3, start_method="forkserver")
     ranks = sorted(results.get() for _ in range(3))
     expected, projections = reference(gradients(3, 5), seed=5)
     assert {r[3] for r in ranks} == {projections} and projections > 0
