@@ -6,7 +6,9 @@ files are never part of a page.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -40,31 +42,34 @@ class StdlibSource:
 
     def held_out(self) -> list[str]:
         """Rows of the held-out files, in a fixed order."""
-        return [row for path, text in self._files() if _held_out(path) for row in _rows(text)]
+        return [row for path in self._paths if _held_out(path) for row in self._rows_of(path)]
 
     @cached_property
     def _tables(self) -> dict[str, list[str]]:
         tables: dict[str, list[str]] = {f"stdlib-{i}": [] for i in range(_CONFIGS)}
         held_out = set(self.held_out())  # codec tables and licences repeat word for word
-        for path, text in self._files():
+        for path in self._paths:
             if not _held_out(path):
                 table = tables[f"stdlib-{_digest(path) % _CONFIGS}"]
-                table.extend(row for row in _rows(text) if row not in held_out)
+                table.extend(row for row in self._rows_of(path) if row not in held_out)
         return tables
 
-    def _files(self) -> Iterator[tuple[str, str]]:
-        found = False
-        for path in sorted(self._folder.rglob("*.py")):
-            relative = path.relative_to(self._folder)
-            if _LEFT_OUT.intersection(relative.parts):
-                continue
-            try:
-                yield relative.as_posix(), path.read_text(encoding="utf-8")
-                found = True
-            except (OSError, UnicodeDecodeError):
-                continue
+    @cached_property
+    def _paths(self) -> list[str]:
+        """Below the folder, in the order of their parts."""
+        found: list[str] = []
+        for folder, subfolders, names in os.walk(self._folder):
+            # Not looked into: site-packages may hold a hundred thousand files.
+            subfolders[:] = [name for name in subfolders if name not in _LEFT_OUT]
+            below = Path(folder).relative_to(self._folder)
+            found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
             raise PageUnavailable(f"{self._folder} holds no Python sources")
+        return sorted(found, key=lambda path: path.split("/"))
+
+    def _rows_of(self, path: str) -> Iterator[str]:
+        with contextlib.suppress(OSError, UnicodeDecodeError):
+            yield from _rows((self._folder / path).read_text(encoding="utf-8"))
 
 
 def _digest(path: str) -> int:
