@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -30,7 +29,7 @@ CHUNK = 0.2  # seconds
 Reducer = Callable[[Stream], Coroutine[Any, Any, None]]
 
 
-def run_with(reducer: Reducer, *, parts: int) -> AllReduce:
+def run_with(reducer: Reducer, *, parts: int, chunk: float = CHUNK) -> AllReduce:
     """One all-reduce with a peer whose reducer is ``reducer`` and which sends us nothing."""
 
     async def run() -> AllReduce:
@@ -51,7 +50,7 @@ def run_with(reducer: Reducer, *, parts: int) -> AllReduce:
             Group(b"group", (OWN, OTHER), (parts * PART, parts * PART)),
             OWN,
             tensors=[torch.ones(2 * parts * PART)],
-            terms=Terms(weight=1.0, part_values=PART, compression=0, chunk_timeout=CHUNK),
+            terms=Terms(weight=1.0, part_values=PART, compression=0, chunk_timeout=chunk),
             open_stream=open_stream,
         )
         async with asyncio.timeout(20):  # the round's own deadline is many times as long
@@ -111,7 +110,6 @@ def test_a_reducer_that_answers_all_and_reads_nothing_does_not_hold_the_round() 
             await stream.send(*frames.encode(zeros, code=averaging_pb2.AVERAGED_PART))
         await asyncio.Event().wait()
 
-    began = time.monotonic()
-    all_reduce = run_with(reducer, parts=parts)
+    # Enough for an answer on a busy machine. A round that is held ends with an error.
+    all_reduce = run_with(reducer, parts=parts, chunk=2.0)
     assert all_reduce.kept_local == 0
-    assert time.monotonic() - began < 15
