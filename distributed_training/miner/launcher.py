@@ -94,29 +94,32 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     proof, backoff = Proof(config), Backoff(first=FIRST_WAIT, longest=LONGEST_DOUBT)
     with StopSignals() as signals:
         while True:
-            began = time.monotonic()
             try:
                 return _launch(config, argv, script=script, signals=signals, proof=proof)
             except ConfigError as error:
                 if isinstance(error, InUse) or not proof.holds:
                     return exit_with(error)
-                if time.monotonic() - began > STEADY.total_seconds():
-                    backoff.succeeded()
-                seconds = backoff.failed().total_seconds()
-                log.error(
-                    "%s. The miner ran with these settings before, so it does not end; it tries "
-                    "again in %.1f s",
-                    error,
-                    seconds,
-                )
-            if signals.stop.wait(seconds):
-                return ExitStatus.STOPPED
+                if _doubt(error, backoff, signals):
+                    return ExitStatus.STOPPED
+
+
+def _doubt(error: ConfigError, backoff: Backoff, signals: StopSignals) -> bool:
+    """Wait before proven settings are tried again; whether a stop was asked for meanwhile."""
+    seconds = backoff.failed().total_seconds()
+    log.error(
+        "%s. The miner ran with these settings before, so it does not end; "
+        "it tries again in %.1f s",
+        error,
+        seconds,
+    )
+    return signals.stop.wait(seconds)
 
 
 def _launch(
     config: Config, argv: Sequence[str], *, script: Path, signals: StopSignals, proof: Proof
 ) -> ExitStatus:
-    """Raises ConfigError: of this machine, or of node 0, which refuses this node."""
+    """Raises ConfigError: of this machine, or of node 0, which refuses this node. Proven settings
+    are refused before ranks run or not at all, so this may be called again then."""
     if config.nodes.leads:
         require_hotkey(config.chain)
     folder = make_run_folder(config)
@@ -288,14 +291,23 @@ class _Supervisor:
     def _run(self) -> ExitStatus:
         """Until nothing is to be started again. Raises ConfigError if node 0 refuses this one."""
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+        refused = Backoff(first=FIRST_WAIT, longest=LONGEST_DOUBT)
         while True:
-            plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
+            try:
+                plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
+            except ConfigError as error:
+                if not self._proof.holds:
+                    raise
+                if _doubt(error, refused, self._signals):
+                    return ExitStatus.STOPPED
+                continue
             if isinstance(plan, ExitStatus):
                 return plan
             began = time.monotonic()
             status = self._run_once(plan)
             if self._prove(began):
                 backoff.succeeded()
+                refused.succeeded()
             if self._nodes is not None and self._meets_again(self._nodes, status):
                 continue
             # A store that answers 403 for an hour, a mount that is away: what was right for

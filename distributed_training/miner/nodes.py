@@ -361,8 +361,9 @@ class Guest:
         self._changed = threading.Condition()
 
     def meet(self, stop: threading.Event) -> Plan | ExitStatus:
-        """Wait for node 0's word. Raises ConfigError if it refuses, or cannot be reached."""
-        self._trouble = self._start = self._doors = None
+        """Wait for node 0's word. Raises ConfigError if it refuses, or cannot be reached; called
+        again it asks anew."""
+        self._trouble = self._start = self._doors = self._refused = None
         with contextlib.ExitStack() as door:
             return self._meet(stop, door)
 
@@ -371,6 +372,8 @@ class Guest:
         while not stop.is_set():
             with self._changed:
                 if self._refused is not None:
+                    self.close(ExitStatus.BAD_CONFIGURATION)
+                    self._line = None
                     raise ConfigError(self._refused)
                 if self._over is not None:
                     return self._over
@@ -461,8 +464,9 @@ class Guest:
 
     def _gone(self, line: Line, why: str) -> None:
         with self._changed:
-            if self._line is line:
-                self._line = None
+            if self._line is not line:
+                return  # it refused us, and we ask anew
+            self._line = None
             self._trouble, self._start = f"node 0: {why}", None
             self._changed.notify_all()
 

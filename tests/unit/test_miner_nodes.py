@@ -22,7 +22,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.nodes import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
-from distributed_training.miner import node_addresses, node_facts
+from distributed_training.miner import node_addresses, node_facts, nodes
 from distributed_training.miner.node_doors import whom_to_refuse
 from distributed_training.miner.node_facts import difference, facts_of
 from distributed_training.miner.nodes import Guest, Host
@@ -211,6 +211,21 @@ def test_a_node_that_is_wrong_is_told_and_ends(
     assert "\n" not in str(error.value)
     here.meet(here.guest(1)).result(50)
     assert waiting.result(50).nodes == (0, 1), "the others go on"
+
+
+def test_a_node_that_was_refused_may_ask_again(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock was wrong for a while: a launcher whose ranks ran before does not end then."""
+    here = world("2")
+    waiting, guest = here.meet(here.host), here.guest(1)
+    right = nodes.CLOCKS_APART
+    for _ in range(2):
+        monkeypatch.setattr(nodes, "CLOCKS_APART", timedelta(seconds=-1))
+        with pytest.raises(ConfigError, match="the clock of this node"):
+            here.meet(guest).result(20)
+    monkeypatch.setattr(nodes, "CLOCKS_APART", right)
+    assert here.meet(guest).result(20).nodes == waiting.result(20).nodes == (0, 1)
 
 
 @pytest.mark.parametrize("apart", [3600, -3600, 5])
