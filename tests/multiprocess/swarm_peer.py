@@ -42,11 +42,11 @@ def main() -> None:
                 RoundRequest(
                     caller="5V",
                     timeout=timedelta(seconds=order["timeout"]),
-                    min_group_size=2,
+                    min_group_size=order.get("group", 2),
                     min_matchmaking_time=timedelta(seconds=2),
                     request_timeout=timedelta(seconds=1),
                     allreduce_timeout=timedelta(seconds=order["timeout"] - 4),
-                    next_chunk_timeout=timedelta(seconds=2),
+                    next_chunk_timeout=timedelta(seconds=order.get("chunk", 2)),
                 )
             )
             weight += float(swarm.buffers[0][0])
