@@ -442,8 +442,8 @@ def test_a_firewall_between_ranks_is_one_line_within_seconds(
     wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
     pair[1].start()
     began = time.monotonic()
-    assert pair[1].wait(60) == 2
-    assert time.monotonic() - began < 30  # of which imports are seconds, and KNOCK 5
+    assert pair[1].wait() == 2
+    assert time.monotonic() - began < 120  # of the 600 s of --rdzv_timeout; KNOCK takes 5
     (said,) = _lines(pair[1])
     assert f"no connection from node {1 - closed} to node {closed} came about within 5 s" in said
     assert f"Node 1 is refused: {said.removeprefix('error: ')}" in pair[0].output
