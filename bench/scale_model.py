@@ -23,7 +23,7 @@ Process = Generator[simpy.Event, Any, Any]
 _MEGABIT = 1e6 / 8  # bytes
 _SLICES = 8  # of a transfer: what a death in the middle of it costs is as fine as this
 _LOST = 3.0  # after which a call of the DHT is given up
-_BETWEEN_LOOKUPS = 0.1  # as in the product's averager
+_BETWEEN_LOOKUPS = 0.1  # at first; the product backs off to 1 s, so its lookups weigh less
 _ANSWER = 1e-3  # seconds of a node's interpreter for one answer without a value
 
 

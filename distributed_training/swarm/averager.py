@@ -43,7 +43,7 @@ COMPRESSIONS = {
     "float16": Float16Compression.compression_type,
 }
 _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
-_BETWEEN_LOOKUPS = 0.1  # seconds between two looks into the DHT for peers that seek a group
+_BETWEEN_LOOKUPS = 0.1, 1.0  # seconds between two looks into the DHT for peers: first, longest
 _FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a peer opened
 
 _HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
@@ -241,16 +241,19 @@ class _Dht:
         self.peer_id = node.peer_id
         self._node = node
         self._next_get = 0.0
+        self._pause, self._longest = _BETWEEN_LOOKUPS
 
     async def get(self, key: Any, *, latest: bool, return_future: bool) -> Any:
         # Matchmaking asks again at once, as fast as it is answered, for as long as it searches.
         await asyncio.sleep(self._next_get - time.monotonic())
-        self._next_get = time.monotonic() + _BETWEEN_LOOKUPS
+        self._next_get = time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, self._longest)
         return await self._node.get(key, latest=latest)
 
     def store(
         self, *, key: Any, subkey: Any, value: Any, expiration_time: float, return_future: bool
     ) -> Any:
+        self._pause, _ = _BETWEEN_LOOKUPS  # matchmaking declares us anew
         return self._node.store(key, value, expiration_time, subkey=subkey)
 
 
