@@ -84,12 +84,16 @@ class Mark:
         return commands
 
     def _wait(self, longest: timedelta, spare: Collection[int], reap: Callable[[], None]) -> bool:
+        """Whether none is left: in two looks, since execve leaves a process without an environment
+        for a moment."""
         deadline = time.monotonic() + longest.total_seconds()
+        empty = 0
         while True:
             reap()
-            if not self.processes(spare=spare):
+            empty = 0 if self.processes(spare=spare) else empty + 1
+            if empty == 2:
                 return True
-            if time.monotonic() >= deadline:
+            if not empty and time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
 

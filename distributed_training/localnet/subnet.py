@@ -142,7 +142,7 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
-        self.strays = self.mark.end(settle=timedelta(seconds=1), grace=timedelta(0))
+        self.strays = self.mark.end(settle=timedelta(seconds=5), grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._folder.release()
         self.problems += problems

@@ -65,6 +65,21 @@ def start(mark: Mark) -> Iterator[Start]:
         process.stdout.close()
 
 
+def test_a_process_that_one_look_misses_is_ended(
+    mark: Mark, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in execve: for a moment it has no environment."""
+    process = start(SLEEP)
+    look, missed = Mark.processes, [True]
+    monkeypatch.setattr(
+        Mark, "processes", lambda mark, **few: [] if missed and missed.pop() else look(mark, **few)
+    )
+    assert [one.partition(" ")[0] for one in mark.end(settle=NONE, grace=NONE)] == [
+        str(process.pid)
+    ]
+    assert process.wait(10) == -signal.SIGKILL
+
+
 def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Start) -> None:
     ours = start(SLEEP)
     other = start(SLEEP, DT_TEST=mark.value + "0")
