@@ -9,7 +9,8 @@ import torch
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
-from distributed_training.diagnostics.report import cuda_state, gpu_report_lines
+from distributed_training.diagnostics.report import cuda_state, gpu_report_lines, step_warnings
+from distributed_training.protocol.types import StepReport
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,14 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
     return torch.device("cpu")
 
 
-def expects_gpu(wanted: str, device: torch.device) -> bool:
-    """Whether a step without GPU memory is wrong: one is used, or there is one to be used."""
-    return device.type == "cuda" or (wanted != "cpu" and visible_gpu_count() > 0)
+def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
+    """What tells the warnings of an inner step. One that used no GPU memory is wrong where a GPU
+    is used, or is there to be used."""
+
+    def expects_gpu() -> bool:
+        return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
+
+    return lambda report: step_warnings(report, config.diagnostics, expect_gpu=expects_gpu())
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None]:

@@ -31,7 +31,6 @@ from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent
 from distributed_training.common.stacks import write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
-from distributed_training.diagnostics.report import step_warnings
 from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
@@ -46,7 +45,7 @@ from . import network
 from .averaging import Averaging
 from .block_list import BlockList
 from .decide import MinerState, Mode, Rules, ignores_calls
-from .device import DeviceAway, expects_gpu, rank_device, report_device, utilization_of
+from .device import DeviceAway, rank_device, report_device, utilization_of, warnings_of
 from .drift import Rows
 from .gauges import MachineGauges, limits
 from .global_bucket import StopBeforeStart
@@ -451,11 +450,7 @@ class RankZero:
             record=self._record,
             metrics=metrics,
             schedule=self.schedule,
-            warnings=lambda report: step_warnings(
-                report,
-                config.diagnostics,
-                expect_gpu=expects_gpu(config.miner.device, place.device),
-            ),
+            warnings=warnings_of(config, place.device),
             bucket=outside.bucket,
             reload_timeout=config.miner.round_reload_timeout,
         )

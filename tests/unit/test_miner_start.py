@@ -172,8 +172,12 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     assert rank_device("cpu", 0, remembered=remembered) == cpu
     with pytest.raises(ConfigError, match=r"--neuron\.device cuda"):
         rank_device("cuda", 0, remembered=remembered)
-    expected = [device_module.expects_gpu(wanted, cpu) for wanted in ("auto", "cuda", "cpu")]
-    assert expected == [shown > 0, shown > 0, False]
+    step: Any = SimpleNamespace(seconds=1.0, gpu_memory_gb=None)
+    for wanted in ("auto", "cuda", "cpu"):
+        argv = ["--neuron.device", wanted]
+        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        warned = "LOW GPU MEMORY" in str(device_module.warnings_of(config, cpu)(step))
+        assert warned == (shown > 0 and wanted != "cpu"), wanted
     monkeypatch.setattr(device_module, "visible_gpu_count", lambda: 0)
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
