@@ -10,6 +10,7 @@ calls them for the files of a folder under limits and prints what came of each.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -397,6 +398,7 @@ def _table(name: str = "a", shape: str = "[1]", place: str = "0, 4") -> bytes:
     return text.encode()
 
 
+@functools.cache  # of three readers
 def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -> bytes:
     """A ``.pt`` file with that pickle; ``copies`` of a storage of four bytes."""
     buffer = io.BytesIO()
