@@ -135,6 +135,7 @@ class _HostProcess:
         )
         with told, tells, self._one:
             self._process.start()
+            tells.close()  # here: or a fork that failed would be waited for
             told.recv()  # it leads its group, which is killed with it
         self.pid = self._process.pid
 
