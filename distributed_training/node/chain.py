@@ -14,9 +14,9 @@ from distributed_training.chain.client import SignedClient
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.newest import minutes_behind
 from distributed_training.chain.wallet import Wallet, load_wallet
-from distributed_training.config import Config, ConfigError
+from distributed_training.config import Config
 from distributed_training.config.chain import ChainSettings
-from distributed_training.node.failures import NetworkFailure, NotRegistered
+from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
 from distributed_training.protocol import schedule
 
 log = logging.getLogger(__name__)
@@ -113,12 +113,12 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings) -> int | None:
 
 
 def refuse_second_node(member: Member) -> None:
-    """Raises ConfigError if a running node with this hotkey answers at the chain's endpoint."""
+    """Raises HotkeyInUse if a running node with this hotkey answers at the chain's endpoint."""
     me = find(member.chain.neurons(), member.hotkey)
     if me is None or me.port is None:
         return
     if SignedClient(wallet=member.wallet).answers_for_us(me, _SECOND_NODE_TIMEOUT):
-        raise ConfigError(
+        raise HotkeyInUse(
             f"another miner with hotkey {member.hotkey} answers at {me.ip}:{me.port}, so both "
             "would overwrite each other's uploads: stop it first, or give another --wallet.hotkey"
         )

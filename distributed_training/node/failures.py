@@ -19,6 +19,10 @@ class Deregistered(NotRegistered):
     """And it had one when this node ran before. Exit status 3."""
 
 
+class HotkeyInUse(ConfigError):
+    """Another miner runs with it. Exit status 3, as when one comes while this one runs."""
+
+
 def exit_status_of(error: ConfigError) -> ExitStatus:
-    deregistered = isinstance(error, Deregistered)
-    return ExitStatus.DEREGISTERED if deregistered else ExitStatus.BAD_CONFIGURATION
+    lost = isinstance(error, Deregistered | HotkeyInUse)
+    return ExitStatus.DEREGISTERED if lost else ExitStatus.BAD_CONFIGURATION

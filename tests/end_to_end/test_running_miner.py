@@ -86,7 +86,7 @@ def test_a_second_miner_with_the_same_hotkey_is_refused(
         text=True,
         timeout=200,
     )
-    assert second.returncode == 2, second.stdout[-2000:] + second.stderr
+    assert second.returncode == 3, second.stdout[-2000:] + second.stderr
     assert "another miner with hotkey" in second.stdout + second.stderr
     assert miner.child.running
 
