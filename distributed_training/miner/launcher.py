@@ -143,7 +143,7 @@ def _launch(
         watchdog = functools.partial(
             Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
         )
-        nodes = join_nodes(config, ranks=ranks)
+        nodes = join_nodes(config, ranks=ranks, remembered=proof.gpus)
         with _page(config, folder):
             return _Supervisor(
                 group=group,
@@ -327,10 +327,10 @@ class _Supervisor:
                 return ExitStatus.STOPPED
 
     def _prove(self, began: float) -> bool:
-        """Whether ranks that ran from ``began`` until now prove their settings. While they run,
-        too: a launcher that is killed, or a reboot, leaves no other time to write it down."""
+        """Whether ranks have run for long, from ``began`` until now. A checkpoint of theirs proves
+        the settings; it counts at once, since a launcher that is killed writes nothing down."""
         steady = time.monotonic() - began > STEADY.total_seconds()
-        if steady:
+        if steady and checkpoint_time(self._folder) != self._saved:
             self._proof.give(ranks=self._group.world_size)
         return steady
 

@@ -17,9 +17,10 @@ _OF_ONE_NODE = frozenset(
 )
 
 
-def facts_of(config: Config, *, ranks: int) -> dict[str, str]:
-    """What must be equal on all nodes, as an operator would write it."""
-    on_gpu = config.miner.device != "cpu" and visible_gpu_count() > 0
+def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, str]:
+    """What must be equal on all nodes, as an operator would write it. ``remembered``: GPUs that
+    earlier ranks ran on, for a driver that does not answer just after a reboot."""
+    on_gpu = config.miner.device != "cpu" and (visible_gpu_count() or remembered) > 0
     facts = {
         "version": __version__,
         "torch": version("torch"),

@@ -471,10 +471,11 @@ class Guest:
             self._changed.notify_all()
 
 
-def join_nodes(config: Config, *, ranks: int) -> Host | Guest | None:
-    """This launcher's side; None for a miner of one machine. Raises ConfigError."""
+def join_nodes(config: Config, *, ranks: int, remembered: int) -> Host | Guest | None:
+    """This launcher's side; None for a miner of one machine. ``remembered``: as in
+    :func:`.node_facts.facts_of`. Raises ConfigError."""
     settings = config.nodes
     if not settings.several:
         return None
     kind = Host if settings.leads else Guest
-    return kind(settings, facts_of(config, ranks=ranks), ranks=ranks)
+    return kind(settings, facts_of(config, ranks=ranks, remembered=remembered), ranks=ranks)

@@ -3,9 +3,9 @@
 Status 2 says that only the operator can help, and pm2 leaves the miner down. But a store that
 answers 403 for an hour, a disk that is full, or a mount that comes late after a reboot look like a
 bad setting. What tells them apart is that the same settings worked before. So the launcher writes
-``proven.json`` once its ranks have run for long. While it matches, a refusal is said and tried
-again later. A changed setting, or another version of the program, does not match: then an operator
-is there to read the line.
+``proven.json`` once its ranks have run for long and come to a checkpoint. While it matches, a
+refusal is said and tried again later. A changed setting, or another version of the program, does
+not match: then an operator is there to read the line.
 """
 
 from __future__ import annotations
@@ -14,17 +14,22 @@ import hashlib
 import json
 import logging
 import os
+from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training import __version__
+import distributed_training
 from distributed_training.common.files import atomic_file, read_json_object
 from distributed_training.config import Config
 from distributed_training.diagnostics.nvml import visible_gpu_count
 
 log = logging.getLogger(__name__)
 
+_SOURCES = Path(distributed_training.__file__).parent
+
 FILE = "proven.json"  # in the run folder
+#: Settings that a batch system chooses anew for each job.
+_OF_ONE_JOB = frozenset({"rdzv_endpoint", "node_rank"})
 
 
 class Proof:
@@ -64,10 +69,14 @@ class Proof:
 
 
 def _digest(config: Config) -> str:
-    """Of the program's version and all settings, the secrets too: new keys may be wrong."""
+    """Of the program's sources and all settings, the secrets too: new keys may be wrong."""
+    digest = hashlib.sha256()
+    for source in sorted(_SOURCES.rglob("*.py")):
+        digest.update(source.read_bytes())
     values = {
         name: value.get_secret_value() if isinstance(value, SecretStr) else str(value)
         for name, value in config.values.items()
+        if name not in _OF_ONE_JOB
     }
-    text = json.dumps([__version__, values], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    digest.update(json.dumps(values, sort_keys=True).encode())
+    return digest.hexdigest()

@@ -358,6 +358,8 @@ def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(node_facts, "visible_gpu_count", lambda gpus=gpus: gpus)
         found.append(facts_of(config, ranks=1))
     assert "--neuron.device is cpu on this node and cuda on node 0" in str(difference(*found))
+    late = facts_of(config, ranks=1, remembered=1)  # just after a reboot
+    assert difference(found[0], late) is None
 
 
 def test_the_doctor_says_whether_nodes_can_meet(
