@@ -189,8 +189,7 @@ class BlockList:
     @property
     def newest_trained(self) -> int | None:
         """The newest block that was trained on, as far as is known; None before the first."""
-        published = [] if self.newest_published is None else [self.newest_published]
-        return max([*self._trained, *self._done, *published], default=None)
+        return max([*self._trained, *self._done, self.newest_published or 0]) or None
 
     def newest_age(self) -> int | None:
         """How many blocks the chain is ahead of the newest one in :meth:`blocks`."""
