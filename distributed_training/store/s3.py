@@ -28,7 +28,7 @@ from .uplink import Section
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
 _READ_CHUNK = 128 * 1024
-_LONGEST_READ = 600.0  # seconds for the body of one range: the read timeout never ends a trickle
+_LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout never ends a trickle
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
@@ -213,12 +213,9 @@ class S3ObjectStore:
                             f"{self._bucket}/{key} has {answer['ContentLength']} bytes, more than "
                             f"the {limit} allowed, so it is not read"
                         )
-                    data: bytes = body.read(limit + 1)
+                    return self._read(key, body, answer["ContentLength"])
         except ObjectMissingError:
             return None
-        if len(data) != answer["ContentLength"]:
-            raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
-        return data
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
         """Fewer bytes at the object's end. PreconditionError if its etag is no longer ``etag``."""
@@ -233,18 +230,7 @@ class S3ObjectStore:
             with answer["Body"] as body:
                 if answer["ContentLength"] > length:
                     raise IntegrityError(f"{self._bucket}/{key}: the store ignored the range")
-                pieces, end = [], time.monotonic() + _LONGEST_READ
-                while piece := body.read(_READ_CHUNK):
-                    pieces.append(piece)
-                    if time.monotonic() > end:
-                        raise TransientError(
-                            f"read {self._bucket}/{key}: {sum(map(len, pieces))} of {length} bytes "
-                            f"came in {_LONGEST_READ:.0f} s"
-                        )
-        data = b"".join(pieces)
-        if len(data) != answer["ContentLength"]:
-            raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
-        return data
+                return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
         """Returns the etag. TransientError if the store holds other bytes than those sent."""
@@ -319,6 +305,21 @@ class S3ObjectStore:
             ]
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _read(self, key: str, body: Any, size: int) -> bytes:
+        """The ``size`` bytes of an answer. TransientError if they are fewer, or trickle in."""
+        pieces, end = [], time.monotonic() + _LONGEST_READ
+        while piece := body.read1(_READ_CHUNK):  # what is there: read() waits for all it is to read
+            pieces.append(piece)
+            if time.monotonic() > end:
+                raise TransientError(
+                    f"read {self._bucket}/{key}: {sum(map(len, pieces))} of {size} bytes came in "
+                    f"{_LONGEST_READ:.0f} s"
+                )
+        data = b"".join(pieces)
+        if len(data) != size:
+            raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
+        return data
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         paginator = self._client.get_paginator(operation)

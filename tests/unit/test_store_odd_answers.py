@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -40,9 +42,35 @@ class Page(BaseHTTPRequestHandler):
         del format, args
 
 
-@pytest.fixture(params=[b"<html>maintenance</html>", LISTED], ids=["page", "empty entries"])
-def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
-    handler = type("Odd", (Page,), {"body": request.param})
+class Drip(Page):
+    """One byte after the other, until the reader hangs up: never as many as a reader wants."""
+
+    def answer(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "100000")
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for _ in range(100_000):
+                self.wfile.write(b"x")
+                time.sleep(0.02)
+
+    do_GET = answer
+
+
+class Cut(Page):
+    """Fewer bytes than it announces."""
+
+    def answer(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+        self.wfile.write(b"x" * 40)
+
+    do_GET = answer
+
+
+@contextlib.contextmanager
+def store_at(handler: type[Page]) -> Iterator[S3ObjectStore]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         store = S3ObjectStore(
@@ -56,12 +84,22 @@ def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
         server.shutdown()
 
 
+@pytest.fixture(params=[b"<html>maintenance</html>", LISTED], ids=["page", "empty entries"])
+def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
+    with store_at(type("Odd", (Page,), {"body": request.param})) as store:
+        yield store
+
+
 OPERATIONS: dict[str, Callable[[S3ObjectStore], Any]] = {
     "head": lambda s: s.head("k"),
     "put": lambda s: s.put("k", b"x"),
     "create": lambda s: s.create_multipart("k"),
     "part": lambda s: s.upload_part("k", "id", 1, b"x"),
     "complete": lambda s: s.complete_multipart("k", "id", [PartInfo(1, 1, "0" * 32)]),
+}
+READS: dict[str, Callable[[S3ObjectStore], Any]] = {
+    "range": lambda s: s.get_range("k", 0, 100_000),
+    "whole": lambda s: s.get("k", limit=100_000),
 }
 LISTS: dict[str, Callable[[S3ObjectStore], list[Any]]] = {
     "objects": lambda s: s.list_objects(),
@@ -76,13 +114,17 @@ def test_an_answer_that_is_no_stores_is_tried_again(store: S3ObjectStore, name: 
         OPERATIONS[name](store)
 
 
-def test_a_range_that_trickles_in_is_given_up(
-    store: S3ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert store.get_range("k", 0, 100)
-    monkeypatch.setattr(s3, "_LONGEST_READ", -1.0)
-    with pytest.raises(TransientError, match="of 100 bytes came in"):
-        store.get_range("k", 0, 100)
+@pytest.mark.parametrize("name", READS)
+def test_an_object_that_trickles_in_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_LONGEST_READ", 0.2)  # all of it would take half an hour
+    with store_at(Drip) as store, pytest.raises(TransientError, match="of 100000 bytes came in"):
+        READS[name](store)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_object_cut_short_is_tried_again(name: str) -> None:
+    with store_at(Cut) as store, pytest.raises(TransientError, match="llama-007"):
+        READS[name](store)
 
 
 @pytest.mark.parametrize("name", LISTS)
