@@ -68,6 +68,7 @@ class RowsApiSource:
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}
         self._table_at = 0.0  # time.time()
+        self._whole = True  # the table, or the server left out configs
         self._ask_table_at = 0.0  # time.monotonic(): not before; after a failure
         self._hold_until = 0.0  # time.monotonic()
 
@@ -79,13 +80,14 @@ class RowsApiSource:
                 self._recall_table()
             now = time.time()
             # Kept while a clock was ahead, a table is of the future: that is no young one.
-            if self._table and 0 <= now - self._table_at < self._table_age:
+            age = now - self._table_at
+            if self._table and self._whole and 0 <= age < self._table_age:
                 return self._table
             if self._table and time.monotonic() < self._ask_table_at:
                 return self._table
             try:
                 table, left_out = self._fetch_table()
-                if left_out and self._table and 0 <= now - self._table_at < _WHOLE_TABLE_LASTS:
+                if left_out and self._table and self._whole and 0 <= age < _WHOLE_TABLE_LASTS:
                     raise PageUnavailable(f"the reply of /size leaves out {left_out} configs")
             except PageUnavailable as error:
                 if not self._table:
@@ -95,7 +97,7 @@ class RowsApiSource:
                     "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
                     self._dataset,
                     error,
-                    (now - self._table_at) / 3600,
+                    age / 3600,
                 )
                 return self._table
             if self._table and table != self._table:
@@ -114,19 +116,19 @@ class RowsApiSource:
 
     def _keep_table(self, table: dict[str, int], now: float, left_out: int) -> None:
         """One that is not whole is asked for again soon, and not remembered over a restart."""
-        if not left_out:
-            self._table, self._table_at = table, now
+        changed = table != self._table
+        self._table, self._table_at, self._whole = table, now, not left_out
+        if self._whole:
             if self._cache is not None:
                 self._cache.put(self._table_key, {"at": now, "rows": table})
             return
-        if table != self._table:
+        if changed:
             log.warning(
                 "The table of %s leaves out %d configs, which the server still counts or could not "
                 "count: until it is whole, pages may differ from those of the validators",
                 self._dataset,
                 left_out,
             )
-        self._table, self._table_at = table, now - _WHOLE_TABLE_LASTS
         self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
 
     @property
@@ -148,8 +150,12 @@ class RowsApiSource:
                 for split in reply["size"]["splits"]
                 if split["config"] != "default"
             }
-            left_out = len(reply.get("pending") or ()) + len(reply.get("failed") or ())
-        except (KeyError, TypeError, ValueError) as error:
+            left_out = sum(
+                entry.get("config") != "default"
+                for why in ("pending", "failed")
+                for entry in reply.get(why) or ()
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
         if not table:
             raise PageUnavailable(f"the reply of /size names no config of {self._dataset}")

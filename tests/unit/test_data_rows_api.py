@@ -278,6 +278,30 @@ def test_a_table_that_leaves_out_configs_is_used_where_there_is_no_other_and_ask
         assert cache.get(made._table_key) is not None
 
 
+def test_a_table_that_leaves_out_configs_is_not_fresh_at_any_table_age_and_has_its_own_age(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with RowsServer({"CC-MAIN-0": TABLES["CC-MAIN-0"]}) as server:
+        made, _ = source(server, table_age=timedelta(hours=48), request_attempts=1)
+        server.size_left_out = {"pending": [{"config": "CC-MAIN-1"}], "failed": []}
+        made.num_rows()
+        made._ask_table_at = 0.0  # five minutes later
+        server.size_script = [Fault(status=500)]
+        with caplog.at_level(logging.WARNING):
+            assert made.num_rows() == {"CC-MAIN-0": 400}
+        assert "HTTP 500): the one of 0 hours ago is used" in caplog.text
+
+
+@pytest.mark.parametrize("why", ["pending", "failed"])
+def test_a_table_without_what_is_left_out_anyway_is_whole(why: str, tmp_path: Path) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    with RowsServer(TABLES) as server:
+        made, _ = source(server, cache=cache)
+        server.size_left_out = {why: [{"kind": "config-size", "config": "default"}]}
+        made.num_rows()
+        assert cache.get(made._table_key) is not None
+
+
 def test_a_table_kept_while_the_clock_was_ahead_is_asked_for_again(tmp_path: Path) -> None:
     """Else pages are drawn from it until then, and they are others than the validators'."""
     cache = PageCache(tmp_path, limit_bytes=10**6)
