@@ -48,7 +48,7 @@ class NewestBlocks:
         self._made[endpoint] = made
         behind = self._clock() - made
         if behind <= LATE.total_seconds():
-            self._believed_at = None
+            self._made, self._believed_at = {}, None  # of the others: soon too old
             return
         now = self._monotonic()
         if self._believed_at is not None and now - self._believed_at > ASK_AGAIN.total_seconds():

@@ -214,6 +214,7 @@ class BittensorChain(LastKnown):
         import bittensor
 
         assert self._connected is not None
+        self._newest.asking(endpoint)  # before what may raise
         client = bittensor.Client(
             endpoint,
             # We go through the endpoints ourselves, with our deadlines.
@@ -224,7 +225,6 @@ class BittensorChain(LastKnown):
         neurons_at = float("-inf")
         reported = self._ready.is_set()
         seen, moved_at = -1, self._monotonic()
-        self._newest.asking(endpoint)
         try:
             await self._timed(client.connect())
             self._counts["connections"] += 1

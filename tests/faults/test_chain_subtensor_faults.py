@@ -15,7 +15,7 @@ import pytest
 
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.newest import ASK_AGAIN
+from distributed_training.chain.newest import ASK_AGAIN, NewestBlocks
 from distributed_training.chain.registration import (
     Change,
     RegistrationEvent,
@@ -311,8 +311,7 @@ def minutes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Ite
     )
     made: list[Nodes] = []
 
-    def make(*, behind: tuple[float, float], alone: bool = False) -> Nodes:
-        more = () if alone else (SECOND,)
+    def make(*, behind: tuple[float, float], more: tuple[str, ...] = (SECOND,)) -> Nodes:
         made.append(
             Nodes(
                 tmp_path,
@@ -359,9 +358,29 @@ def test_when_all_nodes_are_behind_the_newest_is_believed(
 
 
 def test_an_only_node_that_is_behind_is_believed_at_once(minutes_pass, caplog) -> None:
-    nodes = minutes_pass(behind=(6000.0, 0.0), alone=True)
+    nodes = minutes_pass(behind=(6000.0, 0.0), more=())
     assert nodes.chain.wait_ready(timedelta(seconds=5))
     assert nodes.first.connections == 1 and len(caplog.messages) == 1
+
+
+def test_a_node_whose_client_cannot_be_made_has_nothing_newer(
+    minutes_pass,
+) -> None:
+    nodes = minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))
+    assert nodes.chain.wait_ready(timedelta(seconds=5))
+
+
+def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
+    now = 1e6
+    nodes = NewestBlocks(clock=lambda: now, monotonic=lambda: now)
+    for endpoint, other in ((FIRST, SECOND), (SECOND, FIRST)):
+        nodes.asking(endpoint)
+        nodes.check(endpoint, now - 3, {other})
+    now += 5 * 86400
+    with pytest.raises(ChainError, match="180 minutes behind"):  # the first may be better now
+        nodes.check(SECOND, now - 3 * 3600, {FIRST})
+    nodes.asking(FIRST)  # and does not answer
+    nodes.check(SECOND, now - 3 * 3600, {FIRST})
 
 
 def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) -> None:
