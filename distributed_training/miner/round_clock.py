@@ -91,11 +91,15 @@ class RoundClock:
             self._last_averaged = self._last
 
     def round_heard_of(self, block: int | None) -> None:
-        """The global state says at which block the last round was: perhaps without this miner."""
+        """The global state says at which block the last round was: perhaps without this miner.
+
+        The validator writes that block once its own round is over, a while after ours.
+        """
         now = self._chain_block()
-        if block is not None and (_passed(self._last, now) or 0) < block <= now:
+        last = _passed(self._last, now) or 0
+        if block is not None and last < block <= now:
             self._last = self._last_averaged = block
-            self._missed = True
+            self._missed |= block > last + _OVERDUE
 
     def missed(self) -> bool:
         """Whether a round was held without this miner since it was called last, or should have been

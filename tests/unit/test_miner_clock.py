@@ -194,6 +194,23 @@ def test_a_round_is_missed_when_it_is_overdue_or_was_held_without_this_miner() -
     assert not clock.missed()
 
 
+@pytest.mark.parametrize("averaged", [True, False])
+def test_the_state_of_a_round_with_this_miner_is_no_missed_round(averaged: bool) -> None:
+    chain = Chain()
+    clock = chain.clock(800)
+    clock.round_called()
+    chain.pass_blocks(10, 12.0)
+    clock.round_ended(averaged=averaged)
+    chain.pass_blocks(40, 12.0)
+    clock.round_heard_of(1030)  # the validator's round took 20 blocks longer
+    assert not clock.missed() and remaining(clock, chain) == pytest.approx(380)
+    chain.pass_blocks(400, 12.0)
+    clock.round_heard_of(1440)
+    assert clock.missed()
+    clock.round_heard_of(1445)  # which does not make good for it
+    assert clock.missed()
+
+
 def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain = Chain()
     clock = chain.clock(1000)
