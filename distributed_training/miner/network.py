@@ -328,5 +328,6 @@ def read_published(bucket: RemoteState) -> Published:
             newest = max(bucket.block_list(root.outer_step), default=None)
             found = replace(found, newest_block=newest)
     except StoreError as error:
-        log.warning("The age of what is published is not known before the next upload: %s", error)
+        what = "what is published" if found.at is None else "the published block list"
+        log.warning("The age of %s is not known before the next upload: %s", what, error)
     return found
