@@ -15,6 +15,7 @@ import struct
 import threading
 from datetime import timedelta
 
+from distributed_training.common.ports import listen
 from distributed_training.config.flags import ConfigError
 
 from .admission import Admission
@@ -38,16 +39,10 @@ def bind(*, ip: str, port: int) -> socket.socket:
     host = ip.strip("[]") or "::"
     problem = ""
     for candidate in (host, "0.0.0.0") if host == "::" else (host,):
-        family = socket.AF_INET6 if ":" in candidate else socket.AF_INET
         try:
-            sock = socket.create_server(
-                (candidate, port),
-                family=family,
-                backlog=BACKLOG,
-                dualstack_ipv6=host == candidate == "::",
-            )
-        except (OSError, ValueError) as error:  # ValueError: no socket for both families
-            problem = getattr(error, "strerror", None) or str(error)
+            sock = listen(candidate, port, backlog=BACKLOG)
+        except OSError as error:
+            problem = error.strerror or str(error)
             continue
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         sock.setblocking(False)

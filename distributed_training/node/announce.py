@@ -66,7 +66,7 @@ def follow_registration(
     commitment: str,
     stop: Callable[[str, int], None],
     interval: timedelta = INTERVAL,
-    public_ip: Callable[[], str | None] = lambda: None,
+    public_ip: Callable[[], str | None] | None = None,
 ) -> RegistrationWatcher:
     """Watch that the hotkey stays registered and ours alone. Close what is returned.
 
@@ -74,9 +74,9 @@ def follow_registration(
     (3: starting again would not help), moved to another uid (1: a new start publishes to the new
     bucket). What a reorganization took back is written again.
 
-    ``public_ip`` is asked every five minutes, None if there is no reason to look: a provider or a
-    cloud may give the machine another address, and validators would call the old one for ever. An
-    address that it tells twice in a row is written to the chain.
+    ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
+    provider or a cloud may give the machine another address, and validators would call the old one
+    for ever. An address that it tells twice in a row is written to the chain.
     """
     ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
 
@@ -100,13 +100,13 @@ def follow_registration(
         interval=interval,
     )
     watcher.start()
-
-    threading.Thread(
-        target=_follow_address,
-        args=(member, watcher, ours, public_ip),
-        name="public-address",
-        daemon=True,
-    ).start()
+    if public_ip is not None:
+        threading.Thread(
+            target=_follow_address,
+            args=(member, watcher, ours, public_ip),
+            name="public-address",
+            daemon=True,
+        ).start()
     return watcher
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -12,9 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from distributed_training.chain import kept
+from distributed_training.chain import kept, listener
 from distributed_training.chain import server as server_module
 from distributed_training.chain.server import MinerCallbacks, SignedServer
+from distributed_training.common import ports
 from distributed_training.config.flags import ConfigError
 from tests.chain_world import (
     EPOCH,
@@ -353,3 +356,18 @@ def test_only_the_freshness_of_calls_and_blocks_knows_the_wall_clock() -> None:
     wall = {"time.time_ns"}  # a nonce is signed or judged
     blocks = {"time.time"}  # they carry the time they were made at
     assert found == {"auth.py": wall, "replay.py": wall, "server.py": wall, "newest.py": blocks}
+
+
+def test_where_ipv6_is_off_every_address_is_every_one_of_ipv4(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def listen(address: str, port: int, *, backlog: int) -> socket.socket:
+        if ":" in address:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return ports.listen(address, port, backlog=backlog)
+
+    monkeypatch.setattr(listener, "listen", listen)
+    with listener.bind(ip="[::]", port=0) as bound:
+        assert bound.getsockname()[0] == "0.0.0.0"
+    with pytest.raises(ConfigError, match=r"cannot listen on ::1 port 0 \(Cannot assign requested"):
+        listener.bind(ip="::1", port=0)

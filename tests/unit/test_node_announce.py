@@ -111,6 +111,7 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
     uid = ledger.register(MINER.ss58)
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     stops: list[tuple[str, int]] = []
+    before = set(threading.enumerate())
     watcher = announce.follow_registration(
         Member(MINER, chain, uid),
         endpoint=ENDPOINT,
@@ -119,6 +120,8 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
         interval=OFTEN,
     )
     with contextlib.closing(watcher):
+        # No thread for an address that nobody asks for.
+        assert "public-address" not in {t.name for t in set(threading.enumerate()) - before}
         ledger.register(MINER.ss58, uid=41)
         ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.FAULT and "41" in reason
