@@ -52,7 +52,9 @@ def main() -> int:
         if starts in (2, 3):
             write_exit_status(folder, 2, "the bucket answers 403")
             return 2
-        if starts == 1:
+        if starts == 1:  # as after hours
+            (folder / "checkpoints").mkdir()
+            (folder / "checkpoints" / "last.json").write_text("{}")
             return 1
     if mode == "hang-at-start" and not (folder / "hung").exists():
         (folder / "hung").touch()
