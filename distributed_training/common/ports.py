@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import random
 import socket
+import tempfile
+from collections import deque
 from pathlib import Path
+
+#: Ports given out last by this process: not given out again soon, nor by another process.
+_given: deque[int] = deque(maxlen=512)
 
 
 def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
@@ -29,7 +36,8 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
     """Ports of ``address`` that are free, all different.
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
-    these might take a port between now and its use. Another program still may.
+    these might take a port between now and its use. Another program still may; another process of
+    this user that asks here does not get them while this one lives.
     """
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -42,10 +50,32 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
         for port in candidates:
             if len(found) == count:
                 break
+            if port in _given or not _reserve(port):
+                continue
             probe = held.enter_context(socket.socket(_family(address), socket.SOCK_STREAM))
             try:
                 probe.bind((address, port))
             except OSError:
                 continue
             found.append(port)
+        _given.extend(found)
         return found
+
+
+_reservations: int | None = None  # descriptor of a file, a byte of which is locked for each port
+
+
+def _reserve(port: int) -> bool:
+    """False if another process was given ``port``. The kernel ends the lock with this process."""
+    global _reservations
+    try:
+        if _reservations is None:
+            path = Path(tempfile.gettempdir(), f"free-ports-{os.getuid()}")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            _reservations = os.open(path, flags, 0o600)
+        fcntl.lockf(_reservations, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+    except BlockingIOError:
+        return False
+    except OSError:  # no such folder, no locks on it: then without
+        return True
+    return True

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import socket
+import subprocess
+import sys
 
 import pytest
 
-from distributed_training.common.ports import listen
+from distributed_training.common.ports import free_ports, listen
 
 pytestmark = pytest.mark.timeout(60)
 _IPV6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -34,3 +36,16 @@ def test_a_port_that_is_taken_is_an_error_of_one_short_reason() -> None:
         listen("127.0.0.1", taken.getsockname()[1])
     assert raised.value.errno == errno.EADDRINUSE
     assert raised.value.strerror == "Address already in use"
+
+
+def test_a_port_is_given_to_one_process_and_once() -> None:
+    """Two subnets that start at the same time, each a minute before its miners listen."""
+    ours = free_ports(20)
+    assert not set(ours) & set(free_ports(20))
+    ask = (
+        f"from distributed_training.common import ports; print(*map(ports._reserve, {[*ours, 1]}))"
+    )
+    words = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert words == [*["False"] * 20, "True"]
