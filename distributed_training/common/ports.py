@@ -7,7 +7,6 @@ import fcntl
 import os
 import random
 import socket
-import tempfile
 from collections import deque
 from pathlib import Path
 
@@ -70,7 +69,7 @@ def _reserve(port: int) -> bool:
     global _reservations
     try:
         if _reservations is None:
-            path = Path(tempfile.gettempdir(), f"free-ports-{os.getuid()}")
+            path = f"/tmp/free-ports-{os.getuid()}"  # not $TMPDIR: all must find the same
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             _reservations = os.open(path, flags, 0o600)
         fcntl.lockf(_reservations, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
