@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,6 @@ from distributed_training.protocol.types import Revision
 from distributed_training.store.errors import AccessDeniedError
 from distributed_training.store.remote_state import RemoteState
 from tests.memory_store import MemoryObjectStore
-from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -195,24 +195,41 @@ def test_a_global_bucket_that_moved_is_followed(
     assert caplog.text.count("The master hotkey committed other read keys") == 2
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
-    ours = weights() if same else {n: v + 0.01 for n, v in weights().items()}
-    events: list[ev.Event] = []
+@contextlib.contextmanager
+def watching(
+    bucket: Any,
+    *,
+    interval: timedelta = timedelta(hours=1),
+    rows: Sequence[Rows] = (),
+    **more: timedelta,
+) -> Iterator[tuple[GlobalEpoch, queue.Queue[ev.Event]]]:
+    """A watch that runs inside, ours at outer step 4 with ``rows``, and the events it posts."""
+    events: queue.Queue[ev.Event] = queue.Queue()
     watch = GlobalEpoch(
-        bucket=bucket(weights(), tmp_path),
-        post=events.append,
-        interval=timedelta(hours=1),
-        epoch_start=lambda: (4, rows_of(ours)),
+        bucket=bucket,
+        post=events.put,
+        interval=interval,
+        epoch_start=lambda: (4, rows),
+        **more,
     )
     watch.start()
     try:
-        watch.compare_weights(4)
-        wait_for(lambda: any(isinstance(event, ev.WeightsCompared) for event in events))
+        yield watch, events
     finally:
         watch.close()
-    assert ev.WeightsCompared(4, same) in events
-    assert any(isinstance(event, ev.GlobalEpochSeen) for event in events)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_watch_answers_with_an_event(same: bool, tmp_path: Path) -> None:
+    ours = weights() if same else {n: v + 0.01 for n, v in weights().items()}
+    with watching(bucket(weights(), tmp_path), rows=rows_of(ours)) as (watch, events):
+        watch.compare_weights(4)
+        came = [events.get(timeout=25)]
+        while not isinstance(came[-1], ev.WeightsCompared):
+            came.append(events.get(timeout=25))
+    came += [events.get() for _ in range(events.qsize())]
+    assert ev.WeightsCompared(4, same) in came
+    assert any(isinstance(event, ev.GlobalEpochSeen) for event in came)
 
 
 def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_on(
@@ -230,22 +247,12 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
         def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
             raise AssertionError
 
-    events: queue.Queue[ev.Event] = queue.Queue()
-    watch = GlobalEpoch(
-        bucket=Reader(),
-        post=events.put,
-        interval=timedelta(hours=1),
-        epoch_start=lambda: (4, ()),
-    )
-    watch.start()
-    try:
+    with watching(Reader()) as (watch, events):
         watch.fetch(5)
         failed = events.get(timeout=10)
         assert isinstance(failed, ev.GlobalFetchFailed) and "nobody thought" in failed.detail
         watch.fetch(6)
         assert events.get(timeout=10) == ev.GlobalFetched(tmp_path)
-    finally:
-        watch.close()
 
 
 def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
@@ -264,21 +271,12 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
                 raise GlobalUnavailableError("503")
             return 1.0
 
-    events: queue.Queue[ev.Event] = queue.Queue()
-    watch = GlobalEpoch(
-        bucket=Reader(),
-        post=events.put,
-        interval=timedelta(milliseconds=10),
-        epoch_start=lambda: (4, rows_of(weights())),
-    )
-    watch.start()
-    try:
+    often, rows = timedelta(milliseconds=10), rows_of(weights())
+    with watching(Reader(), interval=often, rows=rows) as (watch, events):
         watch.compare_weights(4)
         while not isinstance(event := events.get(timeout=10), ev.WeightsCompared):
             assert isinstance(event, ev.GlobalEpochSeen)
         assert event == ev.WeightsCompared(4, False) and Reader.looks == 3
-    finally:
-        watch.close()
 
 
 class Two(Unread):
@@ -370,18 +368,7 @@ def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
             fetched.append(outer_step)
             raise GlobalUnavailableError("500")
 
-    events: queue.Queue[ev.Event] = queue.Queue()
-    watch = GlobalEpoch(
-        bucket=Reader(),
-        post=events.put,
-        interval=timedelta(hours=1),
-        epoch_start=lambda: (4, ()),
-        retry=timedelta(0),
-    )
-    watch.start()
-    try:
+    with watching(Reader(), retry=timedelta(0)) as (watch, events):
         watch.fetch(5)
         assert isinstance(events.get(timeout=10), ev.GlobalFetchFailed)
-    finally:
-        watch.close()
     assert fetched == [5] * attempts
