@@ -150,7 +150,7 @@ def assert_published(store: S3ObjectStore, revision: Revision, files: dict[str, 
     """Every object is the snapshot's, and both metadata documents name it."""
     from distributed_training.protocol.metadata import Metadata
 
-    store = patient(store, until=timedelta(seconds=30))  # a busy machine's answers slowly
+    store = patient(store, each=timedelta(seconds=30))  # a busy machine's answers slowly
     for name, path in files.items():
         assert object_digest(store, keys.epoch_key(revision.outer_step, name)) == digest(path), name
     for key in (keys.epoch_key(revision.outer_step, keys.METADATA), keys.ROOT_METADATA):

@@ -49,7 +49,7 @@ def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> Non
     ``timeout`` covers the first answer of the store with its retries.
     """
     with _errors_of_a_start(store.bucket):
-        patient(store, until=timeout).head(keys.ROOT_METADATA)
+        patient(store, each=timeout).head(keys.ROOT_METADATA)
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
         store.list_multiparts()
 

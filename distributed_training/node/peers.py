@@ -76,7 +76,7 @@ class BucketReader:
         small: timedelta = timedelta(seconds=30),
         large: timedelta = timedelta(minutes=30),
     ) -> None:
-        self._store = patient(store, until=small)
+        self._store = patient(store, each=small)
         self._once = store
         self._large = large
 

@@ -58,7 +58,7 @@ def stuck_uploads(
     now = time.time() if now is None else now
     found = [
         StuckUpload(u.key, u.upload_id, timedelta(seconds=max(0.0, now - u.initiated)))
-        for u in patient(store, until=_PATIENCE).list_multiparts(prefix)
+        for u in patient(store, each=_PATIENCE).list_multiparts(prefix)
     ]
     return sorted((u for u in found if u.age >= older_than), key=lambda u: u.age, reverse=True)
 
@@ -67,7 +67,7 @@ def upload_sizes(
     store: S3ObjectStore, uploads: Sequence[StuckUpload]
 ) -> Iterator[tuple[int, int] | None]:
     """(parts, bytes) of each; None where the store does not tell. One ListParts each, so slow."""
-    store = patient(store, until=_PATIENCE)
+    store = patient(store, each=_PATIENCE)
 
     def size(upload: StuckUpload) -> tuple[int, int] | None:
         try:
@@ -88,7 +88,7 @@ def abort_uploads(
     closing: threading.Event | None = None,
 ) -> Removed:
     """``limit``: begin no more after so long; ``closing``: nor once it is set."""
-    store = patient(store, until=_PATIENCE)
+    store = patient(store, each=_PATIENCE)
 
     def abort(upload: StuckUpload) -> None:
         with contextlib.suppress(UploadMissingError):
@@ -165,7 +165,7 @@ def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
     step half deleted is not one that anyone is pointed to. Raises StoreError when the bucket cannot
     be listed.
     """
-    store = patient(store, until=_PATIENCE)
+    store = patient(store, each=_PATIENCE)
     old = [
         (name, info.key)
         for info in store.list_objects("epoch-")

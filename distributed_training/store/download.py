@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +13,7 @@ from distributed_training.common.files import is_full, read_json_object, sync_fo
 
 from .errors import DeadlineError, IntegrityError, ObjectMissingError, PreconditionError
 from .gate import disk_allows
-from .retry import deadline_in, patient
+from .retry import patient
 from .s3 import ObjectInfo, S3ObjectStore
 from .uplink import Uplink
 
@@ -41,18 +40,15 @@ def download(
     when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
     """
     place = f"{store.bucket}/{key}"
-
-    def within() -> S3ObjectStore:
-        return patient(store, until=min(deadline, deadline_in(NO_PROGRESS)), uplink=uplink)
-
+    store = patient(store, until=deadline, each=NO_PROGRESS, uplink=uplink)
     for _ in range(2):
-        info = within().head(key)
+        info = store.head(key)
         if info is None:
             raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
             raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
         try:
-            _download(within, info, path, deadline=deadline, concurrency=concurrency)
+            _download(store, info, path, deadline=deadline, concurrency=concurrency)
             return info
         except PreconditionError:
             continue  # replaced between two ranges: once more, from its beginning
@@ -60,7 +56,7 @@ def download(
 
 
 def _download(
-    within: Callable[[], S3ObjectStore],
+    store: S3ObjectStore,
     info: ObjectInfo,
     path: Path,
     *,
@@ -86,7 +82,7 @@ def _download(
                     "attempt goes on from there"
                 )
             length = min(RANGE, info.size - start)
-            data = within().get_range(info.key, start, length, etag=info.etag)
+            data = store.get_range(info.key, start, length, etag=info.etag)
             if len(data) != length:
                 raise IntegrityError(
                     f"{info.key}: the store sent {len(data)} bytes instead of {length}"

@@ -53,7 +53,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         limit = min(self.settings.file_deadline, timedelta(minutes=5))
-        self._patient = patient(self.store, until=limit, uplink=self.uplink)
+        self._patient = patient(self.store, each=limit, uplink=self.uplink)
 
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.

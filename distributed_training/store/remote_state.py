@@ -58,7 +58,7 @@ class RemoteState:
         self._concurrency = concurrency
         self._uplink = Uplink()
         self._once = store
-        self._store = patient(store, until=min(deadline, timedelta(minutes=1)), uplink=self._uplink)
+        self._store = patient(store, each=min(deadline, timedelta(minutes=1)), uplink=self._uplink)
         self._fetching = threading.Lock()
 
     def stop(self) -> None:

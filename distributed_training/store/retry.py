@@ -6,6 +6,7 @@ outage met by several parts at once exhausts it and ends the upload.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,21 +25,26 @@ LONGEST_WAIT = timedelta(seconds=15)
 
 
 def patient(
-    store: S3ObjectStore, *, until: float | timedelta, uplink: Uplink | None = None
+    store: S3ObjectStore,
+    *,
+    until: float = math.inf,
+    each: timedelta = timedelta.max,
+    uplink: Uplink | None = None,
 ) -> S3ObjectStore:
     """``store`` with each operation tried again until it succeeds or fails for good.
 
-    ``until``: ``time.monotonic()`` at which the last operation must be done, or how long each may
-    take. Only errors marked retryable are tried again; DeadlineError holds the last of them. Time
-    spent paused does not count as an attempt but does count against the deadline.
+    ``until``: ``time.monotonic()`` at which the last operation must be done; ``each``: how long one
+    may take. Only errors marked retryable are tried again; DeadlineError holds the last of them.
+    Time spent paused does not count as an attempt but does count against the deadline.
     """
-    return cast(S3ObjectStore, _Patient(store, until, uplink or Uplink()))
+    return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
 
 
 class _Patient:
-    def __init__(self, store: S3ObjectStore, until: float | timedelta, uplink: Uplink) -> None:
+    def __init__(self, store: S3ObjectStore, until: float, each: timedelta, uplink: Uplink) -> None:
         self._store = store
         self._until = until
+        self._each = each
         self._uplink = uplink
 
     def __getattr__(self, name: str) -> Any:
@@ -47,8 +53,7 @@ class _Patient:
             return found
 
         def operation(*arguments: Any, **options: Any) -> Any:
-            until = self._until
-            deadline = deadline_in(until) if isinstance(until, timedelta) else until
+            deadline = min(self._until, deadline_in(self._each))
             return _retrying(lambda: found(*arguments, **options), deadline, self._uplink)
 
         return operation

@@ -171,7 +171,7 @@ class GlobalPublisher:
         return load_weights(path, schema)
 
     def _put(self, key: str, data: bytes) -> None:
-        patient(self._store, until=_SMALL).put(key, data)
+        patient(self._store, each=_SMALL).put(key, data)
 
     def _root(self) -> Metadata | None:
         data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
