@@ -1,15 +1,19 @@
-# make run    sets up, then runs a whole subnet on this machine
-# make test   sets up, runs the tests
+# make setup  installs what a miner needs, nothing else
+# make run    and what a whole subnet on this machine needs; then runs one
+# make dev, make test               and what tests and linters need; then runs the tests
 # make test-quick, make test-long   only the fast ones; only those of many minutes
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
-# make lint, make house             linters and types; the size of the code beside its goals
+# make clean  removes the environment and what was built; no miner's run folder
+# make lint, make size              linters and types; the size of the code beside its goals
 PY := .venv/bin/python
 # A file's tests stay together: what they share is started once. Long files come first (conftest.py).
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+# The oldest that the project allows; `make test-long` runs the tests of training with it too.
+OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports house pm2 clean
+.PHONY: help setup dev run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports size house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -17,40 +21,62 @@ help:
 setup:
 	@scripts/setup.sh
 
-run: setup
+dev:
+	@scripts/setup.sh local dev
+
+run:
+	@scripts/setup.sh local
 	@$(PY) scripts/localnet.py $(ARGS)
 
-test: setup
+test: dev
 	$(PY) -m pytest $(WORKERS) -m "not long" $(ARGS)
 
-test-quick: setup
+test-quick: dev
 	$(PY) -m pytest $(WORKERS) -m "not slow and not long" $(ARGS)
 
-test-long: setup
+test-long: dev build/torch-$(OLDEST_TORCH)/.made
 	$(PY) -m pytest -n 2 --dist load -m long $(ARGS)
+
+# An environment like .venv with another torch in front, for test_oldest_torch.py. PyPI's build of
+# torch for Linux has CUDA; where PyTorch's own index can be reached it is the small one for the CPU.
+PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
+build/torch-%/.made: | dev
+	$(PY) -m venv --clear --without-pip $(@D)
+	$(PY) -c '$(PURELIB)' > "$$($(@D)/bin/python -c '$(PURELIB)')/project.pth"
+	$(PY) -m pip --python $(@D)/bin/python install --quiet "torch==$*.0+cpu" 2>/dev/null || \
+	$(PY) -m pip --python $(@D)/bin/python install --quiet "torch==$*.0+cpu" \
+		--extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
+	$(PY) -m pip --python $(@D)/bin/python install --quiet "torch==$*.0"
+	touch $@
 
 # The environment's Python if there is one, else the machine's.
 gpu:
 	@$(or $(wildcard $(PY)),python3) bench/gpu.py $(ARGS)
 
-house: setup
+size house: dev
 	@$(PY) -m bench.house $(ARGS)
 
 lint: lint-ruff lint-mypy lint-imports
 
-lint-ruff: setup
+lint-ruff: dev
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 
-lint-mypy: setup
+lint-mypy: dev
 	.venv/bin/mypy
 
-lint-imports: setup
+lint-imports: dev
 	.venv/bin/lint-imports
 
 # pm2 for the tests that need it, in build/node, not on the machine
 pm2:
 	npm install --silent --no-fund --no-audit --prefix build/node pm2@7
 
+# runs/ holds the run folders of real miners: only the local subnet's goes. What a process has loaded
+# of .venv is in its map of memory.
 clean:
-	rm -rf .venv build runs
+	@if grep -qsF " $(CURDIR)/.venv/" /proc/[0-9]*/maps; then \
+	    echo "error: a process runs from .venv, so nothing was removed: stop it first (pm2 list)" >&2; \
+	    exit 2; \
+	fi
+	rm -rf .venv build runs/localnet

@@ -15,7 +15,7 @@ const flags = [
   ["--axon.port", "8091"], // validators call here: reachable from outside
   ["--dht.port", "8009"], // peers average here: reachable from outside
   // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
-  // ["--neuron.local_batch_size_train", "1"],    default: 2, or what the preset says
+  // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
   ["--neuron.local_batch_size_train_effective", "512"],
   ["--neuron.upload_steps", "60"], // steps x step time + upload time: well below 4800 s
   ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
@@ -50,13 +50,16 @@ const args = [
   .map(String);
 args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 
-// The miner's durations: 90, 90s, 2m, 1h; as two words or with "=".
+// As the miner reads flags: "-" is "_", capitals do not matter, the value is the next word or follows
+// "="; of several the last counts. Durations: 90, 90s, 2m, 1h.
 const words = args.flatMap((word) => {
-  const at = word.startsWith("--") ? word.indexOf("=") : -1;
-  return at < 0 ? [word] : [word.slice(0, at), word.slice(at + 1)];
+  if (!word.startsWith("--")) return [word];
+  const [name, ...value] = word.split("=");
+  const flag = "--" + name.slice(2).toLowerCase().replace(/-/g, "_");
+  return value.length ? [flag, value.join("=")] : [flag];
 });
 const stopText = words[words.lastIndexOf("--neuron.stop_timeout") + 1] || "";
-const stop = /^([0-9.]+)(ms|s|m|h|d)?$/.exec(stopText.trim());
+const stop = /^([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?$/.exec(stopText.trim());
 if (!stop) throw new Error(`--neuron.stop_timeout ${stopText} is no duration: give 90, 90s, 2m or 1h`);
 const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 86400 }[stop[2] || "s"];
 
@@ -76,7 +79,7 @@ module.exports = {
       // After the stop timeout the launcher ends the ranks by force, which takes up to 15 s more.
       kill_timeout: 1000 * (stopSeconds + 25),
       autorestart: true,
-      // Bad configuration, deregistered: starting again would not help (pm2 may go on to show
+      // Bad configuration, a hotkey lost or in use: starting again would not help (pm2 may go on to show
       // "waiting restart", but does not restart). 0 must not be among them: pm2 reports a launcher
       // killed by a signal, e.g. for want of memory, as 0, and it would stay down.
       stop_exit_codes: [2, 3],

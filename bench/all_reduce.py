@@ -38,7 +38,7 @@ from pathlib import Path
 import psutil
 
 from bench.links import Links
-from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
 

@@ -58,11 +58,8 @@ from distributed_training.chain.base import Neuron
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import schedule
-from distributed_training.scoring.evaluator import Evaluator, Judgement
-from distributed_training.scoring.model import EvaluationModel
-from distributed_training.scoring.pages import PageReader
-from distributed_training.scoring.repository import inspect
-from distributed_training.scoring.upload import InvalidUpload, read_upload
+from distributed_training.scoring.evaluator import EvaluationModel, Evaluator, Judgement
+from distributed_training.scoring.upload import InvalidUpload, PageReader, inspect, read_upload
 
 UID_SPACING = 11  # uid u's rank 1 reads the pages of uid u + 1's rank 0
 CONTENDERS = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.training.feedback import Code
+from distributed_training.training.error_feedback import Code
 from distributed_training.training.trainer import Trainer
 
 Codes = Mapping[str, Sequence[Code | None]]

@@ -21,10 +21,10 @@ from distributed_training.protocol import keys, names, schedule
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
-from distributed_training.scoring.pages import PageReader
+from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import ObjectInfo
-from distributed_training.training.feedback import Code, Codec, ErrorFeedback
-from distributed_training.training.preview import Preview
+from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
+from distributed_training.training.local_evaluation import Preview
 from tests.gradient_file import build_payload
 
 HELD_SEQUENCES = 16  # as many as four ranks hold back by default
@@ -254,7 +254,7 @@ class Miner:
 
 
 class Bucket:
-    """A :class:`~distributed_training.node.peers.Reader` of what was published until ``now``.
+    """A :class:`~distributed_training.node.buckets.Reader` of what was published until ``now``.
 
     ``root``: whose ``metadata.json`` lies at the root; ``upload``: what ``epoch-X`` holds.
     """

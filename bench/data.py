@@ -40,14 +40,13 @@ import torch
 import torch.distributed as dist
 from support_data import DATASET, RowsServer
 
-from distributed_training.config.data import DataSettings
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import DataSettings, TrainingSettings
+from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.data.spec import WorkerSpec
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages
-from distributed_training.training.sizes import local_llama_config
+from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parent.parent

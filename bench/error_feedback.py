@@ -38,9 +38,14 @@ from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-from distributed_training.training.feedback import Code, Codec, ErrorFeedback
-from distributed_training.training.line_search import best_factor
-from distributed_training.training.preview import APPLIED_FRACTION, Choice, Preview, TrialStep
+from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
+from distributed_training.training.local_evaluation import (
+    APPLIED_FRACTION,
+    Choice,
+    Preview,
+    TrialStep,
+    best_factor,
+)
 
 PUBLIC, DEFAULT, FULL = "upload 0.999", "best 0.999", "full"
 VARIANTS = ("upload 0.999", "upload 0.95", "upload 0.9", "off 0")

@@ -5,8 +5,10 @@
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
     python bench/gpu.py --table FILE.json        fill the table of docs/performance.md with a report
 
-Needs Python 3.11, torch 2.11, transformers, safetensors, numpy, and the small packages of the
-configuration (pydantic, python-dotenv); no network. Each part runs in a process of its own with a
+Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
+transformers, numpy, safetensors, pydantic, pydantic-core, annotated-types, typing-inspection,
+typing-extensions, python-dotenv, base58. No network. What is missing is named before the first
+part, which takes the seconds that importing takes. Each part runs in a process of its own with a
 time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
 written after each, so a part that hangs or dies costs no other, and a run that is killed keeps what
 it had. A part gets what the ones before left over.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import platform
@@ -39,6 +42,29 @@ DOCUMENT = ROOT / "docs" / "performance.md"
 RECORDED = ROOT / "docs" / "gpu.json"  # the report that the document shows, once there is one
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 TOTAL_SECONDS = 525.0  # of all parts; nine minutes less the ends of processes
+
+
+#: As pip names them, and the module of each.
+NEEDS = {
+    "torch": "torch",
+    "transformers": "transformers",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "pydantic": "pydantic",
+    "pydantic-core": "pydantic_core",
+    "annotated-types": "annotated_types",
+    "typing-inspection": "typing_inspection",
+    "typing-extensions": "typing_extensions",
+    "python-dotenv": "dotenv",
+    "base58": "base58",
+}
+#: What the parts import, some of it late.
+MODULES = (
+    "bench.gpu_parts",
+    "bench.gpu_miner_parts",
+    "tests.cuda_checks",
+    "distributed_training.diagnostics.report",
+)
 
 
 @dataclass(frozen=True)
@@ -69,14 +95,18 @@ def main(argv: Sequence[str]) -> int:
         print(fill_document(options.table))
         return 0
     if options.child:
-        from bench import gpu_parts
+        from bench import gpu_miner_parts
 
-        return gpu_parts.run(options.child, options.out, options.device, quick=options.quick)
+        return gpu_miner_parts.run(options.child, options.out, options.device, quick=options.quick)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     unknown = set(wanted) - {part.name for part in PARTS}
     if unknown:
         print(f"no such part: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
+    problem = problem_of_imports()
+    if problem is not None:
+        print(problem, file=sys.stderr)
+        return 1
     report = Report(options.out, device=options.device, quick=options.quick)
     parts = [part for part in PARTS if part.name in wanted]
     deadline = time.monotonic() + options.seconds
@@ -87,6 +117,28 @@ def main(argv: Sequence[str]) -> int:
         report.add(part, run_part(part, options, seconds=seconds))
     print(report.text.read_text())
     return 1 if report.failed else 0
+
+
+def problem_of_imports() -> str | None:
+    """Import what the parts import, in a process of its own; return why that failed, in a line.
+
+    Each part is a process too: a package that is missing would fail all of them, one by one.
+    """
+    absent = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is None]
+    if absent:
+        return (
+            f"{sys.executable} lacks {', '.join(absent)}, so nothing was measured: "
+            f"{sys.executable} -m pip install {' '.join(absent)}"
+        )
+    program = f"import {', '.join(MODULES)}"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    return (
+        f"{sys.executable} cannot import what the parts need, so nothing was measured: {why}. "
+        "The packages are listed at the top of bench/gpu.py"
+    )
 
 
 # --- running ------------------------------------------------------------------------------------

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from functools import partial
@@ -12,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from bench import codec as codec_bench
+from bench import gpu_parts
 from bench.gpu_parts import Bench, vocabulary
 from bench.inner_step import tokens
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.feedback import Codec, ErrorFeedback
+from distributed_training.training.error_feedback import Codec, ErrorFeedback
 from distributed_training.training.trainer import Trainer
 
 UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network
@@ -257,3 +261,17 @@ def loss_curve(bench: Bench) -> None:
     )
     if max(apart) > 0.1:
         raise RuntimeError("the curves are not the same")
+
+
+def run(name: str, path: Path, device: str, *, quick: bool) -> int:
+    """In the child: one part. Exit status 1: it failed; what it wrote is kept."""
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
+    part = globals().get(name) or getattr(gpu_parts, name)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    part(Bench(path, place, quick=quick))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end

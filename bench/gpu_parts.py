@@ -23,14 +23,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bench.inner_step import AsThePublicMiner, Ours, set_weights, tokens
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.presets import CARDS
-from distributed_training.config.training import TrainingSettings
-from distributed_training.training.sizes import named_config
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.training.memory_plan import named_config
 from distributed_training.training.throughput import peak_flops
 from distributed_training.training.trainer import Trainer
 
@@ -311,7 +310,6 @@ def sweep(bench: Bench) -> None:
         ("transformers' own sdpa", {}, _transformers_sdpa),
         ("flash attention", {}, lambda: _sdpa_backend("FLASH_ATTENTION")),
         ("cuDNN attention", {}, lambda: _sdpa_backend("CUDNN_ATTENTION")),
-        ("loss: liger", {"loss_kernel": "liger"}, _needs_liger),
         ("float8 (torchao)", {}, _float8),
         ("checkpointing selective", {"activation_checkpointing": "selective"}, as_is),
         ("checkpointing full", {"activation_checkpointing": "full"}, as_is),
@@ -354,13 +352,6 @@ def _sdpa_backend(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _needs_liger() -> Iterator[None]:
-    import liger_kernel.transformers  # noqa: F401
-
-    yield
-
-
-@contextlib.contextmanager
 def _float8() -> Iterator[None]:
     """Linear layers of the blocks in float8; an experiment, not a setting of the miner."""
     from torchao.float8 import convert_to_float8_training
@@ -379,19 +370,3 @@ def _float8() -> Iterator[None]:
         yield
     finally:
         sharding.build_meta_model = real
-
-
-def run(name: str, path: Path, device: str, *, quick: bool) -> int:
-    """In the child: one part. Exit status 1: it failed; what it wrote is kept."""
-    from bench import gpu_miner_parts
-
-    if device == "cuda":
-        torch.cuda.set_device(0)
-    place = torch.device(device, 0) if device == "cuda" else torch.device("cpu")
-    part = globals().get(name) or getattr(gpu_miner_parts, name)
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    part(Bench(path, place, quick=quick))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads of libraries outlive their use, and abort at the interpreter's end

@@ -30,11 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distributed_training.config.training import TrainingSettings
-from distributed_training.training.layout import Layout
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.training.collectives import Layout, ParameterShard
+from distributed_training.training.memory_plan import named_config
 from distributed_training.training.model import build_meta_model
-from distributed_training.training.shards import ParameterShard
-from distributed_training.training.sizes import named_config
 from distributed_training.training.throughput import flops_per_token, peak_flops
 from distributed_training.training.trainer import Trainer
 

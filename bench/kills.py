@@ -45,14 +45,14 @@ from safetensors.torch import load, load_file
 from distributed_training.common.processes import Mark, send
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
-from distributed_training.miner.process import launcher_pid, listening_ranks, mark_of
+from distributed_training.miner.run_folder import launcher_pid, listening_ranks, mark_of
 from distributed_training.telemetry import read_events
 
 #: What a process is, by a word of its command line.
 WORDS = {
     "multiprocessing.resource_tracker": "resource tracker",
     "multiprocessing.forkserver": "fork server",
-    "distributed_training.swarm.host": "swarm host",
+    "distributed_training.swarm.averager_process": "swarm host",
     "p2pd": "p2pd",
     "distributed_training.store.uploader_process": "uploader",
     "distributed_training.data.worker": "data worker",
@@ -62,7 +62,7 @@ WORDS = {
 TOLD = {
     "launcher": "an earlier miner of this run folder left behind",
     "fork server": "process it was forked from ended|ranks cannot be started",
-    "rank": "ended with SIGKILL",
+    "rank": "(ended with|was killed by) SIGKILL",
     "swarm host": "The swarm host (ended|did not start)",
     "p2pd": "The swarm host (ended|did not start)",
     "uploader": "The uploader ended",

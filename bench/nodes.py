@@ -2,12 +2,10 @@
 
     python bench/nodes.py [--rounds 8] [--steps 3]
 
-Processes on this machine, over loopback. An inner step: one node of two ranks (FSDP, the baseline)
-against two nodes of one, in turn: with a copy each (HSDP), and with one copy over both
-(--neuron.shard_across_nodes). A snapshot of a copy is one node's work, so it is held against one
-node with as many ranks as each of the two has, here one: how long training is held, and until the
-files are there. Of one copy over both each node has a part; the baseline is one node of two ranks.
-Prints medians and their ratio.
+Processes on this machine, over loopback. An inner step: one node of two ranks (FSDP, the
+baseline) against two nodes of one, with a copy each (HSDP), in turn. A snapshot of a copy is one
+node's work, so it is held against one node with as many ranks as each of the two has, here one: how
+long training is held, and until the files are there. Prints medians and their ratio.
 """
 
 from __future__ import annotations
@@ -30,15 +28,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import leave
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training.layout import Layout
-from distributed_training.training.sizes import local_llama_config
+from distributed_training.training.collectives import Layout
+from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE, EFFECTIVE = 128, 16
 TWO_RANKS, TWO_NODES, ONE_RANK = "one node of 2 ranks", "two nodes of 1 rank", "one node of 1 rank"
-ACROSS = "one copy over two nodes"
 STEP, HELD, WRITTEN = "inner step", "snapshot holds training", "snapshot is written"
 
 #: What was measured -> in which layout -> seconds.
@@ -69,7 +66,7 @@ def run(rank: int, ranks: dict[str, int], port: int, folder: str, rounds: int, s
     world = 1 if ONE_RANK in ranks else 2
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=world)
-    made = {n: trainer(Layout(rank, world, local, n == ACROSS)) for n, local in ranks.items()}
+    made = {n: trainer(Layout(rank, world, local)) for n, local in ranks.items()}
     vocabulary = local_llama_config(sequence_length=SEQUENCE)["vocab_size"]
     batch = torch.randint(0, vocabulary, (2, SEQUENCE))
     figures: Figures = {what: {name: [] for name in made} for what in (STEP, HELD, WRITTEN)}
@@ -117,13 +114,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         alone = [measure(folder, {ONE_RANK: 1}, options.rounds, options.steps)]
         both = measure(folder, {TWO_RANKS: 2, TWO_NODES: 1}, options.rounds, options.steps)
-        across = measure(folder, {TWO_RANKS: 2, ACROSS: 1}, options.rounds, options.steps)
         alone.append(measure(folder, {ONE_RANK: 1}, options.rounds, options.steps))
     for what, baseline, name, measured in (
         (STEP, TWO_RANKS, TWO_NODES, both),
         (HELD, ONE_RANK, TWO_NODES, both),
         (WRITTEN, ONE_RANK, TWO_NODES, both),
-        *((what, TWO_RANKS, ACROSS, across) for what in (STEP, HELD, WRITTEN)),
     ):
         known = measured[what].get(baseline) or [s for f in alone for s in f[what][ONE_RANK]]
         before, now = statistics.median(known), statistics.median(measured[what][name])

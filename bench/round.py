@@ -36,8 +36,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from distributed_training.config.swarm import SwarmSettings
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import SwarmSettings, TrainingSettings
 from distributed_training.protocol.types import (
     AllReduceError,
     Progress,
@@ -45,9 +44,9 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.layout import Layout
+from distributed_training.training.collectives import Layout
+from distributed_training.training.memory_plan import named_config
 from distributed_training.training.model import Schema, build_meta_model, schema_of
-from distributed_training.training.sizes import named_config
 from distributed_training.training.trainer import Trainer
 
 MATCHMAKING = timedelta(seconds=3)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from distributed_training.config.training import TrainingSettings
-from distributed_training.training.sizes import llama_config, local_llama_config
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.training.memory_plan import llama_config, local_llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE, MICRO, EFFECTIVE = 128, 8, 16

@@ -32,7 +32,7 @@ import psutil
 
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
-from distributed_training.miner.process import listening_ranks, mark_of
+from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.telemetry import read_events
 
 LONGEST = timedelta(minutes=5)

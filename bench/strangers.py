@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
-from distributed_training.chain.wallet import Wallet
+from distributed_training.chain.identity import Wallet
 from distributed_training.common.processes import die_with_parent
 
 HOTKEYS = 50

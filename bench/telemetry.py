@@ -38,11 +38,10 @@ import psutil
 import torch
 
 from distributed_training.common.processes import die_with_parent
-from distributed_training.config.telemetry import TelemetrySettings
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import MinerState, Mode
-from distributed_training.miner.gauges import MachineGauges, limits
-from distributed_training.miner.reporter import Metrics, Reporter
+from distributed_training.config.settings import TelemetrySettings
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter, limits
+from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.protocol.types import StepReport
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import EventLog, MetricsFile

@@ -39,7 +39,7 @@ BASELINE = "boto3 tuned"
 def _store(spec: dict[str, str]) -> Any:
     from pydantic import SecretStr
 
-    from distributed_training.config.store import StoreSettings
+    from distributed_training.config.settings import StoreSettings
     from distributed_training.store.s3 import S3ObjectStore
 
     settings = StoreSettings(
@@ -53,7 +53,7 @@ def _store(spec: dict[str, str]) -> Any:
 
 def _ours(spec: dict[str, str], large: Path, small: list[Path]) -> tuple[float, float]:
     from distributed_training.store.journal import Journal
-    from distributed_training.store.upload import Sender
+    from distributed_training.store.transfer import Sender
 
     with Sender(
         store=_store(spec),
@@ -185,7 +185,7 @@ def _run(name: str, spec: dict[str, str]) -> dict[str, float]:
 
 def _resume(spec: dict[str, str], store: Any) -> str:
     """SIGKILL when half of the parts are there; what the next process sends."""
-    from distributed_training.store.upload import Sender, part_size_for
+    from distributed_training.store.transfer import Sender, part_size_for
 
     spec = spec | {"prefix": "killed"}
     large = Path(spec["large"])

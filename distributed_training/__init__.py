@@ -1,6 +1,6 @@
 """A miner for decentralized training subnets: inner steps, publication, averaging, outer steps.
 
-The rooms and the floors they stand on are described in ``docs/architecture.md``.
+``docs/architecture.md`` describes its packages and their layers.
 """
 
 __version__ = "0.1.0"

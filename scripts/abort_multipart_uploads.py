@@ -25,9 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.config.arguments import Parser, argument
-from distributed_training.config.flags import DAY
-from distributed_training.config.values import Bucket, Duration, Text, WebUrl
+from distributed_training.config.loader import Parser, argument
+from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUrl
 
 if TYPE_CHECKING:
     from distributed_training.store.cleanup import StuckUpload
@@ -69,8 +68,7 @@ def main() -> int:
         return exit_with(error)
 
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
-    from distributed_training.store.errors import StoreError
-    from distributed_training.store.s3 import S3ObjectStore
+    from distributed_training.store.s3 import S3ObjectStore, StoreError
 
     try:
         store = S3ObjectStore.from_settings(settings, bucket=arguments.bucket, write=True)
@@ -105,7 +103,7 @@ def main() -> int:
 
 
 def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
-    from distributed_training.store.claim import LAPSES_AFTER, OWNER_KEY
+    from distributed_training.store.bucket_lease import LAPSES_AFTER, OWNER_KEY
     from distributed_training.store.cleanup import upload_sizes
 
     width = max(len(u.key) for u in found)

@@ -13,4 +13,4 @@ from distributed_training.doctor.command import build_parser, main
 __all__ = ["build_parser", "main"]
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -24,10 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with
-from distributed_training.config.arguments import Parser, argument, ranged
-from distributed_training.config.data import DataSettings, parse_sources
-from distributed_training.config.training import TrainingSettings
-from distributed_training.config.values import File
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.settings import DataSettings, TrainingSettings, parse_sources
+from distributed_training.config.types import File
 
 
 def build_parser() -> Parser:
@@ -95,9 +94,9 @@ def main(argv: list[str]) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from distributed_training.data import pretokenize as work
-    from distributed_training.data.source import Counts
+    from distributed_training.data.page_source import Counts
     from distributed_training.data.tokenizer import build_tokenizer
+    from extras import pretokenize as work
 
     specs = parse_sources(args.source, "")
     if len(specs) != 1:
@@ -156,7 +155,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(out: Path, units: list[Any]) -> int:
-    from distributed_training.data import pretokenize as work
+    from extras import pretokenize as work
 
     bad = tokens = 0
     with _Bar(sum(unit.rows for unit in units)) as bar:

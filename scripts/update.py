@@ -1,29 +1,34 @@
 #!/usr/bin/env python
-"""Brings the miner that runs under pm2 to another version. Started by ``scripts/update.sh``.
+"""Bring the miner that runs under pm2 to another version. Started by ``scripts/update.sh``.
 
-    scripts/update.sh v1.4.0
-    scripts/update.sh v1.4.0 --no-tests --first-step 1h
+    scripts/update.sh v1.4.0                 a tag
+    scripts/update.sh main                   a branch, or a commit
+    scripts/update.sh v1.4.0 --no-doctor --first-step 1h
 
-The new version is set up in ``versions/TAG`` beside the old one, with an environment of its own,
-while the old one trains. Its tests and its doctor must pass there. Then, when no round is near,
-pm2's app is stopped as ``pm2 stop`` does it and started from the new folder, with the same
-settings, run folder and environment. If the new version does not come to its first inner step, the
-old one is started again. pm2 is only ever asked by the app's name. Exit status: 0 the new version
-trains, 1 the old one runs on (or again) and one line says why, 2 wrong arguments.
+The new version is set up in a folder of its own under ``versions``, with its own environment, while
+the old one trains. Its tests and its doctor must pass there. Then, when no round is near, pm2's app
+is stopped as ``pm2 stop`` does it and started from the new folder, with the same settings, run
+folder and environment. If the new version does not come to its first inner step, the old one is
+started again. Afterwards ``versions`` keeps the version that runs and the one before. pm2 is only
+ever asked by the app's name. Exit status: 0 the new version trains, 1 the old one runs on (or
+again) and one line says why, 2 wrong arguments.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,17 +37,26 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.config.arguments import Parser, argument
-from distributed_training.config.values import Duration
+from distributed_training.config.loader import Parser, argument
+from distributed_training.config.types import Duration
 from distributed_training.telemetry import read_events
 
 APP = "distributed_training_miner"
 _ROUND_NEAR = timedelta(minutes=3)  # a round due so soon is waited for
 _SPARE_BYTES = 2_000_000_000  # beyond the size of the environment that is there
 _POLL = 1.0  # seconds
-#: What stands in for these commands where they cannot be run, as in tests: DT_UPDATE_SETUP, _TESTS.
+_NEW = ".new"  # ends the name of a version's folder until the version has passed
+#: DT_UPDATE_SETUP and DT_UPDATE_TESTS replace these where they cannot be run, as in tests.
 _SETUP = "scripts/setup.sh"
-_TESTS = '.venv/bin/python -m pytest -q -x -n 2 -m "not slow and not long" tests/unit'
+_TESTS = '.venv/bin/python -m pytest -q -x -n 2 -m "not slow and not long and not cuda" tests/unit'
+#: What they need besides, fetched for them alone: the miner's environment gets none of it.
+_TOOLS, _TOOLS_LIST = "build/tests", "requirements/test.txt"
+_FETCH_TOOLS = (
+    ".venv/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes "
+    f"--no-deps --upgrade --target {_TOOLS} -r {_TOOLS_LIST}"
+)
+#: The GPUs belong to the miner that trains: a test that fills their memory would end its steps.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class UpdateError(RuntimeError):
@@ -72,7 +86,9 @@ class App:
 
 def build_parser() -> Parser:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tag", type=argument(str), help="the version: a tag of the repository")
+    parser.add_argument(
+        "target", type=argument(str), help="the version: a tag, a branch or a commit"
+    )
     parser.add_argument(
         "--first-step",
         type=argument(Duration),
@@ -86,6 +102,11 @@ def build_parser() -> Parser:
         help="how long to wait for a moment without a round (default 2h)",
     )
     parser.add_argument("--no-tests", action="store_true", help="leave the unit tests out")
+    parser.add_argument(
+        "--no-doctor",
+        action="store_true",
+        help="leave the doctor out, e.g. while the chain is away",
+    )
     parser.add_argument("--pm2", type=argument(str), default="pm2", help="the command")
     return parser
 
@@ -108,14 +129,35 @@ def update(options: argparse.Namespace) -> None:
     old = pm2.app(APP)
     unchanged = f"{old.version.name} runs on"
     tell(f"{old.name} runs from {old.version}")
-    folder = prepare(old, options.tag, unchanged)
-    if not options.no_tests:
-        tests = os.environ.get("DT_UPDATE_TESTS", _TESTS)
-        run("its tests", shlex.split(tests), folder, unchanged)
-    examine(old, folder, unchanged)
-    await_no_round(old.events, options.round_wait.total_seconds(), unchanged)
-    switch(pm2, old, folder, options.first_step.total_seconds())
-    tell(f"{old.name} runs {options.tag} from {folder}; the one before lies in {old.version}")
+    with only_update(old.home / "versions", unchanged):
+        folder = prepare(old, options.target, unchanged)
+        if not options.no_tests:
+            test(folder, unchanged)
+        if not options.no_doctor:
+            examine(old, folder, unchanged)
+        folder = keep(old, folder, unchanged)
+        await_no_round(old.events, options.round_wait.total_seconds(), unchanged)
+        switch(pm2, old, folder, options.first_step.total_seconds())
+        tell(f"{old.name} runs {options.target} from {folder}; the one before is {old.version}")
+        remove_others(old, folder)
+
+
+@contextmanager
+def only_update(versions: Path, unchanged: str) -> Iterator[None]:
+    """Hold the lock of ``versions``: two updates at once would remove each other's folders."""
+    try:
+        versions.mkdir(exist_ok=True)
+        lock = os.open(versions, os.O_RDONLY)
+    except OSError as error:
+        raise UpdateError(f"the new version has no room: {error}; {unchanged}") from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UpdateError(f"another update is under way in {versions}; {unchanged}") from None
+        yield
+    finally:
+        os.close(lock)
 
 
 def tell(line: str) -> None:
@@ -125,73 +167,192 @@ def tell(line: str) -> None:
 # --- the new version, beside the old one ----------------------------------------------------------
 
 
-def prepare(old: App, tag: str, unchanged: str) -> Path:
-    """Fetch the tag, and set its version up in a folder of its own."""
+def prepare(old: App, target: str, unchanged: str) -> Path:
+    """Fetch the target and set it up. Return its folder.
+
+    Setup works in a folder that no miner ever ran from, ``NAME.new``; :func:`keep` renames it.
+    Hence no failure can touch the version that runs or the one to go back to. A version that ran
+    before is taken as it is.
+    """
     git = ["git", "-C", str(old.version)]
-    fetched = subprocess.run([*git, "fetch", "--tags", "--quiet"], capture_output=True, text=True)
-    commit = subprocess.run(
-        [*git, "rev-parse", "--verify", "--quiet", f"refs/tags/{tag}^{{commit}}"],
-        capture_output=True,
-        text=True,
-    )
-    if commit.returncode != 0:
-        why = "it does not exist"
-        if fetched.returncode != 0:
-            why = f"it could not be fetched ({last_line(fetched.stderr)})"
-        raise UpdateError(f"no version {tag}: {why}; {unchanged}")
-    needed = size_of(old.version / ".venv") + _SPARE_BYTES
-    folder = old.home / "versions" / tag
-    if not folder.exists():
-        try:
-            folder.parent.mkdir(exist_ok=True)
-            free = shutil.disk_usage(folder.parent).free
-        except OSError as error:
-            raise UpdateError(f"the new version has no room: {error}; {unchanged}") from None
+    commit, name = find_commit(git, target, unchanged)
+    folder = old.home / "versions" / name
+    if folder.exists() and head_of(folder) != commit:  # a tag that was moved
+        folder = folder.with_name(f"{name}-{commit[:12]}")
+    if folder.exists() and folder.samefile(old.version):
+        raise UpdateError(f"{target} is the version that runs already; {unchanged}")
+    if (folder / ".venv" / ".installed").exists():
+        tell(f"{target} is set up in {folder}")
+        return folder
+    if user := process_in(folder / ".venv"):
+        raise UpdateError(f"{folder} is incomplete, but process {user} runs from it; {unchanged}")
+    remove_version(git, folder)  # incomplete, and nothing runs from it
+    new = folder.with_name(f"{folder.name}{_NEW}")
+    if not new.exists() or head_of(new) != commit:
+        remove_version(git, new)
+        needed = size_of(old.version / ".venv") + _SPARE_BYTES
+        free = shutil.disk_usage(new.parent).free
         if free < needed:
             raise UpdateError(
-                f"{free / 1e9:.1f} GB are free in {folder.parent} and {needed / 1e9:.1f} GB are "
+                f"{free / 1e9:.1f} GB are free in {new.parent} and {needed / 1e9:.1f} GB are "
                 f"needed for the new environment; {unchanged}"
             )
-        add = [*git, "worktree", "add", "--quiet", "--force", "--detach", str(folder)]
-        run("git", [*add, commit.stdout.strip()], old.home, unchanged)
-    tell(f"setting up {tag} in {folder}")
+        add = [*git, "worktree", "add", "--quiet", "--force", "--detach", str(new), commit]
+        run("git", add, old.home, unchanged)
+    tell(f"setting up {target} in {folder}")
     try:
-        setup = os.environ.get("DT_UPDATE_SETUP", _SETUP)
-        run("its setup", shlex.split(setup), folder, unchanged)
+        run("its setup", shlex.split(os.environ.get("DT_UPDATE_SETUP", _SETUP)), new, unchanged)
     except UpdateError:
-        subprocess.run([*git, "worktree", "remove", "--force", str(folder)], capture_output=True)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_version(git, new)
         raise
-    return folder
+    return new
+
+
+def test(folder: Path, unchanged: str) -> None:
+    """Run the unit tests of a version. Raises UpdateError."""
+    more = _NO_GPU
+    tests = os.environ.get("DT_UPDATE_TESTS")
+    if tests is None and (folder / _TOOLS_LIST).exists():  # older versions have them installed
+        tell("fetching what its tests need")
+        run("fetching what its tests need", shlex.split(_FETCH_TOOLS), folder, unchanged)
+        more = {**more, "PYTHONPATH": str(folder / _TOOLS)}
+    tell("running its tests")
+    run("its tests", shlex.split(tests or _TESTS), folder, unchanged, more=more)
+
+
+def keep(old: App, folder: Path, unchanged: str) -> Path:
+    """Give a new version, which has passed, its name. Return its folder."""
+    if folder.suffix != _NEW:
+        return folder
+    named = folder.with_suffix("")
+    relocate(folder / ".venv", folder, named)
+    move = ["git", "-C", str(old.version), "worktree", "move", "--force", str(folder), str(named)]
+    run("git", move, old.home, unchanged)
+    return named
+
+
+def find_commit(git: Sequence[str], target: str, unchanged: str) -> tuple[str, str]:
+    """Return the target's commit and the name of its folder. Raises UpdateError."""
+
+    def commit_of(ref: str) -> str:
+        words = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"]
+        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+    # Without --force git keeps a tag that was moved, and the old version would be installed.
+    fetch = [*git, "fetch", "--tags", "--force", "--quiet"]
+    fetched = subprocess.run(fetch, capture_output=True, text=True)
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", target)
+    if commit := commit_of(f"refs/tags/{target}"):
+        return commit, name
+    why = "it does not exist"
+    if fetched.returncode != 0:
+        why = f"it could not be fetched ({reason(fetched)})"
+    elif commit := commit_of(f"refs/remotes/origin/{target}"):
+        return commit, f"{name}-{commit[:12]}"
+    if re.fullmatch("[0-9a-f]{7,40}", target) and (commit := commit_of(target)):
+        return commit, commit[:12]
+    raise UpdateError(f"no version {target}: {why}; {unchanged}")
+
+
+def head_of(folder: Path) -> str:
+    words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+
+
+def relocate(environment: Path, before: Path, after: Path) -> None:
+    """Have an environment name the folder that it will be moved to.
+
+    Its programs (``btcli``), ``activate`` and the link to this project hold absolute paths.
+    """
+    packages = "lib/python3*/site-packages"
+    patterns = ("bin/*", "pyvenv.cfg", f"{packages}/*.pth", f"{packages}/__editable__*")
+    for pattern in (*patterns, f"{packages}/*.dist-info/direct_url.json"):
+        for path in environment.glob(pattern):
+            # Not through links: bin/python is the machine's.
+            if path.is_symlink() or not path.is_file():
+                continue
+            content = path.read_bytes()
+            moved = content.replace(bytes(before), bytes(after))
+            if moved != content:
+                path.write_bytes(moved)
+
+
+def remove_version(git: Sequence[str], folder: Path) -> None:
+    words = [*git, "worktree", "remove", "--force", str(folder)]
+    subprocess.run(words, capture_output=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_others(old: App, folder: Path) -> None:
+    """Remove versions other than the one that runs now and the one before.
+
+    Only folders of this repository, and none that a process runs from.
+    """
+    git = ["git", "-C", str(folder)]
+    listed = subprocess.run(
+        [*git, "worktree", "list", "--porcelain"], capture_output=True, text=True
+    )
+    worktrees = [
+        Path(line[9:]) for line in listed.stdout.splitlines() if line.startswith("worktree ")
+    ]
+    versions = (old.home / "versions").resolve()
+    for path in worktrees:
+        if path.resolve().parent != versions:
+            continue
+        if path.resolve() in (folder.resolve(), old.version.resolve()):
+            continue
+        if user := process_in(path / ".venv"):
+            tell(f"{path} stays: process {user} runs from it")
+            continue
+        tell(f"removing {path}")
+        remove_version(git, path)
+
+
+def process_in(environment: Path) -> int | None:
+    """Return a process that has a file of ``environment`` loaded."""
+    wanted = f" {environment}/".encode()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if wanted in maps.read_bytes():
+                return int(maps.parent.name)
+        except OSError:  # it ended, or is another account's
+            continue
+    return None
 
 
 def examine(old: App, folder: Path, unchanged: str) -> None:
-    """The new version's doctor, with the flags that it will be started with."""
+    """Run the new version's doctor, with the flags that it will be started with."""
     tell("asking its doctor")
-    done = subprocess.run(
-        [
-            str(folder / ".venv" / "bin" / "python"),
-            str(folder / "scripts" / "diagnose.py"),
-            *("--json", "--diagnostics.measure", "0"),
-            *arguments_of(folder, old),
-        ],
-        cwd=old.home,
-        env=old.environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [
+        str(folder / ".venv" / "bin" / "python"),
+        str(folder / "scripts" / "diagnose.py"),
+        *("--json", "--diagnostics.measure", "0"),
+        *arguments_of(folder, old, unchanged),
+    ]
+    try:
+        done = subprocess.run(
+            command, cwd=old.home, env=old.environment, capture_output=True, text=True
+        )
+    except OSError as error:
+        raise UpdateError(
+            f"its environment is incomplete ({error}); {unchanged}: remove {folder}, update again"
+        ) from None
     if done.returncode == 0:
         return
     try:
         failures = [check for check in json.loads(done.stdout) if check["status"] == "fail"]
         why = "; ".join(f"{check['name']}: {check['finding']}" for check in failures)
     except (ValueError, TypeError, KeyError):
-        why = last_line(done.stderr) or f"status {done.returncode}"
-    raise UpdateError(f"its doctor fails ({why}); {unchanged}")
+        why = ""
+    why = why or last_line(done.stderr) or f"status {done.returncode}"
+    raise UpdateError(
+        f"its doctor fails ({why}); {unchanged}: correct it, or update with --no-doctor if it is "
+        "not this machine's fault"
+    )
 
 
-def arguments_of(folder: Path, old: App) -> list[str]:
-    """What the app.config.js in ``folder`` starts the miner with."""
+def arguments_of(folder: Path, old: App, unchanged: str) -> list[str]:
+    """Return the flags that the app.config.js in ``folder`` starts the miner with."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0].args))"
     done = subprocess.run(
         ["node", "-e", code, str(folder / "app.config.js")],
@@ -200,7 +361,7 @@ def arguments_of(folder: Path, old: App) -> list[str]:
         text=True,
     )
     if done.returncode != 0:
-        raise UpdateError(f"its app.config.js is in error: {last_line(done.stderr)}")
+        raise UpdateError(f"its app.config.js is in error: {reason(done)}; {unchanged}")
     return [str(word) for word in json.loads(done.stdout)]
 
 
@@ -305,7 +466,7 @@ class Pm2:
                 f"pm2 cannot be run ({error}), so no miner was found to update: give --pm2 its path"
             ) from None
         if done.returncode != 0:
-            raise UpdateError(f"pm2 {' '.join(words)}: {last_line(done.stdout + done.stderr)}")
+            raise UpdateError(f"pm2 {' '.join(words)}: {reason(done)}")
         return done.stdout
 
     def app(self, name: str) -> App:
@@ -329,8 +490,19 @@ class Pm2:
         return bool(self._apps(name))
 
     def _apps(self, name: str) -> list[dict[str, Any]]:
-        line = next((x for x in self("jlist").splitlines() if x.startswith("[")), "[]")
-        return [app["pm2_env"] for app in json.loads(line) if app["name"] == name]
+        # A daemon that this starts prints lines of its own, "[PM2] Spawning PM2 daemon".
+        said = self("jlist")
+        for line in said.splitlines():
+            try:
+                listed = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(listed, list):
+                return [app["pm2_env"] for app in listed if app["name"] == name]
+        raise UpdateError(
+            f"pm2 jlist gives no list of apps ({last_line(said) or 'no output'}), so the miner was "
+            "not found: pm2 update"
+        )
 
     def _find(self, name: str) -> dict[str, Any]:
         apps = self._apps(name)
@@ -345,21 +517,34 @@ class Pm2:
 # --- small things ---------------------------------------------------------------------------------
 
 
-def run(what: str, command: Sequence[str], folder: Path, unchanged: str) -> None:
+def run(
+    what: str,
+    command: Sequence[str],
+    folder: Path,
+    unchanged: str,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Run a step of the preparation. ``more``: for its environment. Raises UpdateError."""
     try:
         done = subprocess.run(
             ["nice", "-n", "10", *command],  # training goes first
             cwd=folder,
+            env={**os.environ, **(more or {})},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
         )
-        why = "" if done.returncode == 0 else last_line(done.stdout + done.stderr)
-        failed = done.returncode != 0
+        why = "" if done.returncode == 0 else reason(done)
     except OSError as error:
-        failed, why = True, str(error)
-    if failed:
+        why = str(error)
+    if why:
         raise UpdateError(f"{what} failed ({why}); {unchanged}")
+
+
+def reason(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the last line of what a command printed; of a silent one, how it ended."""
+    ended = f"status {done.returncode}" if done.returncode > 0 else f"signal {-done.returncode}"
+    return last_line(done.stdout + done.stderr) or f"{ended}, no output"
 
 
 def last_line(text: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from distributed_training.chain.base import ChainError, ChainUnavailable, Neuron
-from distributed_training.localnet.ledger import Ledger
+from distributed_training.localnet.chain_server import Ledger
 
 
 class MemoryLedger(Ledger):
@@ -74,6 +74,15 @@ class MemoryChain:
 
     def reads(self) -> int:
         return self._reads
+
+    def answered_by(self) -> str:
+        return "memory"
+
+    def endpoints(self) -> int:
+        return 1
+
+    def ask_another(self) -> None:
+        return None
 
     def counters(self) -> Mapping[str, int]:
         return {"reads": self._reads}

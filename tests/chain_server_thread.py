@@ -7,8 +7,7 @@ import threading
 
 import uvicorn
 
-from distributed_training.localnet.chain_server import build_server
-from distributed_training.localnet.ledger import Ledger
+from distributed_training.localnet.chain_server import Ledger, build_server
 
 
 class LocalChainServer:

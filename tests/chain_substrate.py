@@ -24,7 +24,10 @@ RAO = 10**9
 
 class LedgerSubstrate:
     """``silent``: accepts calls and never answers them, as a hung node does. ``newest_block_age``:
-    seconds."""
+    seconds. ``committed``: entries of the map of commitments beside the ledger's, by hotkey, as the
+    SDK's decoder returns them; an exception is what it raises. ``broken``: what reading a storage
+    item or calling a runtime API raises, by name. ``asked``: their names.
+    """
 
     def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
         self.ledger = ledger
@@ -34,11 +37,17 @@ class LedgerSubstrate:
         self.newest_block_age = 0.0
         self.connections = 0
         self.signers: list[str] = []
+        self.committed: dict[str, Any] = {}
+        self.broken: dict[str, BaseException] = {}
+        self.asked: set[str] = set()
 
     def balance(self, rao: int, netuid: int = 0) -> Balance:
         return Balance(int(rao), netuid, None)
 
-    async def _answer(self) -> None:
+    async def _answer(self, name: str = "") -> None:
+        self.asked.add(name)
+        if name in self.broken:
+            raise self.broken[name]
         if self.silent:
             await asyncio.Event().wait()
         if not self.ledger.up:
@@ -64,7 +73,9 @@ class LedgerSubstrate:
     async def query(
         self, module: str, item: str, params: Any = None, block_hash: Any = None
     ) -> Any:
-        await self._answer()
+        await self._answer(item)
+        if item == "CommitmentOf":
+            return _decoded(self._entries().get(params[1]))
         if item == "Uids":
             return next((u for u, n in self.ledger.entries.items() if n.hotkey == params[1]), None)
         defaults = {
@@ -81,22 +92,17 @@ class LedgerSubstrate:
     def _neurons(self) -> list[Any]:
         return [self.ledger.entries[uid] for uid in sorted(self.ledger.entries)]
 
+    def _entries(self) -> dict[str, Any]:
+        texts = self.ledger.commitments.items()
+        ours = {hotkey: commitment_entry(text.encode()) for hotkey, text in texts}
+        return {**ours, **self.committed}
+
     async def query_map(
         self, module: str, item: str, params: Any = None, block_hash: Any = None
     ) -> list[tuple[Any, Any]]:
-        await self._answer()
+        await self._answer(item)
         if item == "CommitmentOf":
-            return [
-                (
-                    hotkey,
-                    {
-                        "block": 5,
-                        "deposit": 0,
-                        "info": {"fields": [{f"Raw{len(text)}": "0x" + text.encode().hex()}]},
-                    },
-                )
-                for hotkey, text in self.ledger.commitments.items()
-            ]
+            return [(hotkey, _decoded(entry)) for hotkey, entry in self._entries().items()]
         if item == "Uids":
             return [(n.hotkey, n.uid) for n in self._neurons()]
         return []
@@ -112,7 +118,7 @@ class LedgerSubstrate:
     async def runtime_call(
         self, api: str, method: str, params: list[Any], block_hash: Any = None
     ) -> Any:
-        await self._answer()
+        await self._answer(method)
         if method != "get_metagraph" or params != [self.netuid]:
             return None
         neurons = self._neurons()
@@ -123,8 +129,8 @@ class LedgerSubstrate:
             "tempo": 360,
             "last_step": 0,
             "blocks_since_last_step": 0,
-            "owner_hotkey": neurons[0].hotkey,
-            "owner_coldkey": neurons[0].hotkey,
+            "owner_hotkey": neurons[0].hotkey if neurons else "5Owner",
+            "owner_coldkey": neurons[0].hotkey if neurons else "5Owner",
             "network_registered_at": 0,
             "hotkeys": [n.hotkey for n in neurons],
             "coldkeys": [n.hotkey for n in neurons],
@@ -188,6 +194,18 @@ class LedgerSubstrate:
         except ChainError as error:
             return ExtrinsicResult(success=False, message=str(error), error=error)
         return ExtrinsicResult(success=True, message="Success")
+
+
+def commitment_entry(raw: bytes) -> dict[str, Any]:
+    """Return the entry of one field of raw bytes as the SDK's decoder does."""
+    fields = [{f"Raw{len(raw)}": "0x" + raw.hex()}]
+    return {"block": 5, "deposit": 0, "info": {"fields": fields}}
+
+
+def _decoded(entry: Any) -> Any:
+    if isinstance(entry, BaseException):
+        raise entry
+    return entry
 
 
 class _Composed:

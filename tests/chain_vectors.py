@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from distributed_training.chain.wallet import Wallet
+from distributed_training.chain.identity import Wallet
 from tests.chain_world import MINER, PEER, POOR, SECOND, STRANGER, VALIDATOR, sign
 
 FILE = Path(__file__).parent / "vectors" / "signed_requests.json"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from bittensor import http_auth
 from bittensor.sp_core import Keypair
 
 from distributed_training.chain import auth
+from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.chain.wallet import Wallet
-from distributed_training.config.chain import ChainSettings
+from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.types import RoundRequest
 from tests.chain_memory import MemoryChain, MemoryLedger
 
@@ -33,7 +36,7 @@ MINER = wallet_of("//miner")
 VALIDATOR = wallet_of("//validator")  # the master
 SECOND = wallet_of("//second-validator")  # permit and stake
 POOR = wallet_of("//poor-validator")  # permit, no stake
-PEER = wallet_of("//peer")  # registered, no permit
+PEER = wallet_of("//peer")  # stake, no permit
 STRANGER = wallet_of("//stranger")
 EPOCH = 12
 # Nothing in the way of tests that send much from one address.
@@ -56,12 +59,12 @@ class World:
         self.ledger.register(VALIDATOR.ss58, stake=1e6, validator_permit=True)
         self.ledger.register(SECOND.ss58, stake=1e6, validator_permit=True)
         self.ledger.register(POOR.ss58, stake=1.0, validator_permit=True)
-        self.ledger.register(PEER.ss58)
+        self.ledger.register(PEER.ss58, stake=1e6)
         self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
         self.events: list[RoundRequest] = []
         self.offset = 0
         self.later = 0.0
-        self.due: bool | None = True
+        self.due: bool | Callable[[], bool] | None = True
         self.server = SignedServer(
             settings=settings,
             wallet=MINER,
@@ -70,7 +73,7 @@ class World:
             miner=MinerCallbacks(
                 epoch=lambda: EPOCH,
                 on_all_reduce=self.events.append,
-                round_due=lambda: self.due,
+                round_due=lambda: self.due() if callable(self.due) else self.due,
             ),
             folder=folder,
             clock=lambda: time.time_ns() + self.offset,
@@ -121,3 +124,36 @@ def sign(
         timeout=timeout,
         nonce=nonce,
     )
+
+
+@contextmanager
+def public_miner(refusal: dict[str, str] | None = None) -> Iterator[int]:
+    """The port of a server that answers a call as the public miner does: who does not name its
+    hotkey in the legacy header is not registered. ``refusal``: the answer to all others."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, fields = 403, {"message": "Forbidden. Key is blacklisted: not registered."}
+            if refusal is not None:
+                fields = refusal
+            elif self.headers.get("bt_header_dendrite_hotkey"):
+                status, fields = 200, {"completion": "True"}
+            content = json.dumps(fields).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer((MINER_IP, 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(5)

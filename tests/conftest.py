@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis.core
 import pytest
 from hypothesis import settings
 
 # Machines are shared: how long one example takes says nothing. Each test has its own time limit.
-settings.register_profile("shared", deadline=None)
-settings.load_profile("shared")
+# The examples are the same in each run, so that a change is what fails. New ones are for a run of
+# their own: DT_HYPOTHESIS=random, or the seed that such a run printed.
+settings.register_profile("same", deadline=None, derandomize=True)
+settings.register_profile("random", deadline=None)
+if seed := os.environ.get("DT_HYPOTHESIS", ""):
+    seed = str(random.getrandbits(32)) if seed == "random" else seed
+    os.environ["DT_HYPOTHESIS"] = seed  # for xdist's workers
+    hypothesis.core.global_force_seed = int(seed)
+settings.load_profile("random" if seed else "same")
+
+
+def pytest_report_header() -> str:
+    if seed:
+        return f"hypothesis: random examples; for the same ones again give DT_HYPOTHESIS={seed}"
+    return "hypothesis: the examples of every run; for others give DT_HYPOTHESIS=random"
+
 
 # Tests run beside each other: torch's threads, here and in what a test starts, would wait for each
 # other's cores. Read when torch is imported, which no test is before this.
@@ -54,6 +70,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.index(item.path))
 
 
+#: Tools whose tests must run: a test that is skipped for want of one fails (``.ci/run`` sets it).
+REQUIRED = [tool.lower() for tool in os.environ.get("DT_REQUIRE", "").split(",") if tool]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and isinstance(report.longrepr, tuple):
+        reason = report.longrepr[2]
+        if wanted := [tool for tool in REQUIRED if tool in reason.lower()]:
+            report.outcome = "failed"
+            report.longrepr = f"DT_REQUIRE names {', '.join(wanted)}, and this was {reason}"
+    return report
+
+
 @pytest.fixture(scope="module")
 def process_group() -> Iterator[None]:
     """Of this process alone. Here, since the trainers of the tests run where pytest is not."""
@@ -67,9 +98,9 @@ def process_group() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked_hosts() -> Iterator[None]:
     """Swarm hosts of this module's peers are forked, not started as programs."""
-    from distributed_training.swarm import keeper
+    from distributed_training.swarm import supervisor
     from tests.forked import ForkedHostLaunch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(keeper, "HostLaunch", ForkedHostLaunch)
+        patch.setattr(supervisor, "HostLaunch", ForkedHostLaunch)
         yield

@@ -28,7 +28,11 @@ from distributed_training.swarm import HostLaunch
 
 TESTS = Path(__file__).parent
 #: The clock is replaced before anybody keeps it.
-_PRELOAD = ("tests.multiprocess.jumping_clock", *PRELOAD, "distributed_training.swarm.host")
+_PRELOAD = (
+    "tests.multiprocess.jumping_clock",
+    *PRELOAD,
+    "distributed_training.swarm.averager_process",
+)
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -155,9 +159,9 @@ def _host(connection: socket.socket, tells: Connection, log: str, owner: int) ->
     os.getppid = lambda: owner if parent() == server else 1
     tells.send(True)
     sys.argv = ["host", str(connection.detach())]
-    from distributed_training.swarm import host
+    from distributed_training.swarm import averager_process
 
-    host.main()
+    averager_process.main()
 
 
 def _run(

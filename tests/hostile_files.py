@@ -48,7 +48,7 @@ class Reader:
 
 
 def _safetensors(path: Path) -> Any:
-    from distributed_training.store.remote_state import check_file
+    from distributed_training.store.bucket_reader import check_file
 
     return check_file(path)
 
@@ -56,7 +56,7 @@ def _safetensors(path: Path) -> Any:
 def _drift(path: Path) -> Any:
     import torch
 
-    from distributed_training.miner.drift import Rows, drift
+    from distributed_training.miner.global_state import Rows, drift
 
     data = path.read_bytes()
     rows = [Rows(name, 0, torch.ones(shape)) for name, shape in SCHEMA]
@@ -71,13 +71,13 @@ def _payload(path: Path) -> Any:
 
 
 def _gradients(path: Path) -> Any:
-    from distributed_training.store.contents import check_gradients
+    from distributed_training.store.contents import PtFile
 
-    return check_gradients(path, SHAPES).not_finite()
+    return PtFile(path).not_finite()
 
 
 def _outer(path: Path) -> Any:
-    from distributed_training.training.outer import load_outer_optimizer
+    from distributed_training.training.nesterov import load_outer_optimizer
 
     return load_outer_optimizer(path, SCHEMA)
 
@@ -95,16 +95,16 @@ def _metadata(path: Path) -> Any:
 
 
 def _done(path: Path) -> Any:
+    from distributed_training.store.s3 import Uplink
     from distributed_training.store.snapshot_folder import wait_complete
-    from distributed_training.store.uplink import Uplink
 
     return wait_complete(path.parent, 1, timeout=timedelta(0), uplink=Uplink())
 
 
 def _journal(path: Path) -> Any:
     """What a start of the uploader does with it."""
-    from distributed_training.config.store import StoreSettings
-    from distributed_training.store.uploader_messages import Start
+    from distributed_training.config.settings import StoreSettings
+    from distributed_training.store.uploader import Start
     from distributed_training.store.uploader_process import UploadLoop
     from tests.memory_store import MemoryObjectStore
 
@@ -113,14 +113,14 @@ def _journal(path: Path) -> Any:
 
 
 def _kept(path: Path) -> Any:
-    from distributed_training.chain.kept import KeptFile
+    from distributed_training.chain.callers import KeptFile
 
     return KeptFile(path).load()
 
 
 def _lines(path: Path) -> Any:
     from distributed_training.common.files import read_json_lines
-    from distributed_training.telemetry.follow import EventFollower
+    from distributed_training.telemetry.events import EventFollower
 
     follower = EventFollower(path)
     history = list(follower.history(at_most=MEBI))
@@ -130,21 +130,41 @@ def _lines(path: Path) -> Any:
 
 
 def _norms(path: Path) -> Any:
-    from distributed_training.swarm.judge import PastNorms
+    from distributed_training.swarm.swarm import PastNorms
 
     return PastNorms(path, run_id="run")
 
 
 def _instance(path: Path) -> Any:
-    from distributed_training.miner import process
+    from distributed_training.miner import run_folder
 
-    pid = process.launcher_pid(path.parent)
+    pid = run_folder.launcher_pid(path.parent)
     assert pid is None or pid > 0
-    return process.mark_of(path.parent), process.read_exit_status(path.parent, instance="x")
+    return run_folder.mark_of(path.parent), run_folder.read_exit_status(path.parent, instance="x")
+
+
+def _registration(path: Path) -> Any:
+    from distributed_training.chain.registration import RegistrationRecord
+
+    record = RegistrationRecord.load(path)
+    assert record.waited >= 0
+    return record
+
+
+def _chain_state(path: Path) -> Any:
+    from distributed_training.chain.base import ChainState
+
+    return ChainState.load(path, chain="finney, netuid 38", hotkey="5F")
+
+
+def _honest_chain_state() -> bytes:
+    neuron = {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}
+    state = {"chain": "finney, netuid 38", "at": time.time(), "block": 5, "neurons": [neuron]}
+    return json.dumps({**state, "commitments": {"5F": "x"}}).encode()
 
 
 def _claim(path: Path) -> Any:
-    from distributed_training.store.claim import OWNER_KEY, check_claim, instance_of
+    from distributed_training.store.bucket_lease import OWNER_KEY, check_claim, instance_of
     from tests.memory_store import MemoryObjectStore
 
     store = MemoryObjectStore()
@@ -157,8 +177,7 @@ def _claim(path: Path) -> Any:
 
 
 def _download_notes(path: Path) -> Any:
-    from distributed_training.store.download import download
-    from distributed_training.store.retry import deadline_in
+    from distributed_training.store.transfer import deadline_in, download
     from tests.memory_store import MemoryObjectStore
 
     store = MemoryObjectStore()
@@ -172,20 +191,20 @@ def _download_notes(path: Path) -> Any:
 def _identity(path: Path) -> Any:
     from hivemind.p2p import PeerID
 
-    from distributed_training.swarm.host import set_aside_damaged
+    from distributed_training.swarm.averager_process import set_aside_damaged
 
     set_aside_damaged(path)  # after which hivemind can read it, or make another
     return PeerID.from_identity(path.read_bytes()) if path.exists() else None
 
 
 def _held_back(path: Path) -> Any:
-    from distributed_training.data.held_back import HeldBack
+    from distributed_training.data.page_source import HeldBack
 
     return HeldBack(path).load(2)
 
 
 def _standings(path: Path) -> Any:
-    from distributed_training.validator.standings import Standings
+    from distributed_training.validator.scorer import Standings
 
     return Standings.load(path)
 
@@ -238,7 +257,7 @@ def honest_held_back() -> bytes:
 def honest_identity() -> bytes:
     import tempfile
 
-    from distributed_training.localnet.identity import identity_file, make_identity
+    from distributed_training.localnet.services import identity_file, make_identity
 
     with tempfile.TemporaryDirectory() as folder:
         make_identity(Path(folder))
@@ -260,7 +279,7 @@ def _honest_journal() -> bytes:
 _NAMES = ("config.json", "model.safetensors", "gradients.pt", "inner_optimizer.rank0001-of-1.pt")
 _DONE = {
     **{"rank": 0, "world_size": 1},
-    "files": [{"name": name, "size": 1, "sha256": "0" * 64} for name in _NAMES],
+    "files": [{"name": name, "size": 1, "not_finite": None} for name in _NAMES],
 }
 _KEPT = {"highest": 5, "clean": True, "validators": ["1.2.3.4"]}
 _METADATA = {"run": 5, "outer_step": 3, "inner_step": 5, "peer_id": "12D3"}
@@ -289,6 +308,10 @@ READERS: dict[str, Reader] = {
     "norms": Reader("norms.json", _norms, _json({"run_id": "run", "norms": [1.5, 2]})),
     "instance": Reader("instance.json", _instance, _json(_STATUS)),
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),
+    "registration": Reader(
+        "registration.json", _registration, _json({"hotkey": "5F", "uid": 3, "waited": 9.5})
+    ),
+    "chain": Reader("chain.json", _chain_state, _honest_chain_state),
     "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
     "identity": Reader("identity.key", _identity, honest_identity),
@@ -404,6 +427,8 @@ def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", kind) as archive:
         archive.writestr("a/data.pkl", b"\x80\x02" + body + b".")
+        archive.writestr("a/byteorder", "little")
+        archive.writestr("a/version", "3\n")  # without it torch.load does not begin
         for number in range(copies):
             archive.writestr(f"a/data/{number}", bytes(4))
     return buffer.getvalue()
@@ -444,6 +469,16 @@ def _pt_bombs(honest: bytes) -> Iterator[tuple[str, bytes]]:
         ("storage of 4 PB", b"}X\1\0\0\0a" + tensor(10**15, (10**15,)) + b"s"),
         ("beyond its storage", b"}X\1\0\0\0a" + tensor(1, (2**40, 2), (0, 1)) + b"s"),
         ("wide strides", b"}X\1\0\0\0a" + tensor(1, (2,), (2**60,)) + b"s"),
+        ("many dimensions", b"}X\1\0\0\0a" + tensor(1, (1,) * 20_000, (1,) * 20_000) + b"s"),
+        ("one element 4 TB wide", b"}X\1\0\0\0a" + tensor(1, (2**40,), (0,)) + b"s"),
+        (
+            "one tuple for many calls",
+            _global("collections OrderedDict")
+            + b"q\2("
+            + b"N" * 400_000
+            + b"tq\1"
+            + b"h\2h\1R0" * 80_000,
+        ),
         ("code", _global("os system") + b"X\4\0\0\0true\x85R"),
         ("long bytes", b"\x8e" + b"\xff" * 7 + b"\x7f"),
     ):

@@ -10,20 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distributed_training.store.errors import (
+from distributed_training.config.settings import LEAST_PART
+from distributed_training.store.s3 import (
     BucketMissingError,
     IntegrityError,
+    MultipartInfo,
+    ObjectInfo,
     ObjectMissingError,
+    PartInfo,
     PreconditionError,
+    Section,
     StoreError,
     UploadMissingError,
 )
-from distributed_training.store.s3 import MultipartInfo, ObjectInfo, PartInfo
-from distributed_training.store.uplink import Section
 
 
 class MemoryObjectStore:
-    """One bucket. It refuses unequal parts at Complete, as R2 does (``InvalidPart``).
+    """One bucket. At Complete it refuses what S3 does, and unequal parts, as R2 does.
 
     ``before``: called with (operation, key) before each operation; may raise a StoreError.
     """
@@ -146,10 +149,8 @@ class MemoryObjectStore:
         self._enter("complete_multipart", key)
         held = self._upload(key, upload_id)
         with self._lock:
-            sizes = {len(held[p.number]) for p in parts[:-1] if p.number in held}
-            wrong = any(p.number not in held or _md5(held[p.number]) != p.etag for p in parts)
-            if wrong or len(sizes) > 1 or (sizes and len(held[parts[-1].number]) > max(sizes)):
-                raise StoreError(f"{key}: InvalidPart")
+            if problem := _refused(held, parts):
+                raise StoreError(f"{key}: the store answered 400 {problem}")
             digests = b"".join(bytes.fromhex(p.etag) for p in parts)
             etag = f"{_md5(digests)}-{len(parts)}"
             content = b"".join(held[p.number] for p in parts)
@@ -171,6 +172,23 @@ class MemoryObjectStore:
                 for upload_id, (key, at, _) in self._uploads.items()
                 if key.startswith(prefix)
             ]
+
+
+def _refused(held: dict[int, bytes], parts: Sequence[PartInfo]) -> str | None:
+    """The code of the error that Complete is answered with, in the order of S3's checks."""
+    if not parts:
+        return "MalformedXML"
+    numbers = [part.number for part in parts]
+    if numbers != sorted(set(numbers)):
+        return "InvalidPartOrder"
+    if any(p.number not in held or _md5(held[p.number]) != p.etag for p in parts):
+        return "InvalidPart"
+    *others, last = (len(held[number]) for number in numbers)
+    if min(others, default=LEAST_PART) < LEAST_PART:
+        return "EntityTooSmall"
+    if len(set(others)) > 1 or last > max(others, default=last):
+        return "InvalidPart"  # R2 alone
+    return None
 
 
 def _bytes(data: bytes | Section) -> bytes:

@@ -114,6 +114,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         wait_for(idle, "two idle nodes", seconds=60, every=0.5)
         yield world
     finally:
+        # What a failed test left would outlive its Slurm.
+        command = ["scancel", "--full", "--signal=KILL", "--user=root"]
+        subprocess.run(command, env=os.environ | world.environment, capture_output=True, timeout=60)
         for process in reversed(started):
             process.terminate()
         for process in started:

@@ -1,4 +1,4 @@
-"""A stand-in for the datasets server's rows API on 127.0.0.1, with scripted and random faults."""
+"""Rows for tests: a rows API on 127.0.0.1 with scripted and random faults, and local files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from distributed_training.config.settings import DataSettings
+from distributed_training.data.block_builder import WorkerSpec
 
 DATASET = "some/dataset"
 
@@ -179,3 +183,24 @@ def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, l
         ]
         for i in range(configs)
     }
+
+
+def worker_spec(
+    tokenizer: tuple[Path, int], folder: Path, source: str, **changes: Any
+) -> WorkerSpec:
+    """Of rank 0 of 4, with small pages and sequences of 32 tokens."""
+    own = {k: changes.pop(k) for k in ("uid", "rank", "vocabulary") if k in changes}
+    values: dict[str, Any] = {"pages_per_block": 4, "rows_per_page": 20, **changes}
+    return WorkerSpec(
+        **{"uid": 3, "rank": 0, "world_size": 4, **own},
+        settings=DataSettings(source=source, **values),
+        sequence_length=32,
+        tokenizer_path=tokenizer[0],
+        eos_id=tokenizer[1],
+        folder=folder,
+    )
+
+
+def write_jsonl(path: Path, rows: list[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))

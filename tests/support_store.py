@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import uuid
 from collections.abc import Iterator
@@ -13,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 from pydantic import SecretStr
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
-from distributed_training.config.store import StoreSettings
+from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import encode
-from distributed_training.protocol.metadata import ConfigExtras
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
-from distributed_training.store.retry import patient
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.transfer import patient
 from tests.gradient_file import build_payload
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
@@ -110,6 +111,24 @@ def write_snapshot(
     return {name: folder / name for names in files.values() for name in names}
 
 
+def publish_state(
+    store: Any, outer_step: int, *, rows: int = 256, text: str = ""
+) -> dict[str, bytes]:
+    """A state of ``outer_step`` as its owner publishes it: 4 KiB a row in each large file."""
+    tensors = {"w": torch.full((rows, 1024), outer_step + len(text) / 8)}
+    torch.save({"momentum": tensors["w"]}, buffer := io.BytesIO())
+    files = {
+        keys.CONFIG: ConfigExtras((), 0).merge_into({"model_type": "llama", "text": text}),
+        keys.MODEL: save(tensors, metadata=keys.SAFETENSORS_METADATA),
+        keys.OUTER_OPTIMIZER: buffer.getvalue(),
+    }
+    for name, data in files.items():
+        store.put(keys.epoch_key(outer_step, name), data)
+    metadata = Metadata.of(Revision(RUN, outer_step, 0), PEER_ID).to_json()
+    store.put(keys.epoch_key(outer_step, keys.METADATA), metadata)
+    return files
+
+
 def publish(
     store: S3ObjectStore,
     folder: Path,
@@ -129,8 +148,7 @@ def finish_rank(folder: Path, rank: int, world_size: int, names: list[str] | Non
         "rank": rank,
         "world_size": world_size,
         "files": [
-            {"name": n, "size": (folder / n).stat().st_size, "sha256": digest(folder / n)}
-            for n in names
+            {"name": n, "size": (folder / n).stat().st_size, "not_finite": None} for n in names
         ],
     }
     (folder / f"rank-{rank}.done.json").write_text(json.dumps(done))
@@ -148,8 +166,6 @@ def object_digest(store: S3ObjectStore, key: str) -> str:
 
 def assert_published(store: S3ObjectStore, revision: Revision, files: dict[str, Path]) -> None:
     """Every object is the snapshot's, and both metadata documents name it."""
-    from distributed_training.protocol.metadata import Metadata
-
     store = patient(store, each=timedelta(seconds=30))  # a busy machine's answers slowly
     for name, path in files.items():
         assert object_digest(store, keys.epoch_key(revision.outer_step, name)) == digest(path), name

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
 from distributed_training.swarm import HivemindSwarm
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from distributed_training.config.training import TrainingSettings
-from distributed_training.training.layout import Layout
-from distributed_training.training.sizes import llama_config
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.training.collectives import Layout
+from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 32
@@ -24,6 +24,7 @@ SETTINGS = TrainingSettings(
     warmup_steps=3,
     total_steps=100,
     precision="fp32",
+    preview_sequences=4,
 )
 
 
@@ -43,7 +44,6 @@ def trainer(
     model: dict[str, Any] | None = None,
     run_folder: Path | None = None,
     local_ranks: int = 0,
-    across_nodes: bool = False,
     **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
@@ -51,7 +51,7 @@ def trainer(
         settings=dataclasses.replace(SETTINGS, **changes),
         model_config=model or tiny(),
         device=torch.device("cpu"),
-        layout=Layout(rank, world_size, local_ranks, across_nodes),
+        layout=Layout(rank, world_size, local_ranks),
         run_folder=run_folder,
     )
     made.load_weights(None)

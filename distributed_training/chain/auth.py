@@ -1,14 +1,15 @@
-"""Who sent a request: ``btauth/1`` and the legacy dendrite headers.
+"""Authenticate a request: ``btauth/1`` or the legacy dendrite headers. Name each refusal.
 
-Both are checked in two halves, so that the server can put its cheap checks between them:
+Both schemes are checked in two halves, so that the server can put its cheap checks between them:
 :func:`claim` reads what the headers say (nothing is proven yet), :func:`proven` verifies the
-signature (43 us). Which scheme a caller used says nothing about what it may do.
-
-The legacy signature covers the hash of nothing in place of the body (protocol/synapses.py).
+signature (43 us). The scheme of a call decides nothing about what its caller may do. The legacy
+signature covers the hash of nothing in place of the body (protocol/synapses.py).
 """
 
 from __future__ import annotations
 
+import enum
+import logging
 import math
 import re
 import time
@@ -19,14 +20,77 @@ from dataclasses import dataclass
 from bittensor import http_auth
 from bittensor.sp_core import verify as verify_signature
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.protocol.synapses import (
     LEGACY_ALLOWANCE,
     LEGACY_BODY_HASH,
     legacy_signed_text,
 )
 
-from .refusals import Refusal, Refused
-from .wallet import Wallet
+from .identity import Wallet
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL = 60.0  # seconds between two lines about one caller
+_LOG_LINES = 20  # per interval, all callers together
+
+
+class Refusal(enum.Enum):
+    """Why a request is refused: name of the counter, HTTP status, text for the caller."""
+
+    TOO_LARGE = ("too_large", 413, "request too large")
+    HEADERS = ("headers_too_large", 431, "headers too large")
+    LENGTH = ("no_length", 411, "send Content-Length, not Transfer-Encoding")
+    TIMEOUT = ("timeout", 408, "request not received in time")
+    SILENT = ("silent", 408, "nothing was sent")
+    MALFORMED = ("malformed", 400, "malformed request")
+    ROUTE = ("unknown_route", 404, "unknown synapse")
+    METHOD = ("method", 405, "only POST is answered")
+    UNSIGNED = ("unsigned", 401, "signature headers are missing or of a scheme not accepted here")
+    UNKNOWN_HOTKEY = ("unknown_hotkey", 403, "hotkey is not registered")
+    RATE = ("rate", 429, "too many requests")
+    STALE = ("stale", 401, "nonce is too old")
+    FUTURE = ("future", 401, "nonce is in the future")
+    REPLAY = ("replay", 401, "nonce was used before")
+    RECEIVER = ("receiver", 401, "signed for another receiver")
+    SIGNATURE = ("signature", 401, "signature does not verify")
+    NO_PERMIT = ("no_permit", 403, "validator permit is missing")
+    LOW_STAKE = ("low_stake", 403, "stake is below the minimum")
+    NOT_DUE = ("not_due", 403, "no round is due")
+    OWN_HOTKEY = ("own_hotkey", 403, "signed by this server's own hotkey")
+
+    def __init__(self, reason: str, status: int, message: str) -> None:
+        self.reason = reason
+        self.status = status
+        self.message = message
+
+
+class Refused(Exception):
+    """``more``: fields of the reply beside the message."""
+
+    def __init__(self, refusal: Refusal, **more: str) -> None:
+        super().__init__(refusal.message)
+        self.refusal = refusal
+        self.fields = {"message": refusal.message, **more}
+
+
+class RefusalLog:
+    """At most one line a minute for each caller, and few for all of them together."""
+
+    def __init__(self) -> None:
+        self._may_tell = Throttle(LOG_INTERVAL)
+        self._window = (0.0, 0)  # its start, lines in it
+
+    def tell(self, reason: str, caller: str) -> None:
+        """Log that a call of ``caller`` was refused, or do not."""
+        now = time.monotonic()
+        start, lines = self._window
+        if now - start > LOG_INTERVAL:
+            start, lines = now, 0
+        if lines < _LOG_LINES and self._may_tell(caller):
+            self._window = (start, lines + 1)
+            log.warning("Refused a call of %s: %s", caller, reason)
+
 
 BTAUTH = "btauth"
 LEGACY = "legacy"
@@ -138,6 +202,25 @@ def proven(
         raise Refused(Refusal.SIGNATURE) from None
     except http_auth.AuthError:
         raise Refused(Refusal.MALFORMED) from None
+
+
+def prove_same_key(wallet: Wallet, claimed: Claim) -> str:
+    """Return the answer to a proven call of our own hotkey: our signature of that very call. Nobody
+    without the key can make it, or have had it made before."""
+    return "0x" + bytes(wallet.hotkey.sign(_same_key_text(wallet.ss58, claimed))).hex()
+
+
+def proves_same_key(wallet: Wallet, headers: Mapping[str, str], proof: object) -> bool:
+    """Return whether ``proof`` is :func:`prove_same_key` of our call with ``headers``."""
+    if not isinstance(proof, str) or not _SIGNATURE.fullmatch(proof):
+        return False
+    claimed = claim({name.lower(): value for name, value in headers.items()}, (BTAUTH, LEGACY))
+    text = _same_key_text(wallet.ss58, claimed)
+    return bool(verify_signature(text, bytes.fromhex(proof[2:]), wallet.ss58))
+
+
+def _same_key_text(hotkey: str, claimed: Claim) -> bytes:
+    return f"a miner with {hotkey} answers {claimed.nonce}.{claimed.salt}".encode()
 
 
 class _NoStore:

@@ -1,11 +1,25 @@
-"""What the rest of the miner knows about a chain."""
+"""The chain as the rest of the program sees it, and the last known state of a subnet.
+
+A chain is a network away and may be gone for hours while training goes on. So readers get what was
+known last, at once and from memory; a thread of the chain brings it up to date.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+from distributed_training.common.files import read_json_object, write_json
 
 
 class ChainError(RuntimeError):
@@ -63,19 +77,34 @@ class Chain(Protocol):
         ...
 
     def commitment(self, hotkey: str) -> str | None:
-        """Text last committed by ``hotkey``; None when there is none."""
+        """Text last committed by ``hotkey``; None when there is none, or none of the network's
+        form. Raises ChainUnavailable also when only the commitments could not be read yet."""
         ...
 
     def reads(self) -> int:
-        """How often neurons and commitments were read since the start, also when nothing had
-        changed: two looks between which it did not grow saw the same answer of the chain."""
+        """How often neurons were read since the start, also when nothing had changed: two looks
+        between which it did not grow saw the same answer of the chain."""
+        ...
+
+    def answered_by(self) -> str:
+        """Endpoint that gave the last answer which :meth:`reads` counts."""
+        ...
+
+    def endpoints(self) -> int:
+        """How many endpoints are known, answering or not."""
+        ...
+
+    def ask_another(self) -> None:
+        """Read neurons and commitments again soon, from the next endpoint. Returns at once."""
         ...
 
     def counters(self) -> Mapping[str, int]:
         """What only grows, by name: ``reads``, ``failures`` (of a node, a connection lost or an
         answer that did not come), ``connections`` (made, so one more than reconnects),
         ``went_back`` (looks that showed a lower block than before: a reorganization or a node
-        behind), ``writes`` and ``writes_failed``. What never happened may be left out."""
+        behind), ``neurons_failed`` and ``commitments_failed`` (reads of one of the two),
+        ``commitments_skipped`` (entries, at each read, that are not of the network's form),
+        ``writes`` and ``writes_failed``. What never happened may be left out."""
         ...
 
     def age(self) -> timedelta:
@@ -117,3 +146,177 @@ def wait_ready(chain: Chain, timeout: timedelta) -> None:
             "who is registered and nothing can begin: check the network, or name another node with "
             "--subtensor.chain_endpoint"
         )
+
+
+log = logging.getLogger(__name__)
+
+#: A state that was read longer ago is not gone by at a start.
+OLDEST = timedelta(hours=24)
+
+
+@dataclass(frozen=True)
+class ChainState:
+    """What a chain showed last, kept for a start while no endpoint answers.
+
+    ``at``: when, in seconds since the epoch. ``chain``: which chain and subnet.
+    """
+
+    chain: str
+    at: float
+    block: int
+    neurons: tuple[Neuron, ...]
+    commitments: dict[str, str]
+
+    def save(self, path: Path) -> None:
+        """Replace ``path``. A failure is logged: only a start in an outage needs the file."""
+        try:
+            write_json(path, asdict(self), durable=False)
+        except OSError as error:
+            log.warning(
+                "%s was not written (%s), so a start while the chain is away would wait for it: "
+                "free the disk of --neuron.run_folder",
+                path,
+                error.strerror,
+            )
+
+    @classmethod
+    def load(cls, path: Path, *, chain: str, hotkey: str) -> ChainState | None:
+        """Read ``path``. None if it is missing, damaged, of another chain, without ``hotkey``, or
+        older than :data:`OLDEST` by this machine's clock."""
+        try:
+            state = _STATE.validate_python(read_json_object(path) or {})
+        except ValidationError:
+            return None
+        registered = any(neuron.hotkey == hotkey for neuron in state.neurons)
+        recent = 0 <= time.time() - state.at < OLDEST.total_seconds()
+        return state if state.chain == chain and registered and recent else None
+
+
+_STATE = TypeAdapter(ChainState)
+
+
+class LastKnown:
+    """The reading methods of :class:`~.base.Chain`. One thread at a time calls ``_saw_...``.
+
+    ``monotonic`` is the clock of ages.
+    """
+
+    def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._ready = threading.Event()
+        self._counts: Counter[str] = Counter()
+        self._block = 0
+        self._read_at: float | None = None
+        self._ahead_of_monotonic: float | None = None  # the chain's clock
+        self._neurons: tuple[Neuron, ...] = ()
+        self._uids: dict[str, int] = {}
+        self._commitments: dict[str, str] | None = None
+        self._answered_by = ""
+
+    def _saw_neurons(self, neurons: tuple[Neuron, ...]) -> None:
+        if neurons != self._neurons:
+            self._uids = {n.hotkey: n.uid for n in neurons}
+            self._neurons = neurons
+        self._counts["reads"] += 1
+
+    def _saw_commitments(self, commitments: dict[str, str]) -> None:
+        """Replace the texts by hotkey."""
+        self._commitments = commitments
+
+    def _saw_block(self, block: int) -> None:
+        """Advance the block clock. Once neurons are known too there is something to read."""
+        # A reorganization or a node that lags must not turn the clock back.
+        self._counts["went_back"] += block < self._block
+        self._block = max(self._block, block)
+        self._read_at = self._monotonic()
+        if self._counts["reads"]:
+            self._ready.set()
+
+    def _saw_time(self, seconds: float) -> None:
+        """Of the newest block, since the epoch."""
+        self._ahead_of_monotonic = seconds - self._monotonic()
+
+    def state(self, chain: str) -> ChainState | None:
+        """Return what is to be kept for a later start; None before all of it was read."""
+        if not self._counts["reads"] or self._commitments is None:
+            return None
+        at = time.time() - self.age().total_seconds()
+        return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
+
+    def recall(self, state: ChainState) -> None:
+        """Go by ``state`` until an endpoint answers, as a process does that had read it itself."""
+        if self._ready.is_set():
+            return
+        self._read_at = self._monotonic() - (time.time() - state.at)
+        self._block = max(self._block, state.block)
+        if not self._counts["reads"]:
+            self._uids = {n.hotkey: n.uid for n in state.neurons}
+            self._neurons = state.neurons
+        if self._commitments is None:
+            self._commitments = dict(state.commitments)
+        self._ready.set()
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._counts["writes"] += 1
+        try:
+            yield
+        except ChainError:
+            self._counts["writes_failed"] += 1
+            raise
+
+    def wait_ready(self, timeout: timedelta) -> bool:
+        return self._ready.wait(timeout.total_seconds())
+
+    def _check(self) -> None:
+        if not self._ready.is_set():
+            raise ChainUnavailable("the chain has not answered yet")
+
+    def block(self) -> int:
+        self._check()
+        return self._block
+
+    def neurons(self) -> Sequence[Neuron]:
+        self._check()
+        return self._neurons
+
+    def uid(self, hotkey: str) -> int | None:
+        self._check()
+        return self._uids.get(hotkey)
+
+    def commitment(self, hotkey: str) -> str | None:
+        self._check()
+        if self._commitments is None:
+            raise ChainUnavailable("the commitments of the subnet could not be read yet")
+        return self._commitments.get(hotkey)
+
+    def reads(self) -> int:
+        return self._counts["reads"]
+
+    def answered_by(self) -> str:
+        return self._answered_by
+
+    def endpoints(self) -> int:
+        return 1
+
+    def ask_another(self) -> None:
+        """A chain with one endpoint has nobody else to ask."""
+
+    def counters(self) -> Mapping[str, int]:
+        return dict(self._counts)
+
+    def _clock_when_read(self) -> float:
+        """The chain's time at the last look, in seconds since the epoch; 0 before the first one."""
+        if self._ahead_of_monotonic is None or self._read_at is None:
+            return 0.0
+        return self._ahead_of_monotonic + self._read_at
+
+    def clock(self) -> float | None:
+        ahead = self._ahead_of_monotonic
+        return None if ahead is None else ahead + self._monotonic()
+
+    def age(self) -> timedelta:
+        read_at = self._read_at
+        if read_at is None:
+            return timedelta.max
+        return timedelta(seconds=max(0.0, self._monotonic() - read_at))

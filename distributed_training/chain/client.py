@@ -17,9 +17,9 @@ from distributed_training.protocol.synapses import IsAliveReply, SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
+from .auth import Refusal
 from .base import Neuron
-from .refusals import Refusal
-from .wallet import Wallet
+from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
@@ -63,19 +63,26 @@ class SignedClient:
         )
         return {uid: _acknowledged(reply) for uid, reply in replies.items()}
 
-    def answers_for_us(self, neuron: Neuron, timeout: timedelta) -> bool:
-        """Whether a miner with *our own* hotkey is running at ``neuron``'s endpoint.
+    def same_key_at(self, neuron: Neuron, timeout: timedelta) -> bool | None:
+        """Ask the chain's endpoint of our own hotkey whether a miner runs there with it.
 
-        Asked at the start with the endpoint the chain shows for our hotkey: a server of this kind
-        refuses a call signed by its own key with a word only it has reason to say, the public miner
-        just answers. ``timeout`` covers the call.
+        True: it has proven that it holds the key. False: it answers as the public miner does, or an
+        older version of this program; anybody who has the address now may. None: no such answer.
+
+        Both schemes are tried: this program's servers may have one of them off, and the public
+        miner understands the legacy one alone. ``timeout`` covers each call.
         """
         asked = replace(neuron, hotkey=self._wallet.ss58)
-        reply = self._sweep([asked], synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
-        status, fields = reply[neuron.uid] or (0, {})
-        if status == Refusal.OWN_HOTKEY.status:
-            return fields.get("message") == Refusal.OWN_HOTKEY.message
-        return status == 200 and fields.get("completion") == "True"
+        body = json.dumps(synapses.build_is_alive()).encode()
+        answered = False
+        for scheme in (auth.BTAUTH, auth.LEGACY):
+            headers = self._sign(asked, synapses.IS_ALIVE, body, timeout, scheme)
+            status, fields = asyncio.run(_ask(asked, body, headers, timeout)) or (0, {})
+            if auth.proves_same_key(self._wallet, headers, fields.get("proof")):
+                return True
+            alive = status == 200 and fields.get("completion") == "True"
+            answered |= alive or fields.get("message") == Refusal.OWN_HOTKEY.message
+        return False if answered else None
 
     def _sweep(
         self,
@@ -92,12 +99,11 @@ class SignedClient:
 
         async def sweep() -> list[Reply | None]:
             gate = asyncio.Semaphore(parallel)
-            # No proxies, no redirects, no TLS: endpoints are addresses read from the chain.
-            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+            async with _http() as client:
 
                 async def one(neuron: Neuron) -> Reply | None:
                     async with gate:
-                        headers = self._sign(neuron, name, body, announced or timeout)
+                        headers = self._sign(neuron, name, body, announced or timeout, self._scheme)
                         return await _post(client, neuron, name, body, headers, timeout)
 
                 return await asyncio.gather(*map(one, neurons))
@@ -105,8 +111,10 @@ class SignedClient:
         uids = (neuron.uid for neuron in neurons)
         return dict(zip(uids, asyncio.run(sweep()), strict=True))
 
-    def _sign(self, neuron: Neuron, name: str, body: bytes, announced: timedelta) -> dict[str, str]:
-        if self._scheme == auth.BTAUTH:
+    def _sign(
+        self, neuron: Neuron, name: str, body: bytes, announced: timedelta, scheme: str
+    ) -> dict[str, str]:
+        if scheme == auth.BTAUTH:
             return auth.sign_btauth(
                 self._wallet, path=f"/{name}", body=body, receiver=neuron.hotkey
             )
@@ -118,6 +126,18 @@ class SignedClient:
             port=neuron.port or 0,
             timeout=announced.total_seconds(),
         )
+
+
+def _http() -> httpx.AsyncClient:
+    """No proxies, no redirects, no TLS: endpoints are addresses read from the chain."""
+    return httpx.AsyncClient(trust_env=False, verify=False)
+
+
+async def _ask(
+    neuron: Neuron, body: bytes, headers: Mapping[str, str], timeout: timedelta
+) -> Reply | None:
+    async with _http() as client:
+        return await _post(client, neuron, synapses.IS_ALIVE, body, headers, timeout)
 
 
 async def _post(

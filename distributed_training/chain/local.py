@@ -11,9 +11,8 @@ from typing import Any
 
 import httpx
 
-from .base import ChainError, Neuron
-from .known import LastKnown
-from .wallet import Wallet
+from .base import ChainError, LastKnown, Neuron
+from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +116,8 @@ class LocalChain(LastKnown):
         with self._lock:
             if version >= self._seen:  # two reads may cross; the older must not win
                 neurons = tuple(Neuron(**entry) for entry in state["neurons"])
-                self._saw_neurons(neurons, dict(state["commitments"]))
+                self._saw_neurons(neurons)
+                self._saw_commitments(dict(state["commitments"]))
                 self._seen = version
             self._saw_time(float(state["time"]))
             self._saw_block(int(state["block"]))

@@ -1,16 +1,26 @@
-"""Whether this hotkey is still ours alone: deregistered, moved to another uid, mined twice."""
+"""Watch that this hotkey is still ours alone: deregistered, moved to another uid, mined twice.
+
+A deregistration stops training, so one broken chain node must not be able to report it. A list of
+neurons that is empty, or lacks the subnet's master hotkey, counts as no answer. "Not there" is
+believed when it lasted :data:`MISSING_FOR` and two endpoints said it, where two are known.
+"""
 
 from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from pathlib import Path
 
-from .base import Chain, ChainUnavailable, find
+from distributed_training.common.backoff import Throttle
+from distributed_training.common.files import read_json_object, write_json
+
+from .base import Chain, ChainUnavailable, Neuron, find
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +29,15 @@ INTERVAL = timedelta(seconds=10)
 CONFIRMATIONS = 2
 TAKEN_BACK_AT_MOST = 2
 TAKEN_BACK_WITHIN = 3600.0  # seconds
+#: From the first read without our hotkey until a deregistration is believed.
+MISSING_FOR = timedelta(minutes=30)
+#: The same where one endpoint alone answered all that time.
+MISSING_FOR_ALONE = timedelta(hours=2)
+ASK_ANOTHER = timedelta(minutes=2)  # between two questions to another endpoint
 
 
 class Change(enum.Enum):
-    DEREGISTERED = "deregistered"  # exit status 3
+    DEREGISTERED = "deregistered"  # the next start waits for the registration
     UID_CHANGED = "uid changed"  # another bucket: start again
     DOUBLE = "a second miner uses this hotkey"  # exit status 3
 
@@ -41,6 +56,106 @@ class Suspicion:
     change: Change | None
     uid: int | None
     lost: _Written | None = None
+
+
+def believable(neurons: Sequence[Neuron], master: str | None) -> bool:
+    """Return whether a list of neurons may be the subnet's: it has some, ``master`` among them."""
+    return find(neurons, master) is not None if master else bool(neurons)
+
+
+class _Missing:
+    """Reads of the chain, in a row, that did not show our hotkey."""
+
+    def __init__(
+        self, *, chain: Chain, hotkey: str, lasts: timedelta, clock: Callable[[], float]
+    ) -> None:
+        self._chain = chain
+        self._hotkey = hotkey
+        self._lasts = lasts
+        self._clock = clock
+        self._throttle = Throttle(ASK_ANOTHER.total_seconds(), clock=clock)
+        self._refused = False  # a list was, since one was believed
+        self._since: float | None = None
+        self._answered: set[str] = set()
+
+    def refuse(self, master: str | None) -> None:
+        """Take a list that cannot be the subnet's for no answer."""
+        if not self._refused:
+            self._refused = True
+            log.warning(
+                "The chain node %s shows no neurons, or not the master hotkey %s, so its list is "
+                "not believed: training goes on, and another node is asked; if it lasts, see "
+                "--subtensor.chain_endpoint and --neuron.master_ss58_address",
+                self._chain.answered_by(),
+                master,
+            )
+        self._ask_another()
+
+    def found(self) -> None:
+        """End the row: the chain shows our hotkey."""
+        self._refused = False
+        if self._since is not None:
+            log.info("%s shows hotkey %s again", self._chain.answered_by(), self._hotkey)
+        self._since, self._answered = None, set()
+
+    def lost(self) -> bool:
+        """Count one more read. Return whether the deregistration is believed by now."""
+        now, answered_by = self._clock(), self._chain.answered_by()
+        self._refused = False
+        if self._since is None:
+            self._since = now
+            log.warning(
+                "The chain node %s does not show hotkey %s any more: training goes on, another "
+                "node is asked, and it is believed when it lasts %.0f minutes",
+                answered_by,
+                self._hotkey,
+                self._lasts.total_seconds() / 60,
+            )
+        self._answered.add(answered_by)
+        self._ask_another()
+        lasted = timedelta(seconds=now - self._since)
+        wanted = 1 if lasted >= MISSING_FOR_ALONE else min(2, self._chain.endpoints())
+        return lasted >= self._lasts and len(self._answered) >= wanted
+
+    def _ask_another(self) -> None:
+        if self._throttle():
+            self._chain.ask_another()
+
+
+@dataclass
+class RegistrationRecord:
+    """The uid this run folder's miner had, and how long it has waited to be registered again.
+
+    ``waited``: seconds in which the chain answered and did not show the hotkey. They are counted,
+    not computed from two dates, since a machine may start with a wrong clock.
+    """
+
+    hotkey: str = ""
+    uid: int = -1
+    waited: float = 0.0
+
+    @classmethod
+    def load(cls, path: Path) -> RegistrationRecord:
+        """Read ``path``; what is missing or damaged is the record of no hotkey."""
+        content = read_json_object(path) or {}
+        hotkey, uid, waited = map(content.get, ("hotkey", "uid", "waited"))
+        if not (isinstance(hotkey, str) and isinstance(uid, int)):
+            return cls()
+        if not (isinstance(waited, float) and math.isfinite(waited)):
+            waited = 0.0
+        return cls(hotkey, uid, max(0.0, waited))
+
+    def save(self, path: Path) -> None:
+        """Write ``path``. A failure is logged: a later start would wait from the beginning."""
+        try:
+            write_json(path, asdict(self))
+        except OSError as error:
+            log.warning(
+                "%s was not written (%s), so the next start does not know how long a lost "
+                "registration was waited for: free the disk of --neuron.run_folder",
+                path,
+                error.strerror,
+            )
 
 
 class _Written:
@@ -94,6 +209,9 @@ class RegistrationWatcher:
     back our write, and ``on_lost`` is called with its name to write it again; only when that
     happens more than twice within an hour it is a second miner after all. ``ours``: what this miner
     writes, an ``endpoint`` (address and port), a ``commitment`` or both; the values may change.
+
+    ``on_read``: called after each read of the chain. ``master``: a hotkey that every true list of
+    the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`.
     """
 
     def __init__(
@@ -105,6 +223,9 @@ class RegistrationWatcher:
         on_event: Callable[[RegistrationEvent], None],
         on_lost: Callable[[str], None] = lambda name: None,
         ours: Mapping[str, object],
+        on_read: Callable[[], None] = lambda: None,
+        master: str | None = None,
+        missing_for: timedelta = MISSING_FOR,
         interval: timedelta = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -114,6 +235,9 @@ class RegistrationWatcher:
         self._on_event = on_event
         self._on_lost = on_lost
         self._ours = ours
+        self._on_read = on_read
+        self._master = master
+        self._missing = _Missing(chain=chain, hotkey=hotkey, lasts=missing_for, clock=clock)
         self._written = [_Written(name, value, clock) for name, value in ours.items()]
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
@@ -150,6 +274,8 @@ class RegistrationWatcher:
         if reads == self._reads:
             return None
         self._reads = reads
+        if reads:
+            self._on_read()
         try:
             found = self._look()
         except ChainUnavailable:
@@ -184,9 +310,14 @@ class RegistrationWatcher:
         return RegistrationEvent(change, uid, line)
 
     def _look(self) -> Suspicion | None:
-        me = find(self._chain.neurons(), self._hotkey)
+        neurons = self._chain.neurons()
+        me = find(neurons, self._hotkey)
         if me is None:
-            return Suspicion(Change.DEREGISTERED, None)
+            if not believable(neurons, self._master):
+                self._missing.refuse(self._master)
+                return None
+            return Suspicion(Change.DEREGISTERED, None) if self._missing.lost() else None
+        self._missing.found()
         if me.uid != self._uid:
             return Suspicion(Change.UID_CHANGED, me.uid)
         shown = {
@@ -204,7 +335,8 @@ class RegistrationWatcher:
         if change is Change.DEREGISTERED:
             return (
                 f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
-                "and the miner stops: register it again with `btcli subnet register`"
+                "and training stops; its weights are kept: register it again with `btcli subnet "
+                "register`, and the miner goes on by itself"
             )
         return (
             f"another miner writes to the chain with hotkey {self._hotkey}, so validators see two "

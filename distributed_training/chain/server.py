@@ -19,21 +19,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from distributed_training.config.chain import ChainSettings
+from distributed_training.common.backoff import Throttle
+from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol import lines, synapses
 from distributed_training.protocol.synapses import SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .admission import Admission, Buckets
+from .auth import LOG_INTERVAL, Refusal, RefusalLog, Refused
 from .base import Chain, ChainUnavailable, Neuron
-from .http import Handlers, Head, parse_fields
-from .kept import Kept, KeptFile
-from .listener import HttpThread, bind
-from .refusals import Refusal, RefusalLog, Refused
-from .replay import NonceMemory
-from .trust import TrustedAddresses
-from .wallet import Wallet
+from .callers import Admission, Buckets, Kept, KeptFile, NonceMemory, TrustedAddresses
+from .http_server import Handlers, Head, HttpThread, bind, parse_fields
+from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +38,9 @@ log = logging.getLogger(__name__)
 ROUND_MARGIN = 30.0
 _KEEP_INTERVAL = 2.0
 # The refusals of somebody who has proven who they are, or who is merely early: no strikes.
-_NO_STRIKE = frozenset({Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE})
+_NO_STRIKE = frozenset(
+    {Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE, Refusal.OWN_HOTKEY}
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class MinerCallbacks:
 class SignedServer:
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
-    ``folder`` holds ``callers.json``, which survives a restart (:mod:`.kept`); None: nothing does.
+    ``folder`` holds ``callers.json``, which survives a restart (:mod:`.callers`); None: nothing is
+    kept.
     ``clock``: wall clock in ns, for the freshness of calls; ``monotonic`` in seconds, for all else.
     """
 
@@ -79,6 +79,7 @@ class SignedServer:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
+        self._wallet = wallet
         self._own = wallet.ss58
         self._chain = chain
         self._master = master_hotkey
@@ -91,6 +92,8 @@ class SignedServer:
         self._round_lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._refusals = RefusalLog()
+        self._alive_lines = Throttle(LOG_INTERVAL, clock=monotonic)
+        self._alive_calls: Counter[int | None] = Counter()  # since the last line
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
         self._bounds = round_bounds(settings)
         self._file = KeptFile(folder / "callers.json" if folder is not None else None)
@@ -205,6 +208,10 @@ class SignedServer:
     def _answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """The effect of a whole request and the fields of its reply. Raises Refused."""
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
+        if claim.hotkey == self._own:
+            # A second miner that is being started asks whether this one runs.
+            proof = auth.prove_same_key(self._wallet, claim)
+            raise Refused(Refusal.OWN_HOTKEY, proof=proof)
         if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
         self._hotkeys.take(claim.hotkey)
@@ -212,12 +219,10 @@ class SignedServer:
 
     def _check_claim(self, claim: auth.Claim) -> None:
         """Nothing is proven yet, so nothing is recorded."""
-        if claim.hotkey == self._own:
-            # Nobody else may hold this key; a second miner does, or a request is reflected.
-            raise Refused(Refusal.OWN_HOTKEY)
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
-        known = claim.hotkey == self._master or self._known(claim.hotkey) is not None
+        ours = claim.hotkey in (self._own, self._master)
+        known = ours or self._known(claim.hotkey) is not None
         if not known and not self._settings.allow_non_registered:
             raise Refused(Refusal.UNKNOWN_HOTKEY)
         if self._hotkeys.empty(claim.hotkey):
@@ -260,7 +265,7 @@ class SignedServer:
                 raise Refused(Refusal.NO_PERMIT)
             reply = synapses.answer_is_alive(fields, epoch=self._miner.epoch())
             self._counts["accepted.IsAlive"] += 1
-            log.info("%s", lines.RESPONDED_ACTIVE)
+            self._log_alive(neuron.uid if neuron is not None else None)
         else:
             if not self._may_call_rounds(claim.hotkey, neuron):
                 raise Refused(Refusal.LOW_STAKE if permit else Refusal.NO_PERMIT)
@@ -269,6 +274,12 @@ class SignedServer:
         if permit:
             self._trusted.add(head.address)
         return reply
+
+    def _log_alive(self, uid: int | None) -> None:
+        """Any uid may ask many times a second: one line a minute for each."""
+        self._alive_calls[uid] += 1
+        if self._alive_lines(uid):
+            log.info("%s", lines.responded_active(uid, self._alive_calls.pop(uid)))
 
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
         """Start a round, or what the caller is told of the running one. Raises Refused."""
@@ -284,7 +295,7 @@ class SignedServer:
         with self._round_lock:
             running = self._running()
             if running is None:
-                self._refuse_unless_due(claim)
+                self._check_due(claim)
                 self._round = (request, self._monotonic())
         if running is not None:
             self._counts["repeated.AllReduce"] += 1
@@ -295,14 +306,20 @@ class SignedServer:
         self._miner.on_all_reduce(request)
         return None
 
-    def _refuse_unless_due(self, claim: auth.Claim) -> None:
-        """A legacy signature covers neither route nor body: whoever can read and hold back traffic
-        can turn a validator's IsAlive into an AllReduce. So such a call starts a round only when
-        one may be called; only the master is believed when that is not known."""
-        if claim.scheme != auth.LEGACY:
-            return
+    def _check_due(self, claim: auth.Claim) -> None:
+        """Raise Refused for a round that may not be called now.
+
+        Training pauses for a round, and on this network only the master calls one. Any other
+        validator could keep a miner from training by calling again and again, so it has to be due.
+        A legacy signature covers neither route nor body: whoever can read and hold back traffic can
+        turn the master's IsAlive into an AllReduce, so its legacy calls are refused between rounds.
+        """
         due = self._miner.round_due()
-        if due is False or (due is None and claim.hotkey != self._master):
+        if claim.hotkey == self._master:
+            refused = claim.scheme == auth.LEGACY and due is False
+        else:
+            refused = due is not True
+        if refused:
             raise Refused(Refusal.NOT_DUE)
 
     # refusals

@@ -1,16 +1,22 @@
-"""The public chain through bittensor 11. The only module that knows the SDK's client.
+"""The public chain through bittensor 11. The only module that uses the SDK's client.
 
 One thread with its own event loop holds one connection, reads the block every few seconds and
-neurons with commitments every few minutes. Each call has a deadline of ours: a node that accepts
-the connection and stays silent would hold the SDK for minutes. When a call fails the connection is
-dropped and the next endpoint of the list is tried, with growing pauses; meanwhile readers get what
-was last known.
+neurons with commitments every few minutes. Each call has a deadline of ours: an endpoint that
+accepts the connection and stays silent would hold the SDK for minutes. When a call fails the
+connection is dropped and the next endpoint of the list is tried, with growing pauses; meanwhile
+readers get what was last known.
+
+An endpoint that synchronizes, or that lost its peers, answers with blocks of hours ago and without
+hotkeys that were registered since. Blocks carry the time they were made at, so the wall clock shows
+such an endpoint, as long as there is another one to ask. When all endpoints are behind, the clock
+of this machine may be wrong, and the newest endpoint is used.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
@@ -21,14 +27,71 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from distributed_training.common.backoff import doubling
-from distributed_training.config.chain import ChainSettings
+from distributed_training.config.settings import ChainSettings
 
-from .base import ChainError, Neuron
-from .known import LastKnown
-from .newest import NewestBlocks
-from .wallet import Wallet
+from .base import Chain, ChainError, LastKnown, Neuron
+from .identity import Wallet
 
 log = logging.getLogger(__name__)
+
+LATE = timedelta(minutes=10)  # since the newest block; one is made every 12 s
+ASK_AGAIN = timedelta(minutes=10)  # the other nodes, while one is believed that is behind
+_ALIKE = 60.0  # seconds between the newest blocks of two nodes that are as good as each other
+
+
+class NewestBlocks:
+    """When the newest block of each node was made. ``clock``: the wall clock, in seconds since the
+    epoch; ``monotonic``: that of :data:`ASK_AGAIN`."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._monotonic = monotonic
+        self._made: dict[str, float] = {}  # by endpoint, of those that were asked
+        self._believed_at: float | None = None  # a node that is behind
+
+    def asking(self, endpoint: str) -> None:
+        """Until it answers it has nothing that could be newer."""
+        self._made[endpoint] = -math.inf
+
+    def check(self, endpoint: str, made: float, others: Iterable[str]) -> None:
+        """Raises ChainError if the newest block of ``endpoint``, made at ``made``, is behind the
+        clock and one of ``others`` has a newer one or was not asked yet."""
+        self._made[endpoint] = made
+        behind = self._clock() - made
+        if behind <= LATE.total_seconds():
+            self._made, self._believed_at = {}, None  # of the others: soon too old
+            return
+        now = self._monotonic()
+        if self._believed_at is not None and now - self._believed_at > ASK_AGAIN.total_seconds():
+            self._made, self._believed_at = {endpoint: made}, None
+        newest = max((self._made.get(other, math.inf) for other in others), default=-math.inf)
+        if newest > made + _ALIKE:
+            raise ChainError(
+                f"its newest block is {behind / 60:.0f} minutes behind this machine's clock"
+            )
+        if self._believed_at is None:
+            self._believed_at = now
+            log.warning(
+                "No chain node that answers is newer than %s, which is %.0f minutes behind this "
+                "machine's clock, so what it shows may be old: going on with it; see whether "
+                "timedatectl says 'synchronized: yes', or name another node with "
+                "--subtensor.chain_endpoint",
+                endpoint,
+                behind / 60,
+            )
+
+
+def minutes_behind(chain: Chain) -> float | None:
+    """How far the chain, as it is read, is behind this machine's clock; None if it is not late."""
+    now = chain.clock()
+    behind = 0.0 if now is None else time.time() - now
+    return behind / 60 if behind > LATE.total_seconds() else None
+
 
 T = TypeVar("T")
 
@@ -38,6 +101,9 @@ FURTHEST_BEHIND = 30  # blocks
 STANDSTILL = 180.0  # seconds without a new block; then the other endpoints are asked
 _CLOSE_TIMEOUT = 5.0
 _LOG_INTERVAL = 300.0  # seconds between two lines about a chain that stays away
+_COMMITMENTS = ("Commitments", "CommitmentOf")  # pallet and storage map
+_LONGEST_COMMITMENT = 128  # bytes, of the field Raw128
+_AT_A_TIME = 32  # entries that are asked for one by one
 
 
 class BittensorChain(LastKnown):
@@ -65,6 +131,9 @@ class BittensorChain(LastKnown):
         self._netuid = settings.netuid
         self._sleep = sleep
         self._newest = NewestBlocks(monotonic=monotonic)
+        self._looked_at = self._told_at = float("-inf")  # the last whole look; the last line
+        self._endpoint = ""  # of the connection
+        self._asked_another = threading.Event()
         self._client: Any = None
         self._connected: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -145,7 +214,7 @@ class BittensorChain(LastKnown):
             raise ChainError(f"{kind}: refused by the chain: {_describe(result.error)}")
         # Make our own write visible; that this read fails is the poller's business.
         with suppress(Exception):
-            await self._read_neurons(self._client)
+            await self._read(self._client)
 
     # the thread
 
@@ -167,39 +236,50 @@ class BittensorChain(LastKnown):
         self._connected = asyncio.Event()
         self._task = asyncio.current_task()
         started.set()
-        rounds = 0  # of all endpoints, in a row, without an answer
-        said_at = float("-inf")
+        rounds = 0  # of all endpoints, in a row, without a whole look
         turn = 0
         while True:
             endpoints = self._endpoints()
             endpoint = endpoints[turn % len(endpoints)]
             turn += 1
-            before = self._read_at
+            before = self._looked_at
             try:
                 with _sdk_errors():
-                    await self._follow(endpoint, others=set(endpoints) - {endpoint})
+                    others = set(endpoints) - {endpoint}
+                    await self._follow(endpoint, others=others, tried_all=rounds > 0)
             except (ChainError, TimeoutError) as error:  # training goes on with what is known
-                self._counts["failures"] += 1
-                now = self._monotonic()
-                if now - said_at > _LOG_INTERVAL or self._read_at != before:
-                    said_at = now
-                    log.warning("%s", self._stale_line(endpoint, error))
-            if self._read_at != before:
+                self._failed(endpoint, error)
+            if self._looked_at != before:
                 rounds = 0
             pause = doubling(rounds + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
             await self._sleep(pause.total_seconds())
             rounds += turn % len(endpoints) == 0
 
-    def _stale_line(self, endpoint: str, error: Exception) -> str:
+    def _failed(self, endpoint: str, error: Exception) -> None:
+        """Count a failure. Log it if the last look was whole, or none for a while."""
+        self._counts["failures"] += 1
+        now = self._monotonic()
+        if now - self._told_at <= _LOG_INTERVAL and self._looked_at < self._told_at:
+            return
+        self._told_at = now
         known = (
-            f"going on with what was known {self.age().total_seconds():.0f} s ago"
-            if self._ready.is_set()
+            f"going on with what was known {now - self._looked_at:.0f} s ago"
+            if self._looked_at > float("-inf")
             else "nothing is known yet"
         )
-        return (
-            f"The chain at {endpoint} failed ({_describe(error)}): {known}; trying again, also at "
-            "other endpoints. If it lasts, name a node with --subtensor.chain_endpoint"
+        log.warning(
+            "The chain at %s failed (%s): %s; trying again, also at other endpoints. If it lasts, "
+            "name a node with --subtensor.chain_endpoint",
+            endpoint,
+            _describe(error),
+            known,
         )
+
+    def endpoints(self) -> int:
+        return len(self._endpoints())
+
+    def ask_another(self) -> None:
+        self._asked_another.set()
 
     def _endpoints(self) -> list[str]:
         from bittensor.settings import default_fallback_endpoints, resolve_endpoint
@@ -209,12 +289,19 @@ class BittensorChain(LastKnown):
         more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
         return [first, *(url for url in more if url != first)]
 
-    async def _follow(self, endpoint: str, *, others: Iterable[str]) -> None:
-        """Connect and read until something fails or the chain is closed."""
+    async def _follow(self, endpoint: str, *, others: Iterable[str], tried_all: bool) -> None:
+        """Connect and read until something fails, another endpoint is to be asked or the chain
+        is closed.
+
+        ``tried_all``: no endpoint could be read whole. Then this one is kept as long as it has
+        blocks, until neurons or commitments have failed once more.
+        """
         import bittensor
 
         assert self._connected is not None
         self._newest.asking(endpoint)  # before what may raise
+        self._endpoint = endpoint
+        self._asked_another.clear()
         client = bittensor.Client(
             endpoint,
             # We go through the endpoints ourselves, with our deadlines.
@@ -222,34 +309,50 @@ class BittensorChain(LastKnown):
             substrate=self._substrate(endpoint) if self._substrate is not None else None,
         )
         interval = self._settings.poll_interval.total_seconds()
-        neurons_at = float("-inf")
+        read_at = float("-inf")
+        partly = False  # neurons or commitments failed at this endpoint
         reported = self._ready.is_set()
         seen, moved_at = -1, self._monotonic()
         try:
-            await self._timed(client.connect())
+            # The SDK's connect also reads the token symbols of all subnets, for display.
+            with suppress(*_DECODING):
+                await self._timed(client.connect())
             self._counts["connections"] += 1
             while True:
                 block = int(await self._timed(client.block()))
                 await self._refuse_behind(client, block)
+                if known := self._ready.is_set():
+                    # Before all else that may fail: rounds, uploads and block lists go by it.
+                    self._saw_block(block)
                 if block > seen:
                     seen, moved_at = block, self._monotonic()
                 elif self._monotonic() - moved_at > STANDSTILL:
                     # A node that lost its peers answers as if nothing were wrong.
                     raise ChainError(f"the node's block stands still at {block}")
-                if self._monotonic() - neurons_at >= (
-                    self._settings.neurons_interval.total_seconds()
-                ):
+                if self._monotonic() - read_at >= self._settings.neurons_interval.total_seconds():
                     made = (await self._timed(client.timestamp())).timestamp()
                     self._newest.check(endpoint, made, others)
                     self._saw_time(made)
-                    await self._read_neurons(client)
-                    neurons_at = self._monotonic()
+                    try:
+                        await self._read(client)
+                        partly = False
+                    except ChainError as error:
+                        if partly or not tried_all:
+                            raise
+                        partly = True
+                        self._failed(endpoint, error)
+                    read_at = self._monotonic()
                 self._client = client
                 self._connected.set()
-                if not self._ready.is_set() or reported:
+                if not partly and (reported or not known):
                     reported = False
                     log.info("Chain at %s: block %d", endpoint, max(block, self._block))
-                self._saw_block(block)
+                if not known:
+                    self._saw_block(block)
+                if not partly:
+                    self._looked_at = self._monotonic()
+                if self._asked_another.is_set():
+                    return
                 await self._sleep(interval)
         finally:
             self._connected.clear()
@@ -279,15 +382,67 @@ class BittensorChain(LastKnown):
         except TimeoutError:
             raise ChainError(f"no answer within {seconds:.0f} s") from None
 
+    async def _read(self, client: Any) -> None:
+        """Read neurons and commitments. Neither can hold up the other, and the one that fails keeps
+        its last known value. Raises ChainError, naming it."""
+        parts = {"neurons": self._read_neurons, "commitments": self._read_commitments}
+        failed = []
+        for part, read in parts.items():
+            try:
+                with _sdk_errors():
+                    await read(client)
+            except ChainError as error:
+                self._counts[f"{part}_failed"] += 1
+                failed.append(f"{part}: {_describe(error)}")
+        if failed:
+            raise ChainError("; ".join(failed))
+
     async def _read_neurons(self, client: Any) -> None:
         graph = await self._timed(client.subnets.metagraph(self._netuid, commitments=False))
         if graph is None:
             raise ChainError(f"there is no subnet {self._netuid}: check --netuid")
-        committed = await self._timed(client.subnets.commitments(self._netuid))
-        self._saw_neurons(
-            tuple(_neuron(n) for n in graph.neurons),
-            {str(hotkey): entry.value for hotkey, entry in committed.items() if entry.value},
-        )
+        if not graph.neurons:
+            # The SDK makes an empty list of a field that an answer lacks, and of a broken state.
+            raise ChainError(f"the node shows no neuron at all on subnet {self._netuid}")
+        self._answered_by = self._endpoint
+        self._saw_neurons(tuple(_neuron(n) for n in graph.neurons))
+
+    async def _read_commitments(self, client: Any) -> None:
+        """Read the map of commitments, and nothing else of that pallet. The SDK's own read of all
+        commitments also takes what timelocked ones revealed: bytes that any uid chooses, one of
+        which fails that read for the whole subnet."""
+        try:
+            entries = await self._timed(client.query_map(_COMMITMENTS, [self._netuid]))
+        except _DECODING as error:
+            # The SDK decodes a page of entries at once: one that it cannot decode costs all.
+            entries = await self._timed(self._one_by_one(client, error))
+        texts: dict[str, str] = {}
+        for hotkey, entry in entries:
+            try:
+                texts[str(hotkey)] = _committed(entry)
+            except ValueError:
+                self._counts["commitments_skipped"] += 1
+        self._saw_commitments(texts)
+
+    async def _one_by_one(self, client: Any, reason: Exception) -> list[tuple[str, Any]]:
+        """Return the entries of all known neurons, None for one that cannot be decoded. Raises
+        ``reason`` if that is true of all of them."""
+        gate = asyncio.Semaphore(_AT_A_TIME)
+
+        async def one(hotkey: str) -> Any:
+            async with gate:
+                try:
+                    entry = await client.query(_COMMITMENTS, [self._netuid, hotkey])
+                    return _NOTHING if entry is None else entry
+                except _DECODING:
+                    return None
+
+        hotkeys = [neuron.hotkey for neuron in self._neurons]
+        entries = await asyncio.gather(*map(one, hotkeys))
+        if all(entry is None for entry in entries):
+            raise reason
+        found = zip(hotkeys, entries, strict=True)
+        return [(hotkey, entry) for hotkey, entry in found if entry is not _NOTHING]
 
     def close(self) -> None:
         if self._closed:
@@ -302,6 +457,30 @@ class BittensorChain(LastKnown):
             self._thread.join(1.0)
 
 
+_NOTHING = object()  # a hotkey without a commitment
+# Raised by the SDK for bytes that are not of the type which the runtime's metadata names.
+_DECODING = (ValueError, TypeError, LookupError)
+
+
+def _committed(entry: Any) -> str:
+    """Return the text of one commitment, as the SDK's decoder returns the entry: one field
+    ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for all else that an entry may
+    hold: hashes, timelocked and larger fields, several fields, bytes that are no text."""
+    match entry:
+        case {"info": {"fields": [{**field}]}} if len(field) == 1:
+            ((kind, digits),) = field.items()
+        case _:
+            raise ValueError("not one field")
+    if not (isinstance(digits, str) and digits.startswith("0x")):
+        raise ValueError("not the bytes of a field")
+    if len(digits) > 2 + 2 * _LONGEST_COMMITMENT:
+        raise ValueError("too long")
+    raw = bytes.fromhex(digits[2:])
+    if kind != f"Raw{len(raw)}":
+        raise ValueError("not a field of that many bytes")
+    return raw.decode()
+
+
 @contextmanager
 def _sdk_errors() -> Iterator[None]:
     """The SDK's own errors, those of its transport and those of its decoder have no base in common.
@@ -311,6 +490,11 @@ def _sdk_errors() -> Iterator[None]:
     except (ChainError, TimeoutError):
         raise
     except Exception as error:  # they have no base in common
+        raise ChainError(_describe(error)) from error
+    except BaseException as error:
+        # A panic in the SDK's compiled half is no Exception, and would end the thread.
+        if type(error).__name__ != "PanicException":
+            raise
         raise ChainError(_describe(error)) from error
 
 

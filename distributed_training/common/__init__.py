@@ -1,1 +1,1 @@
-"""What any room may use and no library gives: durable files, processes, back-off, exit statuses."""
+"""Helpers for every package that no library has: durable files, processes, ports, back-off."""

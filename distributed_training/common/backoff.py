@@ -1,8 +1,11 @@
-"""How long to wait before something that failed is tried again."""
+"""Pace what repeats: waits before another try, and log lines that would come too often."""
 
 from __future__ import annotations
 
 import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 
 
@@ -32,3 +35,33 @@ class Backoff:
     def failures(self) -> int:
         """In a row."""
         return self._failures
+
+
+class Throttle:
+    """Let something through at most once in ``every`` seconds, separately for each key.
+
+    The ``most_keys`` that came through last are remembered. ``clock`` returns seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        every: float,
+        *,
+        most_keys: int = 1024,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._every = every
+        self._most_keys = most_keys
+        self._clock = clock
+        self._passed_at: OrderedDict[Hashable, float] = OrderedDict()
+
+    def __call__(self, key: Hashable = None) -> bool:
+        """Return whether it may come through now; if so, the next ``every`` seconds begin."""
+        now, before = self._clock(), self._passed_at.get(key)
+        if before is not None and now - before < self._every:
+            return False
+        self._passed_at[key] = now
+        self._passed_at.move_to_end(key)
+        if len(self._passed_at) > self._most_keys:
+            self._passed_at.popitem(last=False)
+        return True

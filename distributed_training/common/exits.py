@@ -11,6 +11,6 @@ class ExitStatus(enum.IntEnum):
 
     STOPPED = 0  # as asked
     FAULT = 1  # a start may help
-    BAD_CONFIGURATION = 2  # a start cannot help: the operator must change something
-    DEREGISTERED = 3  # the hotkey has no uid any more, or another miner runs with it
+    BAD_CONFIGURATION = 2  # parsing or the settings themselves refuse: nothing was started
+    DEREGISTERED = 3  # the hotkey had no uid for long, or another miner runs with it
     INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED

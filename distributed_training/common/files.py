@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -130,15 +130,11 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
                     yield content
 
 
-def sha256_of(path: Path, *, on_chunk: Callable[[], None] = lambda: None) -> str:
-    """The file's SHA-256 as 64 hexadecimal digits. Raises OSError.
-
-    ``on_chunk`` is called at each MiB, and may raise to end what takes a minute for a large file.
-    """
+def sha256_of(path: Path) -> str:
+    """Return the file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
     digest, chunk = hashlib.sha256(), memoryview(bytearray(1024 * 1024))
     with path.open("rb", buffering=0) as handle:
         while count := handle.readinto(chunk):
-            on_chunk()
             digest.update(chunk[:count])
     return digest.hexdigest()
 

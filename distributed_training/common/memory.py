@@ -12,7 +12,8 @@ value width k, MLP width i, L blocks and vocabulary V, in bytes:
     weights        4 N / W           float32 shards
                  + 2 N               if the gathered bf16 weights are kept through a step, else
                  + 2 (2 (N - embeddings) / L + embeddings)    two blocks and the root
-    gradients      4 N               if reduced at the last micro-batch only (accumulated whole), or
+    gradients      4 N + 4 N / W     if reduced at the last micro-batch only: accumulated whole, and
+                                     reduced into memory of another stream's, or
                    4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
     AdamW          8 N / W           two float32 moments; 0 on the device if offloaded
     activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a block keeps for its backward, bf16,
@@ -109,7 +110,7 @@ def loss_chunk(device_bytes: int | None) -> int:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How an inner step is carried out; see the flags of the training room."""
+    """How an inner step is carried out; see the flags of the training package."""
 
     world_size: int
     micro_batch: int
@@ -145,7 +146,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
     block = (n - shape.embedding_parameters) / shape.layers
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
     weights = 4 * n / w + gathered
-    gradients = 4 * n if how.reduce_at_last else 4 * n / w + 8 * block
+    gradients = 4 * n + 4 * n / w if how.reduce_at_last else 4 * n / w + 8 * block
     optimizer = 0.0 if how.offload_optimizer else 8 * n / w
     tokens = how.micro_batch * how.sequence_length
     bf16_parts = 6 * shape.hidden + 2 * shape.kv_width + 4 * shape.intermediate
@@ -168,7 +169,9 @@ class HostMemory:
     ``rest`` 12: epoch start, outer momentum, error feedback; 8 more with AdamW offloaded.
     ``averaging`` 4: the buffers that rank 0 shares with the averager.
     ``snapshot`` 16: copies of the weights and of AdamW's two moments while they are written, and
-    the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it.
+    the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it; of
+    one boundary both have the same ones, and training waits rather than copy another boundary
+    beside them (training/error_feedback.py). A round waits for them too.
     ``round`` 12: the average's rows, and weights and momentum that wait for the vote.
     ``model``: what would be on the devices, where there are none.
     """
@@ -182,15 +185,8 @@ class HostMemory:
 
     @property
     def needed(self) -> int:
-        """With one of snapshot, checkpoint and round under way."""
+        """The most at once: with one of snapshot, checkpoint and round under way."""
         passing = max(self.snapshot, self.checkpoint, self.round)
-        return round(self.rest + self.averaging + self.model + passing)
-
-    @property
-    def peak(self) -> int:
-        """With all three under way: a snapshot is still written while the next checkpoint is, and a
-        round comes when it is called."""
-        passing = self.snapshot + self.checkpoint + self.round
         return round(self.rest + self.averaging + self.model + passing)
 
 

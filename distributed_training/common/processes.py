@@ -1,37 +1,76 @@
-"""Processes that are found again, ended as a tree, and gone with whoever needed them.
+"""Processes of ours: their exit statuses, environments, children, trees and stack traces.
 
 A miner is a tree of processes, and a local subnet a tree of miners. Several members start sessions
 of their own and some outlive their parents, so neither a process group nor a parent id finds them
 all. What they share is the environment they were started with: a :class:`Mark` is one variable of
-it, with a value that nothing else has. Descendants inherit it, whatever they do.
+it, with a value that nothing else has. Finding by mark needs ``/proc``.
 
-Finding by mark needs ``/proc``; elsewhere only what belongs to this user and can be read is found.
+That environment stays readable in ``/proc/PID/environ`` for the life of the process, also after
+``os.environ`` has lost a variable. So a process that talks to untrusted peers, or is forked from,
+is started with :func:`without_secrets`; ranks get their secrets through a pipe.
+
+A child started here is a plain program with one socket to its parent, and it ends when that socket
+closes. (``multiprocessing``'s spawn would import the parent's main module, torch included.) A
+process that hangs cannot answer a request, so each writes its stacks from a signal handler
+(:func:`write_stacks_on_signal`, :func:`collect_stacks`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
+import fcntl
 import logging
 import os
+import resource
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 import psutil
+
+_PREFIXES = ("R2_", "AWS_", "BT_PW_")  # whole families; bittensor keeps wallet passwords in BT_PW_
+_WORDS = frozenset(
+    {"SECRET", "SECRETS", "TOKEN", "TOKENS", "KEY", "KEYS", "PASSWORD", "PASSWD", "PASS", "PW"}
+    | {"PASSPHRASE", "CREDENTIAL", "CREDENTIALS", "MNEMONIC", "APIKEY", "AUTH"}
+)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name is taken for a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
+
+    By whole words, so ``TOKENIZERS_PARALLELISM`` is none; ``PYTHONHASHSEED`` neither.
+    """
+    upper = name.upper()
+    return upper.startswith(_PREFIXES) or not _WORDS.isdisjoint(upper.split("_"))
+
+
+def without_secrets(
+    environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()
+) -> dict[str, str]:
+    """A copy for a child's ``env=``. ``keep``: secrets that this child is meant to have."""
+    return {name: value for name, value in environ.items() if name in keep or not is_secret(name)}
+
 
 _POLL_SECONDS = 0.05
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
+_OWNER = "owner"  # in a folder of one process
+_owned: list[IO[str]] = []  # locked until this process ends
 
 
 @dataclass(frozen=True)
@@ -175,13 +214,51 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def process_folder(prefix: str) -> str:
-    """A new temporary folder of this process. Those with this prefix whose process is gone, which
-    could not remove them, are removed."""
+    """Make a temporary folder of this process, and remove those of processes that were killed.
+
+    Other containers, and other machines on a network disk, may use the same place, and their
+    processes are not seen from here. So each folder holds a lock that lives as long as its process,
+    and the kernel's boot id: only a folder of this kernel whose lock is free is removed.
+    """
+    kernel = _boot_id()
     for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        owner = old.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(old, ignore_errors=True)
-    return tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+        with contextlib.suppress(OSError), (old / _OWNER).open("r+") as owner:
+            if kernel and owner.read() == kernel:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the process lives
+                shutil.rmtree(old, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+    owner = (Path(folder) / _OWNER).open("w")
+    with contextlib.suppress(OSError):  # a disk without locks: then nothing is removed there
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner.write(kernel)
+        owner.flush()
+    _owned.append(owner)
+    return folder
+
+
+def _boot_id() -> str:
+    """Return what tells this kernel, since its start, from every other; "" if nothing does."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return ""
+
+
+def limit_resources() -> None:
+    """Allow this process and its children no core dumps, and as many open files as the machine
+    lets them have.
+
+    NCCL aborts a process by design, and a core dump would hold the write keys and the hotkey.
+    """
+    with contextlib.suppress(ValueError, OSError):
+        # 1 byte, not 0: for a core that is piped to a program (systemd-coredump, apport) the kernel
+        # ignores every other limit. Neither is written then.
+        resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def leave(status: int) -> NoReturn:
@@ -203,3 +280,133 @@ def _prctl(option: int, value: int) -> bool:
         return ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) == 0
     except (OSError, AttributeError):
         return False
+
+
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def start_child(
+    module: str, *, keep: Collection[str] = (), **options: Any
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Run ``python -m module FD``; FD is the child's end of the socket.
+
+    ``keep``: secrets that it is meant to have in its environment; ``options``: of Popen. Raises
+    OSError.
+    """
+    ours, theirs = socket.socketpair()
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=without_secrets(keep=keep) | path | _ONE_THREAD,
+            **options,
+        )
+    return process, Connection(ours.detach())
+
+
+def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
+    """Wait for its end, but no longer than ``seconds``."""
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Said:
+    """A line of a child's log, at a level of :mod:`logging`."""
+
+    level: int
+    text: str
+
+
+class Parent:
+    """The child's end, of the socket that its command line names."""
+
+    def __init__(self) -> None:
+        self._connection = Connection(int(sys.argv[1]))
+        self._lock = threading.Lock()
+
+    def receive(self) -> Any:
+        """Raises EOFError, OSError when the parent is gone."""
+        return self._connection.recv()
+
+    def send(self, message: Any) -> None:
+        """From any thread. Nothing happens if nobody listens any more: :meth:`receive` tells."""
+        with self._lock, contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def take_log(self) -> None:
+        """From now on the parent gets a :class:`Said` for each line of information and above; its
+        log, which masks and formats them, goes where the operator looks."""
+        logging.getLogger().addHandler(_Forward(self))
+
+
+class _Forward(logging.Handler):
+    def __init__(self, parent: Parent) -> None:
+        super().__init__(logging.INFO)
+        self._parent = parent
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            # The type and place only: texts of foreign exceptions may quote a request.
+            error = record.exc_info[1]
+            trace = error.__traceback__
+            while trace is not None and trace.tb_next is not None:
+                trace = trace.tb_next
+            place = (
+                f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
+            )
+            text = f"{text}: {type(error).__name__} at {place}"
+        self._parent.send(Said(record.levelno, text))
+
+
+STACKS = "DT_STACKS"  # environment variable: the file
+_SIGNAL = signal.SIGUSR1
+_PATIENCE = timedelta(seconds=1)  # for one process
+
+
+def write_stacks_on_signal() -> None:
+    """From now on SIGUSR1 appends the stacks of all threads to the file that STACKS names, and a
+    library that aborts the process (NCCL, when a collective is never joined) writes them to
+    stderr."""
+    faulthandler.enable(all_threads=True)
+    if path := os.environ.get(STACKS):
+        with contextlib.suppress(OSError):  # no such folder any more
+            file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            faulthandler.register(_SIGNAL, file=file, all_threads=True)
+
+
+def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
+    """Write ``path`` anew: what each process is, and its stacks if it gives them.
+
+    Only for processes that are to be ended: SIGUSR1 ends those that do not handle it, and one that
+    was stopped goes on. Raises OSError if the file cannot be written.
+    """
+    path.write_text(time.strftime("%Y-%m-%d %H:%M:%S\n"))
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            head = f"\n=== {process.pid} ({process.status()}) {command_of(process)}\n"
+            with path.open("a") as file:  # as the others do: nobody overwrites
+                size = file.write(head) and file.tell()
+            if send(process, _SIGNAL) and send(process, signal.SIGCONT):
+                _await_more(path, size)
+
+
+def _await_more(path: Path, size: int) -> None:
+    """Until the file has grown and then grows no more, or patience is over."""
+    deadline, seen = time.monotonic() + _PATIENCE.total_seconds(), size
+    while time.monotonic() < deadline:
+        time.sleep(0.05)
+        now = path.stat().st_size
+        if now == seen > size:
+            return
+        seen = now

@@ -1,15 +1,16 @@
-"""Every setting once: declared by the rooms' dataclasses here, loaded and checked at start."""
+"""Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
-from .arguments import exit_with
 from .checks import notices, problems
-from .flags import ConfigError
-from .help import describe, markdown
-from .loader import load_config
+from .help import SETTINGS_FILE, all_settings, describe, markdown
+from .loader import exit_with, load_config
 from .model import Config
+from .types import ConfigError
 
 __all__ = [
+    "SETTINGS_FILE",
     "Config",
     "ConfigError",
+    "all_settings",
     "describe",
     "exit_with",
     "load_config",

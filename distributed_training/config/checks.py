@@ -13,10 +13,9 @@ from pydantic import SecretStr
 
 from distributed_training.protocol.names import NETUID
 
-from .flags import ConfigError
 from .model import Config
-from .swarm import PUBLIC_PART_SIZE
-from .values import show
+from .settings import LEAST_PART, PUBLIC_PART_SIZE
+from .types import Bytes, ConfigError, show
 
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
 # inner failure is never seen as what it is.
@@ -104,11 +103,6 @@ def check_nodes(config: Config) -> Iterator[str]:
             "which count from 0, so it has no part: "
             f"give --node_rank 0 to {nodes.most - 1}"
         )
-    if config.training.shard_across_nodes and nodes.least != nodes.most:
-        yield (
-            "--neuron.shard_across_nodes needs every node's part of the model, so training cannot "
-            f"go on with fewer: give --nnodes {nodes.most}"
-        )
 
 
 def check_timeouts(config: Config) -> Iterator[str]:
@@ -118,6 +112,24 @@ def check_timeouts(config: Config) -> Iterator[str]:
                 f"--{name} ({show(inner)}) is not shorter than --{around} ({show(outer)}), so a "
                 f"slow peer would use up the whole wait: give --{name} less than {show(outer)}"
             )
+
+
+def check_parts(config: Config) -> Iterator[str]:
+    if 0 < config.store.part_size < LEAST_PART:
+        yield (
+            f"--r2.part_size {show(config.store.part_size)} is less than S3 and R2 take, so every "
+            f"upload of a large file would be refused at its end: give {show(Bytes(LEAST_PART))} "
+            "or more, or remove the flag"
+        )
+
+
+def check_run_folder(config: Config) -> Iterator[str]:
+    source = config.sources.get("neuron.run_folder")
+    if source is not None and config.miner.run_folder is None:  # a shell's variable was not set
+        yield (
+            f"{source} is empty, so the miner would begin again in {config.run_folder} and leave "
+            "its checkpoints where they are: give a folder, or remove it"
+        )
 
 
 def check_ports(config: Config) -> Iterator[str]:
@@ -135,13 +147,16 @@ def check_addresses(config: Config) -> Iterator[str]:
         if config.is_public and value and _is_nowhere(value):
             yield (
                 f"--{name} {value} cannot be reached from other machines, so no validator and no "
-                "peer could call this miner: give its public address, or remove the flag"
+                "peer on the public network could call this miner: give its public address, or "
+                "remove the flag"
             )
 
 
 def _is_nowhere(text: str) -> bool:
+    """Return whether an address is of this machine, of a local network, of many machines
+    (broadcast and multicast) or of nobody (reserved, of documents)."""
     address = ipaddress.ip_address(text)
-    return address.is_unspecified or address.is_loopback or address.is_multicast
+    return address.is_multicast or not address.is_global
 
 
 def check_sources(config: Config) -> Iterator[str]:
@@ -193,6 +208,8 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_batches,
     check_nodes,
     check_timeouts,
+    check_run_folder,
+    check_parts,
     check_ports,
     check_addresses,
     check_sources,

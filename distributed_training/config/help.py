@@ -1,42 +1,52 @@
-"""The settings for people: the configuration printed at each start, and docs/flags.md."""
+"""The settings for people: what a start prints, ``config.txt``, and docs/flags.md."""
 
 from __future__ import annotations
 
 from itertools import groupby
 
 from .checks import notices
+from .loader import NO_EFFECT, Setting, schema
 from .model import TITLES, Config
 from .presets import PRESETS
-from .schema import Setting, schema
-from .values import show
+from .types import show
 
 PUBLIC_DOCUMENT = "docs/flags.md"
 
 
-def describe(config: Config) -> list[str]:
-    """The resolved configuration, one setting a line, secrets masked, with where each came from.
+SETTINGS_FILE = "config.txt"  # in the run folder
 
-    Printed by the launcher at every start.
+
+def describe(config: Config) -> list[str]:
+    """Return the settings that were given, one a line, secrets masked, with where each came from.
+
+    The launcher prints them at every start; all settings are in :data:`SETTINGS_FILE`.
     """
-    lines = [f"Configuration of this {config.kind} (preset {config.preset}):"]
-    for group, settings in groupby(schema(config.kind), key=lambda setting: setting.group):
-        entries = [line for setting in settings if (line := _entry(config, setting))]
-        if entries and group != "general":
-            lines += [f"  {TITLES[group]}", *entries]
-    lines.append("  (*: given on the command line)")
+    preset = f"preset {config.preset}"
+    given = [s for s in schema(config.kind) if config.sources.get(s.name, preset) != preset]
+    lines = [
+        f"Configuration of this {config.kind} ({preset}): {len(given)} settings are given; "
+        f"all of them: {SETTINGS_FILE} in the run folder"
+    ]
+    lines += [_entry(config, setting) for setting in given]
     lines += [f"  warning: {line}" for line in config.warnings]
     return lines + [f"  note: {line}" for line in notices(config)]
 
 
+def all_settings(config: Config) -> str:
+    """Return every setting, by subject, as :data:`SETTINGS_FILE` holds them."""
+    lines = [f"All settings of this {config.kind} (preset {config.preset}), as it last started."]
+    for group, settings in groupby(schema(config.kind), key=lambda setting: setting.group):
+        lines += ["", TITLES[group], *(_entry(config, setting) for setting in settings)]
+    return "\n".join(lines) + "\n"
+
+
 def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
-    if setting.group == "no_effect":
-        return f"    --{setting.name}: {setting.help}" if source else ""
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
     label = str(setting.env) if setting.secret else f"--{setting.name}"
     on_argv = source == f"--{setting.name}"
-    origin = f"   ({source})" if source and not on_argv else ""
-    return f"  {' *' if on_argv else '  '}{label:<46} {show(value)}{origin}"
+    origin = f"   ({'command line' if on_argv else source})" if source else ""
+    return f"  {label:<46} {show(value) or '-'}{origin}"
 
 
 def markdown() -> str:
@@ -59,6 +69,10 @@ def markdown() -> str:
             lines += ["Understood by `neurons/validator.py` only.", ""]
         lines += ["| Flag | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
         lines += [_row(setting) for setting in settings]
+    lines += ["", "## Accepted, without effect", ""]
+    lines += ["A start script may still have them; one line says so at each start.", ""]
+    lines += ["| Flag | Why |", "| --- | --- |"]
+    lines += [f"| `--{name}` | {why} |" for name, why in sorted(NO_EFFECT.items())]
     lines += ["", "## Presets", ""]
     for preset, values in PRESETS.items():
         lines += [f"`--preset {preset}`:", ""]

@@ -1,30 +1,547 @@
-"""From flags, environment, files and presets to one frozen :class:`Config`.
+"""Load the configuration: from flags, environment, files and presets to one frozen ``Config``.
 
-What wins, strongest first: flags, environment variables, ``.env``, ``--config`` file, preset,
-default. Secrets come from the environment or ``.env`` only.
+Strongest first: flags, environment variables, ``.env``, ``--config`` file, preset, default. Secrets
+come from the environment or ``.env`` only. argparse reads the command line, pydantic converts and
+checks; this module merges and remembers where each value came from, so that an error names the
+place to correct. (pydantic-settings would merge as well, but does not name the place, and reads
+lists as JSON and ``${...}`` in a secret.) Files are read up to a bound and may hold anything: what
+cannot be used is one line.
 
-argparse reads the command line, pydantic converts and checks; this module only merges. It remembers
-where each value came from, so that an error names the place to correct. (pydantic-settings would
-merge as well, but does not say where from, and reads lists as JSON and ``${...}`` in a secret.)
+Scripts declare their arguments with the same parser and types::
+
+    parser = Parser(description=...)
+    parser.add_argument("--uid", type=ranged(0, 65535))
+    parser.add_argument("--folder", type=argument(File))
+
+Retired flags are no settings: neither ``--help`` nor a settings class knows them. A flag without
+effect is accepted with one line. A flag is refused if a run that relied on it would go wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import errno
+import io
 import os
-from collections.abc import Mapping, Sequence
+import re
+import shutil
+import stat
+import sys
+import tomllib
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property, lru_cache
+from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, NoneType
+from typing import Annotated, Any, NamedTuple, NoReturn
 
-from pydantic import ValidationError
+from annotated_types import Ge, Le
+from pydantic import ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
-from .arguments import Given, fault, unprintable
+from distributed_training.common.exits import ExitStatus
+
 from .checks import problems
-from .flags import ConfigError
-from .model import Config, Kind
+from .model import TITLES, AllSettings, Config, Kind
 from .presets import PRESETS
-from .schema import Schema, schema
-from .sources import open_to_others, read_argv, read_dotenv, read_environment, read_toml
+from .types import ConfigError, mask, show
+
+# How an operator calls each type, and what stands for a value in the help.
+_TYPES: dict[Any, tuple[str, str]] = {
+    bool: ("true or false", "true|false"),
+    ByteSize: ("a size such as 2147483648, 2GiB or 500MB", "SIZE"),
+    timedelta: ("a duration such as 90s or 15m", "TIME"),
+    Path: ("a path", "PATH"),
+    tuple: ("two numbers LOW:HIGH", "LOW:HIGH"),
+    int: ("a whole number", "N"),
+    float: ("a number", "X"),
+    str: ("at least one character", "TEXT"),
+    SecretStr: ("at least one character", "TEXT"),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One flag and the fields it feeds (usually one; two packages may need the same value)."""
+
+    name: str
+    env: str | None
+    aliases: tuple[str, ...]
+    group: str
+    field: FieldInfo
+    places: tuple[tuple[str, str], ...]  # (package, field name)
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
+
+    @property
+    def help(self) -> str:
+        return " ".join((self.field.description or "").split())
+
+    @cached_property
+    def parts(self) -> list[Any]:
+        """What the type is made of, and the constraints upon it."""
+        return [*_parts(self.field.annotation), *self.field.metadata]
+
+    @property
+    def secret(self) -> bool:
+        return SecretStr in self.parts
+
+    @property
+    def optional(self) -> bool:
+        return NoneType in self.parts
+
+    @property
+    def many(self) -> bool:
+        """Whether the flag takes several words."""
+        return Ellipsis in self.parts
+
+    @property
+    def choices(self) -> list[str]:
+        return [part for part in self.parts if isinstance(part, str)]
+
+    @property
+    def bounds(self) -> str:
+        """``1 to 100``; empty for what is no number."""
+        low = [show(part.ge) for part in self.parts if isinstance(part, Ge)]
+        high = [show(part.le) for part in self.parts if isinstance(part, Le)]
+        return f"{low[0]} to {high[0]}" if low and high else ""
+
+    @property
+    def remedy(self) -> str:
+        """What to give: ``1 to 100``, of two numbers ``LOW:HIGH within 1 to 100``, or nothing."""
+        within = "LOW:HIGH within " if tuple in self.parts and not self.many else ""
+        return self.bounds and within + self.bounds
+
+    @property
+    def wanted(self) -> str:
+        """What a value of this flag is: ``a whole number``."""
+        words = ", ".join(self.choices)
+        if words and not self.bounds:
+            return f"one of {words}"
+        return f"{self._type[0]} or {words}" if words else self._type[0]
+
+    @property
+    def metavar(self) -> str:
+        """What stands for the value in the help."""
+        if self.many:
+            return "WORD"
+        first = [self._type[1]] if self.bounds or not self.choices else []
+        return "|".join(first + self.choices)
+
+    @property
+    def _type(self) -> tuple[str, str]:
+        return next((_TYPES[part] for part in self.parts if part in _TYPES), _TYPES[str])
+
+
+def _parts(hint: Any) -> Iterator[Any]:
+    """``int | Literal["auto"]`` -> Union, int, Literal, "auto"; constraints as they are."""
+    yield typing.get_origin(hint) or hint
+    for part in typing.get_args(hint):
+        yield from part.metadata if isinstance(part, FieldInfo) else _parts(part)
+
+
+class Schema:
+    """The settings one kind of neuron understands, found by any spelling of their flags."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.classes: dict[str, Any] = typing.get_type_hints(AllSettings)
+        self.settings: dict[str, Setting] = {}
+        for package, settings_class in self.classes.items():
+            if package != "validator" or kind == "validator":
+                for field_name, field in settings_class.__pydantic_fields__.items():
+                    self._add(package, field_name, field)
+        self._spellings = {
+            canonical(name): setting
+            for setting in self
+            for name in (setting.name, *setting.aliases)
+        }
+
+    def _add(self, package: str, field_name: str, field: FieldInfo) -> None:
+        declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
+        name, places, group = declared["name"], [(package, field_name)], package
+        known = self.settings.get(name)
+        if known is not None:
+            places, group = [*known.places, *places], known.group
+            if known.default != field.default:
+                raise TypeError(f"--{name} has two defaults: {known.default!r}, {field.default!r}")
+        self.settings[name] = Setting(
+            name, declared["env"], tuple(declared["aliases"]), group, field, tuple(places)
+        )
+
+    def find(self, name: str) -> Setting:
+        """The setting of a flag, dashes or underscores alike. Raises ConfigError if unknown."""
+        setting = self._spellings.get(canonical(name))
+        if setting is None:
+            nearest = self._nearest(canonical(name))
+            hint = f"did you mean --{nearest}?" if nearest else "see --help"
+            raise ConfigError(f"--{name} is not a known flag, so nothing was started: {hint}")
+        return setting
+
+    def get(self, name: str) -> Setting | None:
+        """The setting of a flag by its own name or an alias; None if unknown."""
+        return self._spellings.get(canonical(name))
+
+    def _nearest(self, name: str) -> str | None:
+        """The flag that a slip of the finger made into ``name``, if one is that near."""
+        tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
+        last = name.rpartition(".")[2]
+        longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
+        if last in tails or longer:
+            return tails[last if last in tails else longer[0]].name
+        close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.8)
+        if close:
+            return self._spellings[close[0]].name
+        close = difflib.get_close_matches(last, tails, n=1, cutoff=0.75)
+        return tails[close[0]].name if close else None
+
+    def __iter__(self) -> Iterator[Setting]:
+        """Grouped, in the order of the help."""
+        return iter(self.settings.values())
+
+
+def canonical(name: str) -> str:
+    """One spelling for all: dashes are underscores, case does not count."""
+    return name.replace("-", "_").lower()
+
+
+@lru_cache
+def schema(kind: Kind) -> Schema:
+    return Schema(kind)
+
+
+_LONGEST_TEXT = 4096  # characters of one value
+
+
+class Given(NamedTuple):
+    """What stands in one place for one setting."""
+
+    text: str  # several words are separated by spaces
+    source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line where argparse prints several, and takes no abbreviations."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit status 2."""
+        raise SystemExit(exit_with(refusal_of(message)))
+
+
+def refusal_of(message: str) -> ConfigError:
+    """What argparse says of an argument, with what follows from it."""
+    text = message.removeprefix("argument ")
+    return ConfigError(f"{text}, so nothing was started: see --help")
+
+
+def exit_with(error: ConfigError) -> int:
+    """Print the one line an operator sees for bad input; the exit status 2."""
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return ExitStatus.BAD_CONFIGURATION
+
+
+def argument(hint: Any) -> Callable[[str], Any]:
+    """``type=`` of a script's argument: text becomes what ``hint`` declares, or is refused."""
+    adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, str_min_length=1))
+    setting = Setting("", None, (), "", FieldInfo.from_annotation(hint), ())
+
+    def convert(text: str) -> Any:
+        why = unprintable(text)
+        if why is None:
+            try:
+                return adapter.validate_python(text)
+            except ValidationError as refusal:
+                why = fault(setting, text, refusal.errors()[0])
+        raise argparse.ArgumentTypeError(f"{why} ({setting.bounds})" if setting.bounds else why)
+
+    return convert
+
+
+def ranged(low: float, high: float) -> Callable[[str], Any]:
+    """``type=`` of a number within a range: whole if its bounds are."""
+    return argument(Annotated[type(low), Field(ge=low, le=high)])
+
+
+def unprintable(text: str) -> str | None:
+    """Why ``text`` cannot stand in one line of a log; None if it can."""
+    if len(text) > _LONGEST_TEXT:
+        return f"has {len(text)} characters, more than {_LONGEST_TEXT}"
+    return None if text.isprintable() else "holds characters that cannot be printed"
+
+
+def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
+    """What is wrong with ``text``, of which pydantic says ``error``. Never shows a secret."""
+    context = error.get("ctx", {})
+    shown = mask(text)
+    shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
+    if error["type"] in ("greater_than_equal", "less_than_equal"):
+        low, _, high = setting.bounds.partition(" to ")
+        return f"{shown} is less than {low}" if "ge" in context else f"{shown} is more than {high}"
+    wanted = context.get("error") or setting.wanted
+    return f"{'its value' if setting.secret else repr(shown)} is not {wanted}"
+
+
+_NO_INFLUX = "this miner does not send anything to InfluxDB"
+_NO_QUANTIZATION = "gradients travel as float32 values and int16 indices; nothing is quantized"
+
+#: Flag -> why it has no effect.
+NO_EFFECT: Mapping[str, str] = {
+    "axon.max_workers": "the signed server answers on one event loop; see --axon.max_connections",
+    "neuron.dont_wandb_log": "Weights & Biases gets nothing unless --neuron.wandb asks for it",
+    "neuron.global_batch_size_train": (
+        "no peer reads it; the batch of a step is --neuron.local_batch_size_train_effective"
+    ),
+    "neuron.influxdb_bucket": _NO_INFLUX,
+    "neuron.influxdb_org": _NO_INFLUX,
+    "neuron.influxdb_token": _NO_INFLUX,
+    "neuron.influxdb_url": _NO_INFLUX,
+    "neuron.loss_kernel": "the built-in chunked cross-entropy is the only one",
+    "neuron.quantization_bins": _NO_QUANTIZATION,
+    "neuron.quantization_range": _NO_QUANTIZATION,
+    "neuron.score_preview": "python scripts/score.py tells what a validator would score",
+    "no_prompt": "this miner never asks questions",
+    "strict": "unknown flags are always errors",
+}
+SECRETS = frozenset({"neuron.influxdb_token"})
+
+#: Flag -> what to do; refused unless its value is false.
+REFUSED: Mapping[str, str] = {
+    "neuron.shard_across_nodes": (
+        "each node holds a copy of the model, so leave the flag out, and where the model does not "
+        "fit one node's GPUs give --neuron.activation_checkpointing full or use larger GPUs"
+    ),
+}
+
+#: Flag -> old value -> the value that took its place.
+OLD_VALUES: Mapping[str, Mapping[str, str]] = {"neuron.error_feedback": {"round": "best"}}
+
+FLAGS = frozenset({*NO_EFFECT, *REFUSED})
+
+
+def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...]]:
+    """Return what is left for the settings, and a line for each thing that was settled here.
+
+    Raises ConfigError for a flag whose function is gone and was relied on.
+    """
+    left: dict[str, Given] = {}
+    lines = []
+    for name, entry in given.items():
+        text = entry.text.strip()
+        if name in NO_EFFECT:
+            lines.append(f"{entry.source} has no effect: {NO_EFFECT[name]}")
+        elif name in REFUSED:
+            if text.lower() not in ("false", "0", "no", "off"):
+                raise ConfigError(
+                    f"{entry.source} is not offered any more, so nothing was started: "
+                    f"{REFUSED[name]}"
+                )
+            lines.append(f"{entry.source} has no effect: its function is not offered any more")
+        elif text in OLD_VALUES.get(name, ()):
+            new = OLD_VALUES[name][text]
+            lines.append(f"{entry.source} {text} is an older name of {new}, which takes its place")
+            left[name] = Given(new, entry.source)
+        else:
+            left[name] = entry
+    return left, tuple(lines)
+
+
+_FLAG = re.compile(r"(?<=^--)[^=]+")
+_LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
+
+
+# --- command line -------------------------------------------------------------------------------
+
+
+class _Flags(Parser):
+    def error(self, message: str) -> NoReturn:
+        raise refusal_of(message)
+
+
+@lru_cache
+def parser_of(known: Schema) -> Parser:
+    """The command line of one kind of neuron; ``format_help()`` is its ``--help``."""
+    from distributed_training import __version__
+
+    columns = min(110, shutil.get_terminal_size((100, 24)).columns)
+    parser = _Flags(
+        usage=f"neurons/{known.kind}.py [--flag value]...",
+        description="Dashes and underscores in a flag are the same. Strongest first: flags, "
+        "environment, .env, --config file, preset, default. Secrets come from the environment or "
+        ".env only.",
+        formatter_class=lambda prog: argparse.HelpFormatter(
+            prog, max_help_position=8, width=columns
+        ),
+        argument_default=argparse.SUPPRESS,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    for title, settings in groupby(known, key=lambda setting: TITLES[setting.group]):
+        group = parser.add_argument_group(title)
+        for setting in settings:
+            group.add_argument(
+                *(f"--{name}" for name in (setting.name, *setting.aliases)),
+                dest=setting.name,
+                help=_help(setting).replace("%", "%%"),
+                metavar=setting.metavar,
+                **_arity(setting),
+            )
+    for name in sorted(FLAGS):
+        parser.add_argument(f"--{name}", dest=name, nargs="?", const="true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _arity(setting: Setting) -> dict[str, Any]:
+    if bool in setting.parts:
+        return {"nargs": "?", "const": "true"}
+    return {"nargs": "+", "action": "extend"} if setting.many else {}
+
+
+def _help(setting: Setting) -> str:
+    text = setting.help
+    if setting.secret:
+        return f"{text} (refused here: give {setting.env} in the environment or .env)"
+    if setting.default is not None:
+        text += f" [{show(setting.default)}]"
+    if setting.bounds:
+        text += f" ({setting.bounds})"
+    return text + (f" (environment: {setting.env})" if setting.env else "")
+
+
+def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
+    """Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print."""
+    words = [_FLAG.sub(lambda match: canonical(match[0]), word) for word in argv]
+    namespace, unknown = parser_of(known).parse_known_args(words)
+    given: dict[str, Any] = vars(namespace)
+    for name in given:
+        _refuse_secret(name, known, "other users of this machine can read command lines")
+    for word in unknown:
+        if word.startswith("--") and len(word) > 2:
+            known.find(word[2:].partition("=")[0])
+        raise ConfigError(
+            f"{word!r} is not a flag, so nothing was started: flags start with --; see --help"
+        )
+    return {
+        name: Given(text if isinstance(text, str) else " ".join(text), f"--{name}")
+        for name, text in given.items()
+    }
+
+
+def _refuse_secret(name: str, known: Schema, why: str) -> None:
+    setting = known.get(name)
+    if setting is not None and setting.secret:
+        remedy = f"put {setting.env}=... into .env"
+    elif name in SECRETS:
+        remedy = "leave it out"
+    else:
+        return
+    raise ConfigError(f"--{name} is a secret, and {why}, so nothing was started: {remedy}")
+
+
+# --- environment and files ----------------------------------------------------------------------
+
+
+def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
+    """Variables that name a setting; empty ones count as not set."""
+    return {
+        setting.name: Given(environ[setting.env], setting.env)
+        for setting in known
+        if setting.env and environ.get(setting.env)
+    }
+
+
+def read_dotenv(path: Path | None) -> dict[str, str]:
+    """The variables of ``.env``; empty if there is none. Raises ConfigError."""
+    if path is None or not path.is_file():
+        return {}
+    from dotenv import dotenv_values
+
+    # No interpolation: a "$" in a secret is a "$".
+    found = dotenv_values(stream=io.StringIO(_read_text(path, str(path))), interpolate=False)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def open_to_others(path: Path) -> str | None:
+    """A warning if other users of this machine may read or change ``path``, which holds secrets."""
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if not mode & 0o066:
+        return None
+    return (
+        f"{path} has mode {mode:04o}, so other users of this machine can take the keys in it: "
+        f"chmod 600 {path}"
+    )
+
+
+def read_toml(path: Path, known: Schema) -> dict[str, Given]:
+    """The flags of a ``--config`` file. Raises ConfigError."""
+    try:
+        tree = tomllib.loads(_read_text(path, f"--config {path}"))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise ConfigError(
+            f"--config {path} is not TOML ({why}), so nothing was started: correct that line"
+        ) from None
+    found = {}
+    for name, value in _flatten(tree, ""):
+        name = canonical(name) if canonical(name) in FLAGS else known.find(name).name
+        _refuse_secret(name, known, f"does not belong into a configuration file such as {path}")
+        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+        found[name] = Given(text, f"{name} in {path}")
+    return found
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe without a writer, or a terminal, would be waited for, for ever."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _read_text(path: Path, name: str) -> str:
+    """A small UTF-8 file. Raises ConfigError; ``name`` is what to call it."""
+    try:
+        with open(path, "rb", opener=_at_once) as file:
+            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.ESPIPE, "it is a pipe")
+            data = file.read(_LARGEST_FILE + 1)
+        if data is None:
+            raise OSError(errno.EAGAIN, "it is no file, and has nothing to read now")
+    except OSError as error:
+        raise ConfigError(
+            f"{name} cannot be read ({error.strerror}), so nothing was started: correct the path "
+            "or its permissions"
+        ) from None
+    if len(data) > _LARGEST_FILE:
+        raise ConfigError(
+            f"{name} has more than {_LARGEST_FILE} bytes, so it is no configuration and nothing "
+            "was started: correct the path"
+        )
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{name} is not UTF-8 text (byte {error.start + 1}), so nothing was started: save it "
+            "as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise ConfigError(
+            f"{name} holds zero bytes, as UTF-16 text does, so nothing was started: save it as "
+            "UTF-8"
+        )
+    return text
 
 
 def load_config(
@@ -55,8 +572,10 @@ def load_config(
         for name, text in PRESETS.get(preset, {}).items()
         if known.get(name) is not None
     }
+    given, warnings = settle(given)
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
-    config = _build(known, {**defaults, **given}, warnings=(warning,) if warning else ())
+    warnings += (warning,) if warning else ()
+    config = _build(known, {**defaults, **given}, warnings=warnings)
     if check:
         _refuse(problems(config))
     return config
@@ -69,35 +588,35 @@ def _refuse(found: Sequence[str]) -> None:
 
 
 def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ...]) -> Config:
-    arguments: dict[str, dict[str, Any]] = {room: {} for room in known.classes}
+    arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
         setting = known.settings[name]
         text = _text(entry)
         empty = setting.optional and text.strip().lower() in ("", "none")
-        for room, field in setting.places:
-            arguments[room][field] = None if empty else text
-    rooms: dict[str, Any] = {}
+        for package, field in setting.places:
+            arguments[package][field] = None if empty else text
+    packages: dict[str, Any] = {}
     wrong: dict[str, str] = {}  # flag -> problem
     places = {place: setting for setting in known for place in setting.places}
-    for room, settings_class in known.classes.items():
+    for package, settings_class in known.classes.items():
         try:
-            rooms[room] = settings_class(**arguments[room])
+            packages[package] = settings_class(**arguments[package])
         except ValidationError as refusal:
             for error in reversed(refusal.errors(include_url=False)):  # a field's first counts
-                setting = places[room, str(error["loc"][0])]
+                setting = places[package, str(error["loc"][0])]
                 text, source = given[setting.name]
                 remedy = f"give {setting.remedy}" if setting.remedy else f"correct {source}"
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )
     _refuse(list(wrong.values()))
-    values = {s.name: getattr(rooms[s.places[0][0]], s.places[0][1]) for s in known}
+    values = {s.name: getattr(packages[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(
         kind=known.kind,
         values=MappingProxyType(values),
         sources=MappingProxyType({name: entry.source for name, entry in given.items()}),
         warnings=warnings,
-        **rooms,
+        **packages,
     )
 
 

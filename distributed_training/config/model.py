@@ -1,4 +1,4 @@
-"""The resolved configuration: one settings object for each room."""
+"""The resolved configuration: one settings object for each package."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .chain import ChainSettings
-from .data import DataSettings
-from .diagnostics import DiagnosticsSettings
-from .general import GeneralSettings, NoEffectSettings
-from .miner import MinerSettings
-from .nodes import NodesSettings
-from .store import StoreSettings
-from .swarm import SwarmSettings
-from .telemetry import TelemetrySettings
-from .training import TrainingSettings
-from .validator import ValidatorSettings
+from .settings import (
+    ChainSettings,
+    DataSettings,
+    DiagnosticsSettings,
+    GeneralSettings,
+    MinerSettings,
+    NodesSettings,
+    StoreSettings,
+    SwarmSettings,
+    TelemetrySettings,
+    TrainingSettings,
+    ValidatorSettings,
+)
 
 Kind = Literal["miner", "validator"]
 
 
 @dataclass(frozen=True)
-class Rooms:
-    """The settings of all rooms, in the order of the help."""
+class AllSettings:
+    """The settings of all packages, in the order of the help."""
 
     general: GeneralSettings
     miner: MinerSettings
@@ -37,7 +39,6 @@ class Rooms:
     diagnostics: DiagnosticsSettings
     telemetry: TelemetrySettings
     validator: ValidatorSettings
-    no_effect: NoEffectSettings
 
 
 TITLES: Mapping[str, str] = {
@@ -52,12 +53,11 @@ TITLES: Mapping[str, str] = {
     "diagnostics": "Diagnostics",
     "telemetry": "Log and events",
     "validator": "Validator",
-    "no_effect": "Accepted, without effect",
 }
 
 
 @dataclass(frozen=True)
-class Config(Rooms):
+class Config(AllSettings):
     """The resolved configuration. Secrets inside are SecretStr, so ``repr`` is safe to log."""
 
     kind: Kind

@@ -49,6 +49,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "data.rows_per_page": "2",
         "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
+        "neuron.preview_sequences": "4",  # a local block has few
         "neuron.local_batch_size_train_effective": "16",
         # A public warm-up of 1000 steps would be longer than the whole local run.
         "neuron.learning_rate": "0.001",
@@ -62,6 +63,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
         "neuron.epoch_length": "10",
         "neuron.epoch_check_blocks": "2",
         "neuron.checkpoint_steps": "10",
+        "neuron.checkpoint_interval": "0",
         "neuron.stop_timeout": "30",
         "neuron.round_reload_timeout": "60",
         # The public bootstrap peer has no place here; the local network hands its own over.

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from .source import PageUnavailable
+from .page_source import PageUnavailable
 
 _CONFIGS = 8
 _ROW_CHARACTERS = 1000
@@ -23,7 +23,7 @@ _LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "__pycache__", "lib2
 
 
 class StdlibSource:
-    """A :class:`~.source.PageSource` over ``*.py`` of the standard library."""
+    """A :class:`~.page_source.PageSource` over ``*.py`` of the standard library."""
 
     def __init__(self) -> None:
         self._folder = Path(sysconfig.get_paths()["stdlib"])

@@ -1,9 +1,9 @@
-"""One rank's data: blocks fetched and tokenized ahead in worker processes, batches handed out.
+"""One rank's data: fetch and tokenize blocks ahead in worker processes, and hand out batches.
 
 A *block* is what one chain block assigns to a rank: a few pages of text, tokenized and cut into
-sequences. It is requested ahead of need, prepared by a worker process, and lies on disk until it
+sequences. It is requested ahead of need, prepared by a worker process, and stays on disk until it
 was trained on, so a restart goes on at the next sequence. Rank 0 decides which block begins, once
-every rank has it.
+every rank has it. Batches are copied to a GPU while it computes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import mixture
+from distributed_training.common.backoff import Throttle
+from distributed_training.config.extras import extra
+from distributed_training.data.device import DeviceBuffer
+
+from .block_builder import Failure, Prepared, WorkerSpec, check_folder
 from .corpus import StdlibSource
-from .device import DeviceBuffer
-from .held_back import HeldBack
-from .receipts import Receipts
-from .shards import SUFFIX, ShardError, open_shard, token_digest
-from .source import check_folder
-from .spec import WorkerSpec
+from .page_source import HeldBack
+from .shards import SUFFIX, ShardError, open_shard
 from .tokenizer import TextTokenizer
-from .work import Failure, Prepared
-from .workers import WorkerPool
+from .worker_pool import WorkerPool
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +54,9 @@ class DataPipeline:
     """Blocks in, batches out. Not thread-safe: the loop's thread calls.
 
     Nothing here waits for a source: :meth:`ready` says None until a block is there. ``spec`` says
-    what this rank reads and where prepared blocks, fetched pages and receipts are kept across
-    restarts. ``device``: a CUDA device makes :meth:`next` return batches that are there already,
-    copied beside the computation.
+    what this rank reads and where prepared blocks and fetched pages are kept across restarts.
+    ``device``: a CUDA device makes :meth:`next` return batches that are there already, copied
+    beside the computation.
 
     Raises ConfigError when ``--data.source`` names something that is not a folder.
     """
@@ -79,7 +78,6 @@ class DataPipeline:
         # The position in the block in training
         self._current = 0
         self._sequences = 0  # ordered of it
-        self._start = 0
         self._offset = 0
         self._expected: tuple[int, str] | None = None  # block and digest of a restored position
         # How fast blocks are prepared and trained on, seconds: moving means
@@ -90,12 +88,11 @@ class DataPipeline:
         self._served, self._served_at = 0, 0.0  # batches of the present block, when the last
         self._missed = 0.0  # seconds without anything to train on since the last batch
         self.wait_seconds = 0.0  # for the last batch, what was missed before it included
-        self._slow_line_at = -math.inf
+        self._slow_line = Throttle(_SLOW_LINE_EVERY)
         # What works for it
         self._counts: Counter[str] = Counter()
         self._block_folder = spec.blocks
         self._prepare_folder()
-        self._receipts = Receipts(spec.folder / f"receipts.rank{spec.rank}.jsonl")
         self._held_back = HeldBack(self._block_folder / "held-back.npy")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         self._workers = WorkerPool(spec, count=settings.workers)
@@ -149,8 +146,19 @@ class DataPipeline:
             self._counts["blocks_failed"] += 1
             return None
         facts = dict(header.extra)
-        order, sources = mixture.interleave(self._weights, facts["sources"], self._micro_batch_size)
+        order, sources = self._order(facts["sources"])
         return _Block(sequences, order, sources, facts)
+
+    def _order(self, counts: list[int]) -> tuple[np.ndarray[Any, Any], list[int]]:
+        """Return the order of a block's sequences, and the source of each micro-batch.
+
+        ``counts``: sequences of each source. One source alone keeps its sequences in order.
+        """
+        if len(self._weights) == 1:
+            return np.arange(counts[0]), [0] * (counts[0] // self._micro_batch_size)
+        mixture = extra("mixture", wanted_by="--data.source with several sources")
+        order, sources = mixture.interleave(self._weights, counts, self._micro_batch_size)
+        return order, sources
 
     # --- the block in training -----------------------------------------------------------------
 
@@ -164,7 +172,6 @@ class DataPipeline:
         have = len(held.order) if held is not None else 0
         if held is None or sequences > have:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
-        self._finish()
         self._check_restored(block, held)
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
@@ -173,7 +180,7 @@ class DataPipeline:
             self._train_seconds = _mean(self._train_seconds, seconds)
             self._timed += 1
         self._begun_at, self._served = now, 0
-        self._current, self._sequences, self._start = block, sequences, start
+        self._current, self._sequences = block, sequences
         self._offset = start
         earlier = list(self._blocks)
         earlier = earlier[: earlier.index(block)]
@@ -181,7 +188,7 @@ class DataPipeline:
         self._used.pop(block, None)
         self._used[block] = None
         self._forget(earlier)
-        self._say_if_slow(now)
+        self._warn_if_slow()
         if self._buffer is not None:
             self._buffer.clear()
             self._stage()
@@ -202,6 +209,7 @@ class DataPipeline:
             self._missed = 0.0
             self._offset += self._micro_batch_size
             self._served += 1
+            self._counts["sequences_served"] += self._micro_batch_size
             self._served_at = time.monotonic()
             if self._buffer is not None:
                 self._stage()
@@ -227,14 +235,14 @@ class DataPipeline:
         if batch is not None:
             self._buffer.put(batch)
 
-    def held_back(self, micro_batches: int) -> torch.Tensor | None:
+    def held_back(self, micro_batches: int, *, others: bool = False) -> torch.Tensor | None:
         """int64 (micro_batches x micro-batch, sequence) that :meth:`next` does not serve.
 
-        Those kept in ``folder`` since they were first asked for, else what the block in training
-        has beyond the sequences ordered; None where that is too little.
+        Those kept in ``folder`` since they were set aside, unless ``others`` are wanted, else what
+        the block in training has beyond the sequences ordered; None where that is too little.
         """
         wanted = micro_batches * self._micro_batch_size
-        chosen = self._held_back.load(wanted)
+        chosen = None if others else self._held_back.load(wanted)
         held = self._blocks.get(self._current)
         if chosen is None and held is not None:
             if len(held.order) < self._sequences + wanted:
@@ -261,10 +269,7 @@ class DataPipeline:
 
     def cursor(self) -> dict[str, Any]:
         """Position as JSON-able values: the next sequence to serve is number ``offset`` of
-        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in.
-
-        A checkpoint holds it, so what was served until here gets its receipt now."""
-        self._finish()
+        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in."""
         held = self._blocks.get(self._current)
         return {
             "block": self._current,
@@ -330,37 +335,16 @@ class DataPipeline:
         one took of late, so that a slow page or a retry does not leave the GPUs waiting."""
         return _LEAST_LEAD + 3.0 * self._prepare_seconds
 
-    def _say_if_slow(self, now: float) -> None:
+    def _warn_if_slow(self) -> None:
         per_worker = self._prepare_seconds / len(self._workers)
         slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
-        if slow and now - self._slow_line_at > _SLOW_LINE_EVERY:
-            self._slow_line_at = now
+        if slow and self._slow_line():
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
                 "training will wait: raise --data.workers, or --data.connections for a slow source",
                 per_worker,
                 self._train_seconds,
             )
-
-    def _finish(self) -> None:
-        """The receipt of the block that was served until now."""
-        held = self._blocks.get(self._current)
-        if held is None or self._offset <= self._start:
-            return
-        served = held.sequences[held.order[self._start : self._offset]]
-        self._receipts.add(
-            block=self._current,
-            uid=self._spec.uid,
-            rank=self._spec.rank,
-            first_sequence=self._start,
-            sequences=len(served),
-            tokens=int(served.size),
-            digest=token_digest(served),
-            pages=held.facts["pages"],
-            missing=held.facts["missing"],
-        )
-        self._counts["sequences_served"] += len(served)
-        self._start = self._offset
 
     def _forget(self, earlier: list[int]) -> None:
         """Used blocks beyond the last few, and of those prepared ``earlier`` than the one that was
@@ -390,8 +374,7 @@ class DataPipeline:
             left.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """The last receipt; workers end. Batches handed out stay valid."""
-        self._finish()
+        """End the workers. Batches handed out stay valid."""
         self._workers.close()
         self._blocks.clear()
 

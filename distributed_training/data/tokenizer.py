@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from distributed_training.common.files import write_bytes, write_json
 
-from .source import Counts
+from .page_source import Counts
 
 EOS = "<eos>"
 #: A multiple of 8 above 256 bytes and EOS.

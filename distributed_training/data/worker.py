@@ -14,11 +14,15 @@ import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from distributed_training.common.children import Parent, Said, start_child, wait_or_kill
-from distributed_training.common.stacks import write_stacks_on_signal
+from distributed_training.common.processes import (
+    Parent,
+    Said,
+    start_child,
+    wait_or_kill,
+    write_stacks_on_signal,
+)
 
-from .spec import WorkerSpec
-from .work import BlockMaker, Failure, Prepared
+from .block_builder import BlockMaker, Failure, Prepared, WorkerSpec
 
 log = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ import errno
 import os
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from distributed_training.config import Config
-from distributed_training.config.flags import ConfigError
+from distributed_training.config.types import ConfigError
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 
 Status = Literal["ok", "warn", "fail", "skip"]
@@ -52,6 +52,42 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
             " ".join(str(error).split()) or type(error).__name__
         )  # libraries' texts have lines
         return Check(name, "fail", finding, remedy)
+
+
+def host_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
+    counts, at which the kernel kills. ``root``: of /proc and /sys.
+    """
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    return min((there, *_memory_limits(root)))
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Yield the limits of the own control group and of those above it, of both versions."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:  # "0::/path", or by version 1 "4:memory:/path"
+        controllers, _, path = group.partition(":")[2].partition(":")
+        if not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, and the limit lies at the mount.
+        own = mount / path.strip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+            try:
+                yield int((folder / name).read_text())
+            except (OSError, ValueError):  # no such file; "max"
+                continue
 
 
 def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:

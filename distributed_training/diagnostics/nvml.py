@@ -89,6 +89,46 @@ class NvmlSampler:
         self.close()
 
 
+#: Held by nobody in particular: an idle card's own, and what a process in another container holds.
+_IDLE_BYTES = 1_000_000_000
+
+
+def unused_gpu() -> tuple[str | None, str]:
+    """Return the UUID of the first visible GPU that no process computes on.
+
+    Without one: None, and in words why. A card counts as used when its memory is, too: a container
+    is not shown the processes of others.
+    """
+    nvml = _start()
+    if nvml is None:
+        return None, "no GPU is visible: no NVIDIA driver answers"
+    try:
+        why = "no GPU is visible"
+        for index, handle in enumerate(_visible_handles(nvml)):
+            try:
+                pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+                used = _used_bytes(nvml, handle)
+                if not pids and used < _IDLE_BYTES:
+                    uuid = nvml.nvmlDeviceGetUUID(handle)
+                    return uuid.decode() if isinstance(uuid, bytes) else str(uuid), ""
+            except nvml.NVMLError as error:
+                why = f"GPU {index} does not tell whether it is in use ({error})"
+                continue
+            by = f" by process {pids[0]}" if pids else ""
+            why = f"GPU {index} is in use{by} ({used / 1e9:.1f} GB)"
+        return None, why
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _used_bytes(nvml: Any, handle: Any) -> int:
+    """Without what the driver reserves for itself, where it tells these apart."""
+    try:
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
+    except (nvml.NVMLError, AttributeError):  # an old driver
+        return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+
+
 def visible_gpu_count() -> int:
     """GPUs this process may use; 0 without driver or with ``CUDA_VISIBLE_DEVICES`` empty."""
     nvml = _start()

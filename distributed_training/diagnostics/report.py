@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from distributed_training.config.diagnostics import DiagnosticsSettings
+from distributed_training.config.settings import DiagnosticsSettings
 from distributed_training.protocol.types import StepReport
 
 _RULE = "=" * 80
@@ -74,6 +74,8 @@ def gpu_report_lines(
         ]
     elif expect_gpu:
         lines.append("❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)")
+    else:
+        lines.append("✓ No GPU: training on the CPU, as --neuron.device cpu asks")
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):
         lines.append(f"✅ Model correctly on GPU: {model_device}")

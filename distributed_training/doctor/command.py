@@ -1,4 +1,4 @@
-"""Checks machine, configuration, keys, chain and data before training; measures the step time.
+"""Check machine, configuration, keys, chain and data before training; measure the step time.
 
     python -m distributed_training doctor [--json] [--model SIZE|config.json] [--uid N]
                                           [--offline] [flags of neurons/miner.py]...
@@ -9,7 +9,7 @@
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement
 
-Takes every flag of neurons/miner.py, .env and the environment, so what it says holds for the miner
+Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
 started the same way. scripts/diagnose.py is the same. Exit status: 0 nothing failed (warnings are
 allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
@@ -29,7 +29,7 @@ from rich.text import Text
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.config.arguments import Parser, argument, ranged
+from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.diagnostics.checks import Check, failed
 from distributed_training.doctor.examination import Examination, model_config
 from distributed_training.doctor.reach import host_and_port, probe
@@ -50,7 +50,7 @@ def build_parser() -> Parser:
     return parser
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__)

@@ -63,7 +63,7 @@ class Examination:
             checks.append(Check("network", "skip", "--offline: chain, bucket, data are not asked"))
         else:
             # Here: --help and a refusal are not to wait for torch and the chain's client.
-            from distributed_training.doctor.outside import outside_checks
+            from distributed_training.doctor.network_checks import outside_checks
 
             checks += outside_checks(config, uid=self.uid, shape=shape, tell=self.tell)
         return checks + self._measure(machine.cannot_train(checks))
@@ -107,7 +107,7 @@ def _configuration(line: str) -> Check:
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
     """The model's ``config.json`` and where it comes from: ``--model``, else what the run folder
     holds of the global state, else an assumption that is named. Raises ConfigError."""
-    from distributed_training.training.sizes import named_config
+    from distributed_training.training.memory_plan import named_config
 
     if wanted and not wanted.endswith(".json"):
         try:

@@ -26,9 +26,9 @@ from distributed_training.common.memory import (
     loss_chunk,
 )
 from distributed_training.config import Config
-from distributed_training.diagnostics.checks import Check, check_disk, check_port
+from distributed_training.diagnostics.checks import Check, check_disk, check_port, host_bytes
 from distributed_training.diagnostics.nvml import NvmlSampler, driver_version, visible_gpu_count
-from distributed_training.miner.process import mark_of
+from distributed_training.miner.run_folder import mark_of
 
 _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
@@ -107,15 +107,11 @@ def check_memory(
             )
         )
     if host_bytes is not None:
-        remedy = "use a machine with more memory, or --neuron.offload_optimizer off if it is on"
-        check = _fits("host memory", host.needed, host_bytes, remedy)
-        if check.status == "ok" and host.peak > host_bytes:
-            finding = (
-                f"{check.finding}, but {host.peak / 1e9:.1f} GB when a snapshot, a checkpoint and "
-                "a round come together"
-            )
-            check = Check(check.name, "warn", finding, remedy)
-        checks.append(check)
+        remedy = (
+            "use a machine with more memory, raise the memory limit of the Slurm job, container or "
+            "systemd unit, or give --neuron.offload_optimizer off if it is on"
+        )
+        checks.append(_fits("host memory", host.needed, host_bytes, remedy))
     return checks
 
 
@@ -174,16 +170,18 @@ def check_disk_speed(folder: Path, shape: ModelShape, *, stop_timeout: timedelta
 
 
 def check_descriptors(connections: int) -> Check:
-    """``connections``: the most that the signed server keeps open."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    """``connections``: the most that the signed server keeps open. The launcher takes the hard
+    limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _DESCRIPTORS + connections
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return Check("descriptors", "ok", f"{soft} open files allowed")
-    remedy = "ulimit -n 65536 before pm2 starts, or LimitNOFILE=65536 in its unit"
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        remedy += ", after raising the hard limit in /etc/security/limits.conf"
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return Check("descriptors", "ok", f"{hard} open files allowed")
     return Check(
-        "descriptors", "warn", f"{soft} open files allowed, {needed} may be needed", remedy
+        "descriptors",
+        "warn",
+        f"{hard} open files allowed, {needed} may be needed",
+        "LimitNOFILE=65536 in the unit of pm2 or the miner, or raise the hard limit of nofile in "
+        "/etc/security/limits.conf",
     )
 
 
@@ -234,13 +232,6 @@ def gpu_bytes() -> int | None:
     with sampler:
         sample = sampler.sample()
     return round(sample.memory_total_gb * 1e9) if sample else None
-
-
-def host_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
 
 
 def bytes_under(folder: Path) -> int:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from distributed_training.common.environment import without_secrets
 from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import without_secrets
 from distributed_training.diagnostics.checks import ProbeError
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 

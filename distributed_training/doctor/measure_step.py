@@ -1,6 +1,6 @@
 """One rank of the doctor's measurement: trains random tokens on random weights, prints the speed.
 
-Started by :mod:`.measure`, one process a rank; DT_MEASURE holds model and seconds as JSON.
+Started by :mod:`.command`, one process a rank; DT_MEASURE holds model and seconds as JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from distributed_training.common.processes import die_with_parent
 from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.miner.process import rank_environment
+from distributed_training.miner.run_folder import rank_environment
 
 WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
 
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from distributed_training.training.layout import Layout
+    from distributed_training.training.collectives import Layout
     from distributed_training.training.trainer import Trainer
 
     cuda = config.miner.device != "cpu" and torch.cuda.is_available()

@@ -10,13 +10,7 @@ from datetime import timedelta
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.diagnostics.checks import Check
-from distributed_training.miner.node_addresses import (
-    VARIABLES,
-    address_of,
-    interface_of,
-    other_addresses,
-)
-from distributed_training.miner.node_line import Line
+from distributed_training.miner.several_nodes import VARIABLES, address_of, interface_of
 
 _TIMEOUT = timedelta(seconds=5)
 
@@ -35,20 +29,12 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
         else:
             with socket.create_connection((address, port), _TIMEOUT.total_seconds()) as line:
                 own = line.getsockname()[0].partition("%")[0]
-                others = _other_addresses(line)
             found = f"node 0 answers at {settings.rdzv_endpoint}"
-            for each in (address, *others):
-                if problem := _blocked(each):
-                    at = (
-                        ""
-                        if each == address
-                        else f" of {each}, where its SOCKET_IFNAME has it listen,"
-                    )
-                    found += f", but not at port {problem}{at}, so its ranks could not be reached"
-                    remedy = f"let all TCP ports through from {own} in the firewall of node 0"
-                    return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
+            if problem := _blocked(address):
+                found += f", but not at port {problem}, so its ranks could not be reached"
+                remedy = f"let all TCP ports through from {own} in the firewall of node 0"
+                return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
         interface = interface_of(own)
-        other_addresses(interface)  # or there is no such interface
     except ConfigError as error:
         finding, _, remedy = str(error).rpartition(": ")
         return [Check("nodes", "fail", finding, remedy)]
@@ -68,16 +54,6 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
             finding = f"{name} is {wanted}, the rendezvous goes through {interface}"
             checks.append(Check("nodes' interface", "warn", finding, f"unset {name}, if not meant"))
     return checks
-
-
-def _other_addresses(connection: socket.socket) -> list[str]:
-    """Of node 0, where its environment has gradients go through another interface."""
-    line = Line(connection, _TIMEOUT)
-    line.send(asks="addresses")
-    try:
-        return list((line.read() or {}).get("addresses", ()))
-    except (OSError, ValueError):
-        return []  # an older version, or another program
 
 
 def _blocked(address: str) -> str | None:

@@ -15,9 +15,8 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config.arguments import Parser, argument, exit_with, ranged
-from distributed_training.config.flags import ConfigError
-from distributed_training.config.values import File, Text
+from distributed_training.config.loader import Parser, argument, exit_with, ranged
+from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary
@@ -51,8 +50,8 @@ def build_parser() -> Parser:
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
     add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
-    add("--miner-script", type=path, help="another miner's program (default: neurons/miner.py)")
-    add("--validator-script", type=path, help="another validator's (default: neurons/validator.py)")
+    add("--miner-script", type=path, help="another miner's program (default: this package's)")
+    add("--validator-script", type=path, help="another validator's (default: this package's)")
     return parser
 
 
@@ -163,7 +162,7 @@ def _headline(subnet: LocalSubnet) -> str:
 
 
 def _draw(subnet: LocalSubnet, summary: Summary) -> None:
-    from distributed_training.localnet.plot import draw
+    from distributed_training.localnet.summary import draw
 
     try:
         png = draw(

@@ -1,8 +1,15 @@
-"""What surrounds the neurons of a local subnet: object store, chain, wallets, credentials."""
+"""Start the services around the neurons of a local subnet: object store, chain, wallets, keys.
+
+Each neuron gets a swarm identity before its peer is up, so that others know its address at once.
+The identity file is libp2p's ``PrivateKey`` message (key type RSA, the key in PKCS #1 DER); the
+peer id is the base58 text of the multihash of the matching ``PublicKey`` message. Source: libp2p's
+specification "Peer Ids and Keys".
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,19 +17,60 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import base58
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
-from distributed_training.localnet.identity import make_identity
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
 from distributed_training.protocol.names import GLOBAL_MODEL_NAME, miner_bucket
 
 if TYPE_CHECKING:
-    from distributed_training.chain.wallet import Wallet
+    from distributed_training.chain.identity import Wallet
     from distributed_training.store.s3 import S3ObjectStore
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+_FIELDS = b"\x08\x00\x12"
+_SHA2_256 = bytes([0x12, 32])  # multihash prefix: the function and the length of its digest
+
+
+def identity_file(run_folder: Path) -> Path:
+    """Return the path at which the swarm of a neuron expects its identity."""
+    return run_folder / "swarm" / "identity.key"
+
+
+def make_identity(run_folder: Path) -> str:
+    """Write a new identity. Returns the peer id."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
+    with atomic_file(identity_file(run_folder), private=True) as file:
+        file.write(_message(der))
+    public = key.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    digest = hashlib.sha256(_message(public)).digest()
+    return base58.b58encode(_SHA2_256 + digest).decode()
+
+
+def _message(data: bytes) -> bytes:
+    """Protobuf of both key messages: field 1 the type (0, RSA), field 2 the bytes."""
+    length = bytearray()
+    rest = len(data)
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return _FIELDS + bytes(length) + bytes([rest]) + data
+
+
+#: Where this package is imported from: a checkout, or site-packages.
+PACKAGES = Path(__file__).resolve().parents[2]
 VALIDATOR_STAKE = 100_000.0
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
@@ -73,7 +121,7 @@ class Services:
         """A neuron's bucket, by default with the keys that may only read. Close it."""
         from pydantic import SecretStr
 
-        from distributed_training.config.store import StoreSettings
+        from distributed_training.config.settings import StoreSettings
         from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 
         found, kind = self._keys(), "WRITE" if write else "READ"
@@ -94,7 +142,7 @@ class Services:
         """
         self._chain.start()
         self._store.child.start()  # both import for a second; meanwhile:
-        from distributed_training.chain.wallet import create_wallet
+        from distributed_training.chain.identity import create_wallet
 
         validator = self._validator
         for plan in self.plans:
@@ -148,7 +196,14 @@ class Services:
         return self._wallets[plan.name]
 
     def arguments(self, plan: NeuronPlan) -> list[str]:
-        """Script and flags. No secret is among them."""
+        """Return program and flags for a Python interpreter. No secret is among them."""
+        miner = plan.kind == "miner"
+        script = self.options.miner_script if miner else self.options.validator_script
+        program = [str(script)] if script else ["-m", f"distributed_training.{plan.kind}"]
+        return [*program, *self.flags(plan)]
+
+    def flags(self, plan: NeuronPlan) -> list[str]:
+        """Return the neuron's flags, those that the options add at the end."""
         options = self.options
         least = options.least_miners or len(options.ranks)
         flags = {
@@ -170,14 +225,14 @@ class Services:
         if plan.kind == "miner":
             flags["neuron.initial_peers"] = self._initial_peer
             flags["nproc_per_node"] = str(plan.world_size)
-            script, more = options.miner_script, options.miner_flags
+            more = options.miner_flags
         else:
             flags["validator.alive_wanted"] = str(len(options.ranks))
             flags["validator.alive_least"] = str(least)
             flags["validator.minimum_peers"] = str(least + 1)
-            script, more = options.validator_script, options.validator_flags
+            more = options.validator_flags
         words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return [str(script or REPOSITORY / "neurons" / f"{plan.kind}.py"), *words, *more]
+        return [*words, *more]
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """The neuron's environment, with the keys of the object store."""
@@ -197,7 +252,7 @@ class Services:
 
     def _clean_environment(self) -> dict[str, str]:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
-        path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {
             **self._mark.environment,
             "OMP_NUM_THREADS": "1",

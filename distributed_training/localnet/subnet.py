@@ -1,8 +1,9 @@
-"""A whole subnet on this machine: object store, chain, validator and miners as real processes.
+"""Run a whole subnet on this machine: object store, chain, validator and miners as real processes.
 
 The orchestrator starts them, follows the events they write and ends them. It takes no part in the
 protocol: everything between the neurons goes over the object store, the chain, signed HTTP and the
-DHT, as on the public network.
+DHT, as between machines. The run folder is locked while it is used, and emptied only if a local
+subnet wrote it.
 
 Used by ``make run`` (``command.py``) and by tests::
 
@@ -14,8 +15,10 @@ Used by ``make run`` (``command.py``) and by tests::
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,11 +27,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import IO, Any
 
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
-from distributed_training.localnet.events import NeuronState
-from distributed_training.localnet.folder import RunFolder
+from distributed_training.config.types import ConfigError
+from distributed_training.localnet.neuron_state import NeuronState
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import (
     MARK,
@@ -38,7 +43,53 @@ from distributed_training.localnet.processes import (
 )
 from distributed_training.localnet.services import Services
 from distributed_training.localnet.summary import Summary, summarize
-from distributed_training.telemetry.follow import EventFollower
+from distributed_training.telemetry.events import EventFollower
+
+STATE_FILE = "localnet.json"  # also tells that a folder is ours
+LOCK_FILE = ".lock"
+
+
+class RunFolder:
+    """``path`` is absolute. The lock goes when the process does, however it ends."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self._lock: IO[bytes] | None = None
+
+    def take(self) -> None:
+        """Lock it and empty it. Raises ConfigError; nothing has changed then."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / LOCK_FILE).open("ab")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.release()
+            raise ConfigError(
+                f"a local subnet is running in {self.path}, so another cannot start there: "
+                "stop it, or give --folder another folder"
+            ) from None
+        contents = [p for p in self.path.iterdir() if p.name != LOCK_FILE]
+        if contents and not (self.path / STATE_FILE).exists():
+            self.release()
+            (self.path / LOCK_FILE).unlink()
+            raise ConfigError(
+                f"{self.path} holds files that no local subnet wrote, so it is left alone: "
+                "give --folder a new or empty folder"
+            )
+        for path in contents:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        self.write_state({})
+
+    def write_state(self, state: dict[str, Any]) -> None:
+        write_json(self.path / STATE_FILE, state, durable=False)
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 class SubnetFailure(RuntimeError):

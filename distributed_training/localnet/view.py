@@ -12,7 +12,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from distributed_training.localnet.events import NeuronState
+from distributed_training.common.backoff import Throttle
+from distributed_training.localnet.neuron_state import NeuronState
 
 _REDRAW_SECONDS = 0.25
 
@@ -69,8 +70,7 @@ class LiveView:
         plain_interval: timedelta = timedelta(seconds=15),
     ) -> None:
         self._console = console or Console(highlight=False)
-        self._plain_interval = plain_interval.total_seconds()
-        self._said_at: dict[str, float] = {}
+        self._plain_line = Throttle(plain_interval.total_seconds())
         self._started = time.monotonic()
         self._drawn_at = -math.inf
         self._live: Live | None = None
@@ -98,8 +98,7 @@ class LiveView:
             self._live.update(Group(head, *rows), refresh=True)
             return
         for name, line in lines.items():
-            if now - self._said_at.get(name, -math.inf) >= self._plain_interval:
-                self._said_at[name] = now
+            if self._plain_line(name):
                 self.say(line)
 
     def close(self) -> None:

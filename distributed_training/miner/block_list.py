@@ -18,13 +18,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import names
 from distributed_training.protocol.types import Progress, Revision
 
-from . import events as ev
-from .decide import MinerState
-from .orders import DataOrder
+from . import state_machine as ev
 from .ranks import Ranks
+from .state_machine import DataOrder, MinerState
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline
@@ -41,8 +41,9 @@ class BlockList:
     ``chain_block``: the chain's newest. ``data`` says how many blocks to request ahead of the one
     in training, at most, and how many seconds before the queue runs dry the next one is requested:
     a block that waits in the queue ages, and validators judge an upload by its newest *trained*
-    block. ``hold_back``: micro-batches to leave out at the end of the first new block that
-    is twice as long, for previews. ``patience``: seconds without any ready block after which a
+    block. ``hold_back``: micro-batches to leave out at the end of a new block that is twice as
+    long, for previews: of the first one, unless it ``holds_back`` some from before, and of the
+    first one after each outer step. ``patience``: seconds without any ready block after which a
     block that was served before is trained on again (its tokens are still cached on every rank),
     rather than leaving GPUs idle. ``recent``: validators refuse a list whose newest block is more
     than so many behind the chain's (half a round).
@@ -55,7 +56,9 @@ class BlockList:
         data: DataPipeline,
         ranks: Ranks,
         micro_batch_size: int,
+        uid: int = 0,
         hold_back: int = 0,
+        holds_back: bool = False,
         patience: float = 60.0,
         recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
@@ -64,7 +67,9 @@ class BlockList:
         self._data = data
         self._ranks = ranks
         self._micro_batch_size = micro_batch_size
-        self._hold_back = hold_back * micro_batch_size
+        self._uid = uid
+        self._held = hold_back * micro_batch_size
+        self._to_hold_back = 0 if holds_back else self._held
         self._patience = patience
         self._refused_from = recent
         self._clock = clock
@@ -78,7 +83,7 @@ class BlockList:
         self._current = (0, 0)  # block, its sequences
         self._newest = (0, 0)  # of those that were begun
         self._moved_at = clock()  # the chain
-        self._said_at = -patience  # that there is nothing new
+        self._repeat_line = Throttle(patience, clock=clock)
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
         self._ahead: list[int] = []  # requested before a restart
@@ -215,15 +220,14 @@ class BlockList:
         if self._ready:
             self._starving_since = None
             block, sequences = self._ready.pop(0)
-            if sequences >= 2 * self._hold_back:
-                sequences, self._hold_back = sequences - self._hold_back, 0
+            if sequences >= 2 * self._to_hold_back:
+                sequences, self._to_hold_back = sequences - self._to_hold_back, 0
             return block, sequences, 0
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now
         if self._newest[0] and now - self._starving_since >= self._patience:
-            if now - self._said_at >= self._patience:
-                self._said_at = now
+            if self._repeat_line():
                 log.warning(
                     "No new data for %.0f s: block %d is trained on again",
                     now - self._starving_since,
@@ -247,6 +251,7 @@ class BlockList:
                 self.block_used_up()
             case ev.OuterStepEnded(committed=True) | ev.Loaded():
                 self.step_dropped()
+                self._to_hold_back = self._held
             case ev.SnapshotTaken(progress=progress):
                 self.snapshot_taken(progress.revision(names.RUN))
             case ev.SnapshotFailed(revision=Revision() as revision):
@@ -316,6 +321,8 @@ class BlockList:
             "gaps": self._gaps,
             "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
             "since_step": sorted(self._since_step),
+            "to_hold_back": self._to_hold_back,
+            "uid": self._uid,
             "world_size": self._ranks.world_size,
             "micro_batch_size": self._micro_batch_size,
         }
@@ -324,10 +331,11 @@ class BlockList:
         """After a restart: ``state`` and the data's ``cursor`` of a checkpoint (both may be empty).
 
         The block that was under way is begun again where it was, then those that were prefetched.
-        With another number of ranks or another micro-batch, what a rank holds of a block is cut
-        differently, and the trainer drops the micro-batches of the inner step under way (so it does
-        where ``exact`` is False). Then the blocks that they were of, and the one in training, begin
-        anew: no page of a block that is listed goes untrained.
+        With another uid every block has other pages: none counts as trained on, and those under way
+        begin anew. With another number of ranks or another micro-batch, what a rank holds of a
+        block is cut differently, and the trainer drops the micro-batches of the inner step under
+        way (so it does where ``exact`` is False). Then the blocks that they were of, and the one in
+        training, begin anew: no page of a block that is listed goes untrained.
         """
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
@@ -336,6 +344,7 @@ class BlockList:
         self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
         if not state:
             return
+        self._to_hold_back = max(self._to_hold_back, int(state.get("to_hold_back", 0)))
         since_step = {int(b) for b in state.get("since_step", [])}
         ahead = [int(b) for b in state.get("ahead", [])]
         block, sequences, offset = (
@@ -344,14 +353,19 @@ class BlockList:
         under_way = bool(block) and sequences - offset >= self._micro_batch_size
         layout = self._ranks.world_size, self._micro_batch_size
         same_layout = (state.get("world_size"), state.get("micro_batch_size")) == layout
-        if not (exact and same_layout):
+        same_uid = state.get("uid", self._uid) == self._uid  # absent in older checkpoints
+        if not same_uid:
+            self._trained = {}
+        if not (exact and same_layout and same_uid):
             again = sorted(since_step | ({block} if under_way else set()))
             self._ahead = [*again, *(b for b in ahead if b not in again)]
             why = "the number of ranks or the micro-batch changed"
-            if same_layout:
+            if not same_uid:
+                why = "this hotkey has another uid, which is assigned other pages"
+            elif same_layout:
                 why = (
-                    "a node lacks its own part of the checkpoint, so the micro-batches of the "
-                    "inner step under way are dropped"
+                    "a node lacks its own part of the checkpoint or flags changed, so the "
+                    "micro-batches of the inner step under way are dropped"
                 )
             log.info(
                 "Data goes on with a new block: %s%s",

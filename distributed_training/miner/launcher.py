@@ -1,10 +1,10 @@
 """Stands between pm2 and the ranks: checks, starts, passes on the stop, leaves nothing behind.
 
     launch(argv)
-      bad configuration, folder or port in use       -> one line, status 2, nothing started
-      the same with settings that are proven (proof.py) -> one line, tried again later
-      the page                                       -> a process of its own, until the end
+      a configuration that is refused                -> one line, status 2, nothing started
+      the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
       strays of an earlier launcher of this folder   -> ended first
+      the page                                       -> a process of its own, until the end
       ranks, forked from one warm process            -> swarm host -> p2pd ...
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM to rank 0 alone, which decides
       --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
@@ -13,7 +13,8 @@
       at the end, always                             -> strays ended and reaped
 
 Ranks that failed are started again here, from the warm process and without a new import, up to
-:data:`RESTARTS` times in a row; pm2 is the net around that. Nothing here imports torch.
+:data:`RESTARTS` times in a row; pm2 is the net around that. What the outside refuses is no failure
+of this program: it is tried again here for as long as it takes. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -23,42 +24,54 @@ import fcntl
 import functools
 import logging
 import math
+import os
 import secrets
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.chain.wallet import require_hotkey
+from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.processes import Mark, become_subreaper, is_running, send
+from distributed_training.common.files import write_bytes
+from distributed_training.common.processes import (
+    Mark,
+    become_subreaper,
+    is_running,
+    limit_resources,
+    send,
+)
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
 from distributed_training.diagnostics.checks import start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
-from distributed_training.miner.nodes import Guest, Host, Plan, join_nodes
-from distributed_training.miner.process import (
+from distributed_training.miner.rank_group import RankGroup
+from distributed_training.miner.run_folder import (
     INSTANCE,
+    Ending,
     checkpoint_time,
     forget_ranks,
     launcher_pid,
     listening_ranks,
     mark_of,
     read_exit_status,
+    remembered_gpus,
     stop_seconds,
     write_instance,
 )
-from distributed_training.miner.proof import Proof
-from distributed_training.miner.rank_group import RankGroup
+from distributed_training.miner.several_nodes import Guest, Host, Plan, join_nodes
 from distributed_training.miner.watchdog import Watchdog
 from distributed_training.node.signals import Stopped, StopSignals
-from distributed_training.node.start import make_run_folder, start_log
+from distributed_training.node.start import make_run_folder, start_log, write_settings
+from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.page.process import PageProcess
 
 log = logging.getLogger(__name__)
 
-MINER_SCRIPT = Path(__file__).resolve().parents[2] / "neurons" / "miner.py"
+#: Each rank runs it, in a fork.
+PROGRAM = Path(__file__).with_name("__main__.py")
 
 #: From SIGTERM to SIGKILL, and the most that the kernel then has. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
@@ -68,20 +81,21 @@ SETTLE = timedelta(seconds=2)
 LINGER = timedelta(seconds=15)
 #: Ranks of another node are gone: how long this one's have to notice and end.
 TROUBLE_GRACE = timedelta(seconds=3)
-#: In a row; ranks that then ran for STEADY count as healthy again, and their settings as right.
+#: In a row; ranks that then ran for STEADY count as healthy again.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
-#: Between two looks at what refused proven settings before a rank was started.
-LONGEST_DOUBT = timedelta(minutes=5)
+#: Between two tries while the outside refuses.
+LONGEST_PAUSE = timedelta(minutes=5)
 
 STACKS_FILE = "stacks.txt"  # in the run folder
+METRICS_FILE = "launcher.prom"
 
 _POLL = timedelta(milliseconds=200)
 _LOOK = timedelta(seconds=20)  # at what the last checkpoint took
 
 
-def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
+def launch(argv: Sequence[str], *, script: Path = PROGRAM) -> int:
     """Run a miner to its end; its exit status (:class:`ExitStatus`).
 
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
@@ -91,70 +105,119 @@ def launch(argv: Sequence[str], *, script: Path = MINER_SCRIPT) -> int:
     except ConfigError as error:
         return exit_with(error)
     print("\n".join(describe(config)), flush=True)
-    proof, backoff = Proof(config), Backoff(first=FIRST_WAIT, longest=LONGEST_DOUBT)
+    start_log(config, None, name="launcher")  # the run folder may not be there yet
+    limit_resources()
     with StopSignals() as signals:
+        outages = Outages(config.run_folder, signals.stop)
+        return outages.outlast(lambda: _prepare(config, argv, script, signals, outages))
+
+
+class Outages:
+    """Tries again, with growing pauses, what the outside refuses: a disk, a mount, a port, a
+    driver, the chain, the store, another node.
+
+    A start may help then and needs nobody, so none of this ends the miner. Each try is a line of
+    the log, and ``launcher.prom`` counts them for an alert.
+    """
+
+    def __init__(self, folder: Path, stop: threading.Event) -> None:
+        self._stop = stop
+        self._backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_PAUSE)
+        self._metrics = Registry()
+        self._folder = folder
+
+    def outlast(self, attempt: Callable[[], ExitStatus]) -> ExitStatus:
+        """Return what ``attempt`` returns, once it no longer raises ConfigError or OSError."""
         while True:
             try:
-                return _launch(config, argv, script=script, signals=signals, proof=proof)
-            except ConfigError as error:
-                if isinstance(error, InUse) or not proof.holds:
-                    return exit_with(error)
-                if _doubt(error, backoff, signals):
+                return attempt()
+            except (ConfigError, OSError) as error:
+                if self.wait(str(error)):
                     return ExitStatus.STOPPED
 
+    def wait(self, reason: str) -> bool:
+        """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
+        seconds = self._backoff.failed().total_seconds()
+        log.warning(
+            "Cannot train: %s. Trying again in %.1f s (attempt %d)",
+            reason,
+            seconds,
+            self._backoff.failures + 1,
+        )
+        self.report()
+        return self._stop.wait(seconds)
 
-def _doubt(error: ConfigError, backoff: Backoff, signals: StopSignals) -> bool:
-    """Wait before proven settings are tried again; whether a stop was asked for meanwhile."""
-    seconds = backoff.failed().total_seconds()
-    log.error(
-        "%s. The miner ran with these settings before, so it does not end; "
-        "it tries again in %.1f s",
-        error,
-        seconds,
-    )
-    return signals.stop.wait(seconds)
+    def ended(self) -> None:
+        """Ranks train: the next outage begins with short pauses."""
+        if self._backoff.failures:
+            self._backoff.succeeded()
+            self.report()
+
+    def report(self) -> None:
+        """Write the count of tries for the alert, over what an earlier launcher left there."""
+        if not self._folder.is_dir():
+            return  # a mount that is away: nothing may be made in its place
+        self._metrics.set("starts_refused_in_a_row", self._backoff.failures)
+        with contextlib.suppress(OSError):
+            write_bytes(self._folder / METRICS_FILE, self._metrics.text().encode(), durable=False)
 
 
-def _launch(
-    config: Config, argv: Sequence[str], *, script: Path, signals: StopSignals, proof: Proof
+def _prepare(
+    config: Config, argv: Sequence[str], script: Path, signals: StopSignals, outages: Outages
 ) -> ExitStatus:
-    """Raises ConfigError: of this machine, or of node 0, which refuses this node. Proven settings
-    are refused before ranks run or not at all, so this may be called again then."""
+    """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
     if config.nodes.leads:
         require_hotkey(config.chain)
     folder = make_run_folder(config)
     start_log(config, folder, name="launcher")
+    write_settings(config, folder)
     with _lock(folder):
+        outages.report()
         become_subreaper()
         _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
-        ranks = config.miner.nproc_per_node or default_ranks(config, proof.gpus)
-        _check_machine(config, folder, ranks=ranks)
-        mark = Mark(INSTANCE, secrets.token_hex(16))
-        write_instance(folder, mark)
-        group = RankGroup(
-            script=script,
-            argv=argv,
-            world_size=ranks,
-            mark=mark,
-            stacks=folder / STACKS_FILE,
-            start_limit=config.miner.hang_timeout,
-        )
-        log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
-        watchdog = functools.partial(
-            Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
-        )
-        nodes = join_nodes(config, ranks=ranks, remembered=proof.gpus)
         with _page(config, folder):
-            return _Supervisor(
-                group=group,
-                folder=folder,
-                mark=mark,
-                signals=signals,
-                stop_timeout=config.miner.stop_timeout,
-                watchdog=watchdog,
-                proof=proof,
-                nodes=nodes,
-            ).run()
+            return outages.outlast(lambda: _train(config, argv, script, folder, signals, outages))
+
+
+def _train(
+    config: Config,
+    argv: Sequence[str],
+    script: Path,
+    folder: Path,
+    signals: StopSignals,
+    outages: Outages,
+) -> ExitStatus:
+    """Run ranks to the miner's end. Raises ConfigError: of this machine, or of node 0, which
+    refuses this node; no rank runs then."""
+    gpus = remembered_gpus(folder)
+    if config.miner.device != "cpu":
+        gpus = visible_gpu_count() or gpus
+    ranks = config.miner.nproc_per_node or default_ranks(config, gpus)
+    mark = Mark(INSTANCE, secrets.token_hex(16))
+    write_instance(folder, mark, gpus=gpus)
+    _check_machine(config, folder, ranks=ranks)
+    group = RankGroup(
+        script=script,
+        argv=argv,
+        world_size=ranks,
+        mark=mark,
+        stacks=folder / STACKS_FILE,
+        start_limit=config.miner.hang_timeout,
+    )
+    log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
+    watchdog = functools.partial(
+        Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
+    )
+    return _Supervisor(
+        group=group,
+        folder=folder,
+        mark=mark,
+        signals=signals,
+        stop_timeout=config.miner.stop_timeout,
+        watchdog=watchdog,
+        outages=outages,
+        nodes=join_nodes(config, ranks=ranks, remembered=gpus),
+    ).run()
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -168,15 +231,13 @@ def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
 
 
 def default_ranks(config: Config, remembered: int = 0) -> int:
-    """One rank per visible GPU; one without GPU or with ``--neuron.device cpu``. ``remembered``:
-    GPUs that earlier ranks ran on, for a driver that does not answer just after a reboot."""
+    """Return one rank per visible GPU; one without GPU or with ``--neuron.device cpu``.
+
+    ``remembered``: GPUs that an earlier launcher saw, for a driver that is late after a reboot.
+    """
     if config.miner.device == "cpu":
         return 1
     return visible_gpu_count() or max(1, remembered)
-
-
-class InUse(ConfigError):
-    """Another launcher runs in the run folder. No proof speaks against that."""
 
 
 @contextlib.contextmanager
@@ -187,16 +248,25 @@ def _lock(folder: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = launcher_pid(folder) or "?"
-            raise InUse(
+            raise ConfigError(
                 f"a miner (pid {owner}) is running in {folder}, so a second one would overwrite "
                 "its checkpoints: stop it, or give --neuron.run_folder (or --neuron.name) another"
+            ) from None
+        except OSError as error:  # Lustre without -o flock, NFS without a lock service
+            raise ConfigError(
+                f"the file system of {folder} has no locks ({error.strerror}), so a second miner "
+                "could overwrite the checkpoints of this one unnoticed: mount it with locks "
+                "(Lustre: -o flock; NFS: -o local_lock=flock), or give --neuron.run_folder "
+                "another disk"
             ) from None
         yield
 
 
 def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
-    """What a SIGKILLed launcher of this folder left. We hold the lock, so that launcher is gone;
-    what bears its mark is provably ours. Ranks that are saving their state get ``patience``."""
+    """End what a SIGKILLed launcher of this folder left.
+
+    We hold the lock, so that launcher is gone; what bears its mark is provably ours. Ranks that are
+    saving their state get ``patience``."""
     mark = mark_of(folder)
     left = mark.processes() if mark is not None else []
     if mark is None or not left:
@@ -213,7 +283,7 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
 
 
 def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
-    """What a look at the machine can refuse before anything is started. Raises ConfigError."""
+    """Raise ConfigError for what a look at the machine can refuse before a rank is started."""
     for check in start_checks(config, folder=folder, ranks=ranks):
         if check.status == "fail" and config.diagnostics.start_check:
             raise ConfigError(check.line)
@@ -242,6 +312,18 @@ def _page(config: Config, folder: Path) -> Iterator[None]:
         yield
 
 
+def _who_kills(seconds: int, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
+    """Return who ends a stop of ``seconds`` by force, and the setting that gives it the time."""
+    flag, longer = f"--neuron.stop_timeout {seconds}", seconds + 25  # to end the ranks by force
+    if "pm_id" in environ:
+        return "pm2 kills it after kill_timeout", f"{flag} in app.config.js, where both are set"
+    if "SLURM_JOB_ID" in environ:
+        return "Slurm kills it after GraceTime", f"{flag}, and a partition with GraceTime {longer}"
+    if "INVOCATION_ID" in environ:
+        return "systemd kills it after TimeoutStopSec", f"{flag}, and TimeoutStopSec={longer}"
+    return "what stops it may kill it before", f"{flag}, and, with Docker, docker stop -t {longer}"
+
+
 # --- while it runs ------------------------------------------------------------------------------
 
 
@@ -258,7 +340,7 @@ class _Supervisor:
         signals: StopSignals,
         stop_timeout: timedelta,
         watchdog: Callable[[], Watchdog],
-        proof: Proof,
+        outages: Outages,
         nodes: Host | Guest | None = None,
     ) -> None:
         self._group = group
@@ -267,7 +349,7 @@ class _Supervisor:
         self._signals = signals
         self._stop_timeout = stop_timeout
         self._new_watchdog = watchdog  # one for each start of the ranks
-        self._proof = proof
+        self._outages = outages
         self._nodes = nodes
         self._regroup_at: float | None = None  # rank 0 was told, but all nodes start again
         self._trouble_at: float | None = None  # when ranks of other nodes ended
@@ -275,11 +357,12 @@ class _Supervisor:
         self._told = False  # rank 0, that a stop is wanted
         self._forced = False
         self._hung = False
+        self._failures: list[str] = []  # how ranks ended that did so by themselves
         self._looked_at = -math.inf
         self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
-        status = ExitStatus.BAD_CONFIGURATION  # unless the other nodes let us begin
+        status = ExitStatus.FAULT  # unless the other nodes let us begin
         try:
             status = self._run()
         finally:
@@ -291,80 +374,72 @@ class _Supervisor:
     def _run(self) -> ExitStatus:
         """Until nothing is to be started again. Raises ConfigError if node 0 refuses this one."""
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        refused = Backoff(first=FIRST_WAIT, longest=LONGEST_DOUBT)
         while True:
-            try:
-                plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
-            except ConfigError as error:
-                if not self._proof.holds:
-                    raise
-                if _doubt(error, refused, self._signals):
-                    return ExitStatus.STOPPED
-                continue
+            plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
             if isinstance(plan, ExitStatus):
                 return plan
             began = time.monotonic()
-            status = self._run_once(plan)
-            if self._prove(began):
+            ending = self._run_once(plan)
+            if self._steady(began):
                 backoff.succeeded()
-                refused.succeeded()
-            if self._nodes is not None and self._meets_again(self._nodes, status):
+            meets_again = self._nodes is not None and self._meets_again(self._nodes, ending.status)
+            if self._signals.stop.is_set():
+                return ExitStatus.STOPPED if ending.outside else ending.status
+            if ending.outside:
+                if self._outages.wait(ending.reason):
+                    return ExitStatus.STOPPED
                 continue
-            # A store that answers 403 for an hour, a mount that is away: what was right for
-            # long is refused for a while. pm2 would leave the miner down for good.
-            doubted = self._proof.holds and status is ExitStatus.BAD_CONFIGURATION
-            if not (doubted or status is ExitStatus.FAULT) or self._signals.stop.is_set():
-                return status
-            if backoff.failures >= RESTARTS and not doubted:
+            if meets_again:
+                continue
+            if ending.status is not ExitStatus.FAULT:
+                return ending.status
+            if backoff.failures >= RESTARTS:
                 log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
-                return status
-            wait = backoff.failed()
-            seconds, tried = wait.total_seconds(), f"{backoff.failures} of {RESTARTS}"
-            if doubted:
-                tried = "they ran with these settings before, so this is tried until it works"
-            log.warning("Starting the ranks again in %.1f s (%s)", seconds, tried)
+                return ending.status
+            seconds = backoff.failed().total_seconds()
+            log.warning(
+                "Starting the ranks again in %.1f s (%d of %d)", seconds, backoff.failures, RESTARTS
+            )
             if self._signals.stop.wait(seconds):
                 return ExitStatus.STOPPED
 
-    def _prove(self, began: float) -> bool:
-        """Whether ranks have run for long, from ``began`` until now. A checkpoint of theirs proves
-        the settings; it counts at once, since a launcher that is killed writes nothing down."""
+    def _steady(self, began: float) -> bool:
+        """Return whether the ranks that were started at ``began`` have run for long."""
         steady = time.monotonic() - began > STEADY.total_seconds()
-        if steady and checkpoint_time(self._folder) != self._saved:
-            self._proof.give(ranks=self._group.world_size)
+        if steady:
+            self._outages.ended()
         return steady
 
     def _meets_again(self, nodes: Host | Guest, status: ExitStatus) -> bool:
         """Whether the ranks ended for another reason than a fault here, or it is node 0 that says
         what follows."""
         lost = nodes.ended(status)
-        if self._signals.stop.is_set():
-            return False
         ended = (self._regroup_at, self._trouble_at) != (None, None)  # by us, for other nodes' sake
         return lost or (ended and status is ExitStatus.STOPPED)
 
-    def _run_once(self, plan: Plan | None) -> ExitStatus:
+    def _run_once(self, plan: Plan | None) -> Ending:
         forget_ranks(self._folder)
         self._told = self._forced = self._hung = False
+        self._failures = []
         self._regroup_at = self._trouble_at = None
         self._saved = checkpoint_time(self._folder)
         try:
             self._start(plan)
         except Stopped:
             log.info("Stopped before the ranks were started")
-            return ExitStatus.STOPPED
+            return Ending(ExitStatus.STOPPED)
         except (OSError, EOFError) as error:
-            log.error("The ranks cannot be started (%r): the log above has the reason", error)
-            return ExitStatus.FAULT
+            log.warning("The ranks cannot be started (%r): the log above has the reason", error)
+            return Ending(ExitStatus.FAULT)
         self._follow()
         self._sweep()
-        return self._exit_status()
+        return self._ending()
 
     def _start(self, plan: Plan | None) -> None:
         """The server's imports take seconds, in which no flag is looked at: a stop interrupts."""
         self._signals.interrupts = True
         try:
-            if self._signals.stop.is_set():
+            if self._signals.asked_at is not None:
                 raise Stopped
             self._group.start(plan)
         finally:
@@ -374,10 +449,10 @@ class _Supervisor:
         """Until all ranks have ended, by themselves or by force."""
         watchdog = self._new_watchdog()
         patience: timedelta | None = None
-        began, since, said = time.monotonic(), 0.0, set[str]()
+        began, since = time.monotonic(), 0.0
         while running := self._group.running:
             now = time.monotonic()
-            self._prove(began)
+            self._steady(began)
             if self._late(now) or self._other_nodes(now):
                 return
             if not self._told and watchdog.hangs():
@@ -387,17 +462,28 @@ class _Supervisor:
             before, patience = patience, self._patience(running)
             if patience != before:
                 since = now
-                for line in self._group.endings:
-                    if line not in said:
-                        log.warning("%s", line[0].upper() + line[1:])
-                        said.add(line)
                 if self._group.endings and not self._told:
+                    self._report_failures()
                     self._group.signal(signal.SIGTERM)  # they cannot train without it
             if patience is not None and now - since > patience.total_seconds():
                 seconds = patience.total_seconds()
                 self._force(f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them")
                 return
             self._group.wait(_POLL)
+        if not self._told:
+            self._report_failures()
+
+    def _report_failures(self) -> None:
+        """Once for each start of the ranks, before this launcher ends any: how they ended then
+        is its own doing."""
+        if self._failures:
+            return
+        written = read_exit_status(self._folder, instance=self._mark.value)
+        # Rank 0 that could write its reason down is reported by that.
+        own = () if written is None else ("rank 0 ",)
+        self._failures = [line for line in self._group.endings if not line.startswith(own)]
+        for line in self._failures:
+            log.warning("%s", line[0].upper() + line[1:])
 
     def _patience(self, running: Sequence[int]) -> timedelta | None:
         """How long the ranks that still run may do so; None while all of them run."""
@@ -453,21 +539,22 @@ class _Supervisor:
         return False
 
     def _check_stop_time(self, now: float) -> None:
-        """Say once if pm2 will not wait as long as a stop takes."""
+        """Warn once if whoever stops this process may not wait as long as a stop takes."""
         if self._warned or now - self._looked_at < _LOOK.total_seconds():
             return
         self._looked_at = now
         needed, asked = stop_seconds(self._folder), self._stop_timeout.total_seconds()
         if needed is not None and needed > asked:
             self._warned = True
+            who, remedy = _who_kills(math.ceil(needed / 10) * 10)
             log.warning(
-                "By the last checkpoint a stop may take %.0f s, more than --neuron.stop_timeout "
-                "(%.0f s). This miner takes the time, but pm2 ends it by force after its "
-                "kill_timeout, and the inner steps since the last checkpoint are lost: give "
-                "--neuron.stop_timeout %.0f in app.config.js, which kill_timeout follows",
+                "A stop may take %.0f s (twice the last checkpoint and 20 s), more than "
+                "--neuron.stop_timeout (%.0f s). The miner takes that time, but %s, and the inner "
+                "steps since the last checkpoint are lost: give %s",
                 needed,
                 asked,
-                math.ceil(needed / 10) * 10,
+                who,
+                remedy,
             )
 
     @property
@@ -480,7 +567,7 @@ class _Supervisor:
         self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=False)
 
     def _kill_hung(self) -> None:
-        log.error(
+        log.warning(
             "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout, or "
             "no further in their start; "
             "ending them. Where each process stood: %s",
@@ -496,19 +583,19 @@ class _Supervisor:
         if ended and not self._forced:
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
 
-    def _exit_status(self) -> ExitStatus:
+    def _ending(self) -> Ending:
         if self._hung:
-            return ExitStatus.FAULT
-        failed = "; ".join(self._group.endings)
+            return Ending(ExitStatus.FAULT)
         written = read_exit_status(self._folder, instance=self._mark.value)
         if written is None:
             if self._told and not self._forced and not self._listening:
-                return ExitStatus.STOPPED  # before rank 0 had started
-            log.error("The miner ended without a word of rank 0 (%s)", failed or "no rank failed")
-            return ExitStatus.FAULT
-        status, reason = written
-        if status is ExitStatus.STOPPED and not self._told and failed:
-            log.error("A rank failed: %s", failed)
-            return ExitStatus.FAULT
-        log.info("Stopped with status %d%s", status, f": {reason}" if reason else "")
-        return status
+                return Ending(ExitStatus.STOPPED)  # before rank 0 had started
+            if not self._failures:
+                log.warning("Rank 0 left no exit status, so it counts as failed")
+            return Ending(ExitStatus.FAULT)
+        if written.status is ExitStatus.STOPPED and not self._told and self._group.endings:
+            return Ending(ExitStatus.FAULT)
+        if not written.outside:
+            reason = f": {written.reason}" if written.reason else ""
+            log.info("Stopped with status %d%s", written.status, reason)
+        return written

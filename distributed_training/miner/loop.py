@@ -1,7 +1,7 @@
 """The loop every rank runs: take the boundary's command, carry it out, tell what it came to.
 
 One iteration is one micro-batch boundary. All ranks construct the loop alike, but for what rank 0
-alone has: the leader, which gives the commands and takes the events, and the swarm's buffers. No
+alone has: the controller, which gives commands and takes events, and the swarm's buffers. No
 network call happens here: what takes long (averaging, uploads, downloads) runs in threads and
 processes of rank 0 and comes back as events.
 """
@@ -18,10 +18,10 @@ import torch
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from . import events as ev
-from .leader import Leader
-from .orders import Command, DataOrder, Given, Order
+from . import state_machine as ev
+from .controller import Controller
 from .ranks import Ranks
+from .state_machine import Command, DataOrder, Given, Order
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
@@ -46,8 +46,9 @@ PAUSES = frozenset(
 
 
 class MinerLoop:
-    """``snapshots``: folder of what is published. ``leader`` and ``buffers`` (float32 tensors that
-    the swarm averages in place) are None on all ranks but 0. ``alive``: called at each boundary."""
+    """Run boundaries until STOP. ``snapshots``: folder of snapshots. ``alive``: called at each
+    boundary. ``controller`` and ``buffers`` (float32 tensors that the swarm averages in place) are
+    None on all ranks but 0."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class MinerLoop:
         data: DataPipeline,
         checkpointer: Checkpointer,
         snapshots: Path,
-        leader: Leader | None,
+        controller: Controller | None,
         buffers: Sequence[torch.Tensor] | None,
         alive: Callable[[], None],
     ) -> None:
@@ -66,11 +67,12 @@ class MinerLoop:
         self._data = data
         self._checkpointer = checkpointer
         self._snapshots = snapshots
-        self._leader = leader
+        self._controller = controller
         self._buffers = buffers
         self._alive = alive
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
         self._holds_back = False
+        self._wants_others = False  # than those that a restart finds on disk
         self._last_loss = 0.0
         self._snapshot: SnapshotHandle | None = None  # the last one
 
@@ -79,13 +81,15 @@ class MinerLoop:
         while True:
             began = time.perf_counter()
             self._alive()
-            command = self._ranks.agree(self._leader.next_command() if self._leader else None)
+            command = self._ranks.agree(
+                self._controller.next_command() if self._controller else None
+            )
             self._follow_data(command.data)
             event = self._carry_out(command, began)
             if command.order in PAUSES:
                 self._trainer.pause(time.perf_counter() - began)
-            if self._leader is not None:
-                self._leader.post(event)
+            if self._controller is not None:
+                self._controller.post(event)
             if command.order is Order.STOP:
                 return command.arg
 
@@ -137,9 +141,14 @@ class MinerLoop:
         """Sequences that are never trained on, once there are enough: previews are run on them."""
         if self._holds_back or not self._trainer.preview_micro_batches:
             return
-        held = self._data.held_back(self._trainer.preview_micro_batches)
-        self._holds_back = held is not None
-        self._trainer.hold_back(held)
+        held = self._data.held_back(self._trainer.preview_micro_batches, others=self._wants_others)
+        if held is not None:  # else those of the last outer step serve until there are others
+            self._holds_back, self._wants_others = True, False
+            self._trainer.hold_back(held)
+
+    def _hold_others_back(self) -> None:
+        """A new outer step: what was chosen on the same few sequences again and again fits them."""
+        self._holds_back, self._wants_others = False, True
 
     def _micro_batch(self) -> ev.Event:
         batch = self._data.next()
@@ -174,6 +183,7 @@ class MinerLoop:
         committed = self._ranks.all_agree(not detail)
         if committed:
             self._trainer.commit_outer_step()
+            self._hold_others_back()
         else:
             self._trainer.roll_back_outer_step()
             detail = detail or AllReduceFault.LOCAL.value
@@ -190,6 +200,7 @@ class MinerLoop:
                 self._trainer.load_global(weights, outer_optimizer, command.arg)
         except ValueError as error:  # another model's, say; raised on all ranks alike
             return ev.LoadFailed(str(error), time.monotonic())
+        self._hold_others_back()
         return ev.Loaded(command.arg)
 
     # --- snapshots and checkpoints -------------------------------------------------------------
@@ -204,6 +215,8 @@ class MinerLoop:
 
     def _take_snapshot(self, command: Command) -> ev.Event:
         progress = self._progress(command.given)
+        if self._snapshot is not None and self._snapshot.error is not None:
+            self._snapshot = None  # nobody previews it, and its error may hold memory
         # The block tells it from one of the same step that an uploader may still read: a miner that
         # went back to a checkpoint comes by again.
         name = f"{progress.outer_step}.{progress.inner_step}.{command.arg}"
@@ -229,6 +242,8 @@ class MinerLoop:
         self._checkpointer.save(extra, self._progress(given))
 
     def _stop(self, command: Command) -> ev.Event:
+        if self._snapshot is not None:
+            self._snapshot.cancel()  # first: the checkpoint waits for the copies it holds
         skipped = self._trainer.skipped_in_a_row
         if skipped < 2:
             self._checkpoint(command.given)
@@ -238,7 +253,5 @@ class MinerLoop:
                 "weights may be the cause; a start goes on from the checkpoint before",
                 skipped,
             )
-        if self._snapshot is not None:
-            self._snapshot.cancel()
         self._checkpointer.wait()
         return ev.Stopped(command.arg)

@@ -34,18 +34,21 @@ from pathlib import Path
 
 import psutil
 
-from distributed_training.common.environment import is_secret, without_secrets
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import (
+    STACKS,
     Mark,
+    collect_stacks,
     end_with_starter,
     is_running,
+    is_secret,
     process_folder,
     reap_orphans,
     send,
+    without_secrets,
 )
-from distributed_training.common.stacks import STACKS, collect_stacks
-from distributed_training.miner.nodes import Plan
+from distributed_training.miner.run_folder import RANK_STORE
+from distributed_training.miner.several_nodes import Plan
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +125,10 @@ class _Rank:
         if code == _SERVER_ENDED:
             how = "was told to stop, since the process it was forked from ended"
         elif code < 0:
-            how = f"ended with {signal.Signals(-code).name}"
+            name = signal.Signals(-code).name
+            how = f"was killed by {name} and left no exit status"
+            if -code == signal.SIGKILL:
+                how += ". Likely out of memory: dmesg -T"
         else:
             how = f"ended with status {code}"
         return f"rank {self.number} (pid {self.handle.pid}) {how}"
@@ -157,7 +163,8 @@ class RankGroup:
         self._ranks: list[_Rank] = []
         self._server: int | None = None  # pid
         self._tracker: psutil.Process | None = None
-        self._scratch = ""  # folder of multiprocessing's sockets
+        self._scratch = ""  # folder of multiprocessing's sockets and the ranks' store
+        self._starts = 0
 
     def start(self, plan: Plan | None = None) -> None:
         """Returns when every rank is forked, which takes seconds the first time (imports).
@@ -175,18 +182,22 @@ class RankGroup:
 
     def _end_server(self) -> None:
         """Not reaped here: multiprocessing wants to see for itself that its server is gone."""
-        log.error("The fork server hangs: it started no ranks within --neuron.hang_timeout")
+        log.warning("The fork server hangs: it started no ranks within --neuron.hang_timeout")
         self._mark.end(settle=timedelta(0), grace=timedelta(0))
 
     def _start(self, plan: Plan | None) -> None:
         self._ranks = []
         self._ensure_server()
+        self._starts += 1  # a file of its own: what ranks that were killed left must not be read
+        store = Path(self._scratch) / f"ranks-{self._starts}"
+        store.with_name(f"ranks-{self._starts - 1}").unlink(missing_ok=True)
         port = free_ports(1)[0] if plan is None else plan.port
         # Secrets go to each rank by a pipe: the server has none in its environment, so nobody finds
         # them in /proc, of a rank neither.
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         for number in range(self.world_size):
             place = rank_variables(number, world_size=self.world_size, port=port)
+            place[RANK_STORE] = str(store)
             if plan is not None:
                 place = plan.variables(number)
             process = self._context.Process(

@@ -8,6 +8,7 @@ on rank 0 (:class:`~.orders.Given`) or is derived from the integers.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.common.ports import listen
+from distributed_training.node.failures import NetworkFailure
 
-from .orders import Command, DataOrder, Order
+from .run_folder import RANK_STORE
+from .state_machine import Command, DataOrder, Order
 
+_SHARE_POLL = 0.1  # seconds
 _INTEGERS = 6  # of a command
 
 
@@ -94,13 +98,12 @@ class Ranks:
         if value is not None:
             self._store.set(key, json.dumps(value))
             return value
-        while True:
-            try:
-                self._store.wait([key], timedelta(minutes=10))
-                shared: dict[str, Any] = json.loads(self._store.get(key))
-                return shared
-            except dist.DistStoreError:  # rank 0 may wait long for the subnet, and says so
-                continue
+        # Rank 0 may wait long for the subnet, and says so. Not Store.wait: a rank that blocks in it
+        # handles no SIGTERM.
+        while not self._store.check([key]):
+            time.sleep(_SHARE_POLL)
+        shared: dict[str, Any] = json.loads(self._store.get(key))
+        return shared
 
     def close(self) -> None:
         """Leave the process group. All ranks call it, after their last collective."""
@@ -121,20 +124,31 @@ def join_ranks(
     ``timeout`` covers every gloo collective of the control channel: a rank that does not come to a
     boundary within it ends the miner (and it is started again). ``collective_timeout`` covers each
     collective of the default group, which is the model's, and the meeting at rank 0's store; None:
-    ``timeout``.
+    ``timeout``. Raises NetworkFailure where ranks of several nodes do not meet.
     """
     rank, world_size = int(environ.get("RANK", "0")), int(environ.get("WORLD_SIZE", "1"))
     local = int(environ.get("LOCAL_WORLD_SIZE", world_size))
     of_model = collective_timeout or timeout
-    store = _store(environ, rank, world_size, of_model)  # all ranks were started together
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("pg", store),
-        rank=rank,
-        world_size=world_size,
-        timeout=of_model,
-    )
-    group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    try:
+        store = _store(environ, rank, world_size, of_model)  # all ranks were started together
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("pg", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=of_model,
+        )
+        group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
+    except RuntimeError as error:
+        if local == world_size:
+            raise
+        # A firewall may pass the launchers' port and no other: torch names no cause.
+        raise NetworkFailure(
+            f"the ranks of the nodes did not meet at {environ['MASTER_ADDR']} "
+            f"({str(error).splitlines()[0]}), so all ranks start again: let all TCP ports through "
+            "between the nodes, in the firewalls of both; the doctor tries them "
+            "(docs/several-machines.md)"
+        ) from error
     return Ranks(
         rank=rank,
         world_size=world_size,
@@ -147,8 +161,20 @@ def join_ranks(
 def _store(
     environ: Mapping[str, str], rank: int, world_size: int, timeout: timedelta
 ) -> dist.Store:
-    """As ``env://``, but rank 0 listens on the address of the rendezvous alone (on one machine
-    127.0.0.1), not on all that its machine has."""
+    """Return the store through which the ranks meet.
+
+    On one machine a file in a folder of the launcher that no other account may enter: TCPStore asks
+    nobody who they are, so any local account could list, read, change and delete its keys, among
+    them the addresses that gloo and NCCL connect to. The file grows by 50 bytes a block and rank,
+    until the ranks start again. Between machines, and under torchrun, as ``env://``, but rank 0
+    listens on the address of the rendezvous alone, not on all that its machine has.
+    """
+    if world_size == 1:
+        return dist.HashStore()  # nobody to meet: neither a port nor a file that a disk may refuse
+    if path := environ.get(RANK_STORE):
+        file = dist.FileStore(path, world_size)
+        file.set_timeout(timeout)
+        return file
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
     if rank == 0:

@@ -1,25 +1,32 @@
-"""Events -> log lines, metrics and ``events.jsonl``.
+"""From events to log lines, metrics and ``events.jsonl``.
 
-Everything the miner says about its loop is said here. People read the log, programs the event file
-(``telemetry.read_events``), monitoring the metrics; an event's fields and the lines operators
-search for (``protocol/lines.py``) are an interface and stay.
+Everything the miner logs about its loop comes from here. People read the log, programs the event
+file (``telemetry.read_events``), monitoring the metrics. An event's fields and the lines that
+operators search for (``protocol/lines.py``) are an interface and stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
+import math
+import os
+import shutil
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from distributed_training import __version__
-from distributed_training.common.exits import ExitStatus
+from distributed_training.diagnostics.checks import host_bytes
+from distributed_training.diagnostics.nvml import NvmlSampler
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -29,11 +36,132 @@ from distributed_training.protocol.types import (
     StepReport,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.telemetry import MetricsFile, record_step
+from distributed_training.telemetry import MetricsFile, record_step, unix_time
 from distributed_training.telemetry.trackers import Tracker
 
-from . import events as ev
-from .decide import MinerState, Mode, ignores_calls
+from . import state_machine as ev
+from .run_folder import INSTANCE, listening_ranks
+from .state_machine import MinerState, Mode, ignores_calls
+
+_SLOPE_SAMPLES = 240  # a minute apart
+_SLOPE_LEAST = 30  # below, warming up looks like a leak
+
+
+class MachineGauges:
+    """Disk, memory and GPUs of one miner. ``needed``: bytes that a snapshot and a
+    checkpoint take in ``folder``."""
+
+    def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
+        self._folder = folder
+        self._needed = needed
+        self._instance = os.environ.get(INSTANCE, "")  # as the ranks wrote it
+        self._growth = Growth()
+        self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
+
+    def single(self) -> Mapping[str, Callable[[], float | None]]:
+        return {
+            "disk_free_bytes": self._disk_free,
+            "disk_needed_bytes": lambda: self._needed,
+            "memory_bytes": self._resident,
+            "memory_growth_bytes_per_hour": self._growth.per_hour,
+            "memory_total_bytes": host_bytes,
+        }
+
+    def by_rank(self) -> dict[str, dict[int, float]]:
+        """Metric, rank -> value. Rank and GPU have one number: a rank takes the GPU of its own."""
+        found: dict[str, dict[int, float]] = {}
+        for rank, pid in listening_ranks(self._folder, instance=self._instance).items():
+            with contextlib.suppress(psutil.Error):
+                memory = psutil.Process(pid).memory_info().rss
+                found.setdefault("rank_memory_bytes", {})[rank] = memory
+        for card in self._cards:
+            sample = card.sample()
+            if sample is None:
+                continue
+            for name, value in (
+                ("rank_gpu_memory_bytes", sample.memory_used_gb * 1e9),
+                ("rank_gpu_utilization_percent", sample.utilization),
+                ("rank_gpu_temperature_celsius", sample.temperature),
+                ("rank_gpu_power_watts", sample.power_watts),
+            ):
+                if value is not None:
+                    found.setdefault(name, {})[card.index] = value
+        return found
+
+    def close(self) -> None:
+        for card in self._cards:
+            card.close()
+
+    def _disk_free(self) -> float | None:
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self._folder).free
+        return None
+
+    def _resident(self) -> float:
+        """Of all ranks, what they started and what they were forked from, which is the parent of
+        each (without a launcher: of this rank's tree). What they share counts for each of them."""
+        top = psutil.Process()
+        if self._instance:
+            top = top.parent() or top
+        total = 0
+        for process in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                total += process.memory_info().rss
+        self._growth.add(time.monotonic(), total)
+        return total
+
+
+def limits(
+    schedule: UploadSchedule,
+    *,
+    newest: Callable[[], int | None],
+    chain_block: Callable[[], int],
+    most_blocks: Callable[[], int],
+) -> dict[str, Callable[[], float | None]]:
+    """How long validators will take what is published: its age, that of its block list.
+
+    ``newest``: block of that list; ``most_blocks``: that it may be behind the chain.
+    """
+
+    def age() -> float | None:
+        return schedule.repo_age(time.monotonic())
+
+    def behind() -> float | None:
+        block = newest()
+        return None if block is None else max(0, chain_block() - block)
+
+    def left(limit: float, spent: float | None) -> float | None:
+        return None if spent is None else limit - spent
+
+    return {
+        "last_publication_timestamp_seconds": lambda: unix_time(schedule.published_at),
+        "publication_age_seconds": age,
+        "publication_age_limit_seconds": lambda: schedule.age_limit,
+        "publication_seconds_left": lambda: left(schedule.age_limit, age()),
+        "block_list_age_blocks": behind,
+        "block_list_limit_blocks": most_blocks,
+        "block_list_blocks_left": lambda: left(most_blocks(), behind()),
+    }
+
+
+class Growth:
+    """The slope of a figure over the last four hours, by least squares."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_SLOPE_SAMPLES)
+
+    def add(self, now: float, value: float) -> None:
+        """``now``: seconds; looked at once a minute."""
+        if not self._samples or now - self._samples[-1][0] >= 60:
+            self._samples.append((now, value))
+
+    def per_hour(self) -> float | None:
+        """None in the first half an hour."""
+        if len(self._samples) < _SLOPE_LEAST:
+            return None
+        moments, values = zip(*self._samples, strict=True)
+        return 3600 * statistics.linear_regression(moments, values).slope
+
 
 log = logging.getLogger(__name__)
 
@@ -64,17 +192,26 @@ class Metrics:
         self._by_rank = by_rank
         self._trackers = trackers
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
+        # From zero on: a counter that appears with 1 has no increase.
+        self._refused = dict.fromkeys(("disk", "blocks", "list", "write"), 0)
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
             file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
         file.registry.set("protocol_run", names.RUN)
-        file.registry.set("registered", 1)  # a start without a uid comes to no metrics
+        for name in ("start", "last_step"):
+            file.registry.set(f"{name}_timestamp_seconds", time.time())
+        file.registry.set("registered", 1)  # a start that waits for a uid writes 0
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
-        self._file.write(time.monotonic(), self._collect)
+        self._file.registry.set("last_step_timestamp_seconds", time.time())
+        self.write()
         for tracker in () if report.skipped else self._trackers:  # it has no number of its own
             tracker.log(report.total_inner_steps, self._file.registry.values())
+
+    def write(self) -> None:
+        """Write the file if it is time: also where no step ends, in a round or without data."""
+        self._file.write(time.monotonic(), self._collect)
 
     def round_ended(self, outer_step: int, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry
@@ -108,19 +245,14 @@ class Metrics:
         registry.add("publications_failed_total", not report.ok)
         registry.add("uploaded_bytes_total", report.bytes_sent)
 
+    def snapshot_refused(self, kind: str) -> None:
+        self._refused[kind] += 1
+
     def previewed(self, delta: float) -> None:
         self._file.registry.set("preview_loss_change", delta)
 
-    def score_previewed(self, fields: Mapping[str, Any]) -> None:
-        for name in ("random_relative", "assigned_relative", "rank", "train_share"):
-            self._file.registry.set(f"score_{name}", fields.get(name))
-        valid = fields.get("repo_valid")
-        self._file.registry.set("score_repo_valid", None if valid is None else float(valid))
-
-    def stopped(self, exit_status: int) -> None:
-        """The last figures stay in the file: an alert tells a deregistration from a stop."""
-        registered = exit_status != ExitStatus.DEREGISTERED
-        self._file.registry.set("registered", registered)
+    def stopped(self) -> None:
+        """Write the last figures, which stay in the file."""
         self._file.write(time.monotonic(), self._collect, at_once=True)
 
     def _collect(self) -> None:
@@ -129,6 +261,8 @@ class Metrics:
             registry.set(name, _unless_it_fails(measure))
         for name, values in (_unless_it_fails(self._by_rank) or {}).items():
             registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
+        refused = {f"refused.{kind}": count for kind, count in self._refused.items()}
+        registry.totals("snapshots", refused)
         for room, counts in self._counts.items():
             counted = dict(counts())
             if "connections" in counted:  # the one that may fall
@@ -143,6 +277,63 @@ def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
         return measure()
     except (OSError, psutil.Error):
         return None
+
+
+class MissedRounds:
+    """Log one WARNING for each outer step that the network took without this miner.
+
+    The cause is that of the last call: there was none, it came when there was no pseudo-gradient,
+    or its round failed here. ``published_within``: from a call until its outer step is published
+    and was looked for; an older call is of another round. Subscribes to the event stream.
+    """
+
+    def __init__(self, *, outer_step: int, published_within: timedelta) -> None:
+        self._known = outer_step  # the highest that was ours, or was logged
+        self._within = published_within.total_seconds()
+        self._called_at = -math.inf
+        self._cause = ""  # why the last call led to no outer step
+
+    def see(self, event: ev.Event, state: MinerState) -> None:
+        self._known = max(self._known, state.outer_step)
+        match event:
+            case ev.AllReduceCalled(at=at) if state.mode is not Mode.AVERAGING:
+                self._called_at, self._cause = at, "its round here has not ended"
+                if not ignores_calls(state):
+                    return
+                self._cause = (
+                    f"it was called while it was {state.mode.value}, and had no pseudo-gradient of "
+                    "that outer step; nothing needs to be done"
+                )
+            case ev.RoundFailed(fault=AllReduceFault.NO_GROUP) if state.mode is Mode.AVERAGING:
+                self._cause = (
+                    "it was called and found no group: see whether other machines reach its "
+                    "--dht.port (python -m distributed_training doctor)"
+                )
+            case ev.RoundFailed(fault=fault) if state.mode is Mode.AVERAGING:
+                self._cause = (
+                    f"it was called and the round failed here ({fault.value}): the lines of that "
+                    "round and hivemind.log have more"
+                )
+            case ev.OuterStepEnded(committed=committed, detail=detail):
+                self._cause = f"a rank could not apply the average ({detail})"
+                if committed:
+                    self._called_at = -math.inf
+            # In a round the step may be our own, which the validator published before us.
+            case ev.GlobalEpochSeen(outer_step=seen, at=at) if state.mode is not Mode.AVERAGING:
+                if seen > self._known:
+                    self._log(seen, called=at - self._called_at < self._within)
+
+    def _log(self, seen: int, *, called: bool) -> None:
+        first, self._known = self._known + 1, seen
+        log.warning(
+            "The network took outer step %s without this miner: %s. The global state is loaded; "
+            "uploads of the outer step before count nothing",
+            seen if seen == first else f"{first} to {seen}",
+            self._cause
+            if called
+            else "the validator did not call it: see whether other machines reach its --axon.port "
+            "(python -m distributed_training doctor), and whether --axon.external_ip is right",
+        )
 
 
 class Reporter:
@@ -175,7 +366,7 @@ class Reporter:
         match event:
             case ev.InnerStepDone(report=report):
                 self._step(report)
-            case ev.AllReduceCalled() if ignores_calls(state.mode):
+            case ev.AllReduceCalled() if ignores_calls(state):
                 log.warning("An AllReduce call is ignored: this miner is %s", state.mode.value)
             case ev.PseudoGradientWritten(norm=norm):
                 self._round_began = self._clock()
@@ -191,16 +382,18 @@ class Reporter:
                 log.info("%s", lines.FULL_STATE)
                 held = handle.hold_seconds
                 log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
-            case ev.SnapshotFailed(problem=problem):
+            case ev.SnapshotFailed(problem=problem, kind=kind):
                 log.warning("%s", problem)
+                self._metrics.snapshot_refused(kind)
+            case ev.SnapshotPutOff():
+                log.info("%s", lines.STALE_LIST)
+                self._metrics.snapshot_refused("list")
+            case ev.Tick():
+                self._metrics.write()
             case ev.SnapshotSubmitted(revision=revision, preview=preview):
                 self._submitted(revision, preview)
             case ev.PublicationEnded(report=publication):
                 self._publication_ended(publication)
-            case ev.ScorePreviewed(fields=fields):
-                log.info("%s", fields.get("line", "Score preview: without a line"))
-                self._record("score_preview", **fields)
-                self._metrics.score_previewed(fields)
             case ev.GlobalEpochSeen(outer_step=seen):
                 self._global_outer_step = seen
                 self._metrics.epoch_seen(seen)
@@ -223,7 +416,7 @@ class Reporter:
             case ev.Stopped(exit_status=status):
                 log.info("Stopped (%s)", state.stop_reason)
                 self._record("stop", reason=state.stop_reason, exit_status=status)
-                self._metrics.stopped(status)
+                self._metrics.stopped()
 
     def _step(self, report: StepReport) -> None:
         log.info("%s", lines.step_line(report))

@@ -3,7 +3,7 @@
     run_rank        settings, log, signals
     _meet_network   rank 0: wallet, chain, buckets; all ranks: what it found there
     Miner           every rank: model, checkpoint, data, loop
-    RankZero        swarm, publisher, watch of the global bucket; leader, server; subscribers
+    RankZero        swarm, uploader, watch of the global bucket; controller, server; subscribers
     Miner.run       until STOP
 
 Tests build the same :class:`Miner` with a network of their own.
@@ -12,64 +12,150 @@ Tests build the same :class:`Miner` with a network of their own.
 from __future__ import annotations
 
 import logging
-import math
 import os
 import queue
-import shutil
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
-from distributed_training.common.processes import die_with_parent
-from distributed_training.common.stacks import write_stacks_on_signal
+from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
+from distributed_training.diagnostics.report import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
-from distributed_training.scoring.background import BackgroundPreview, too_large
-from distributed_training.store.gate import disk_allows
+from distributed_training.protocol.types import StepReport
+from distributed_training.store.upload_rules import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.model import UnfitModelError
+from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 
-from . import events as ev
-from . import network
-from .averaging import Averaging
+from . import services
+from . import state_machine as ev
 from .block_list import BlockList
-from .decide import MinerState, Mode, Rules, ignores_calls
-from .device import DeviceAway, rank_device, report_device, utilization_of, warnings_of
-from .drift import Rows
-from .gauges import MachineGauges, limits
-from .global_bucket import StopBeforeStart
-from .leader import Leader, Subscriber
+from .controller import Averaging, Controller
+from .global_state import Rows, StopBeforeStart, refuse
 from .loop import MinerLoop
-from .network import Facts, Outside
-from .process import RankEnvironment, rank_environment, write_exit_status, write_pid_file
-from .proof import Proof
-from .publishing import Publishing
 from .ranks import Ranks, join_ranks
-from .reporter import Metrics, Record, Reporter
-from .stop import RankStop
+from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
+from .run_folder import (
+    INSTANCE,
+    RankEnvironment,
+    rank_environment,
+    remembered_gpus,
+    write_exit_status,
+    write_pid_file,
+)
+from .services import Facts, Outside
+from .state_machine import MinerState, Mode, Rules, ignores_calls
+from .uploads import Publishing
 from .watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
+
+
+class DeviceAway(RuntimeError):
+    """There are GPUs, but torch cannot use them now. Exit status 1: just after a reboot or a
+    driver's upgrade that passes."""
+
+
+def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
+    """Of ``--neuron.device``; a GPU becomes the process's current one. ``remembered``: GPUs that
+    earlier ranks of this run folder ran on.
+
+    Raises ConfigError for cuda without a GPU. Raises DeviceAway for auto if there are GPUs, or were
+    before: once on the CPU, a rank would stay there, and take days for a step.
+    """
+    if wanted != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda":
+        raise ConfigError(
+            f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
+            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu takes the "
+            "CPU"
+        )
+    if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
+        raise DeviceAway(
+            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
+            "trained until it can, rather than on the CPU: nvidia-smi and python "
+            "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
+        )
+    return torch.device("cpu")
+
+
+def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
+    """What tells the warnings of an inner step. One that used no GPU memory is wrong where a GPU
+    is used, or is there to be used."""
+
+    def expects_gpu() -> bool:
+        return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
+
+    return lambda report: step_warnings(report, config.diagnostics, expect_gpu=expects_gpu())
+
+
+def utilization_of(device: torch.device) -> Callable[[], float | None]:
+    """What tells the device's utilization in percent; None where nobody measures it."""
+    sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
+    if sampler is not None:
+        return sampler.utilization
+    if device.type == "cuda":
+        log.warning(
+            "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
+        )
+    return lambda: None
+
+
+def report_device(
+    config: Config, device: torch.device, *, micro_batch: int, world_size: int
+) -> None:
+    """The GPU block, once the model is there; what is wrong as a warning."""
+    for line in gpu_report_lines(
+        cuda=cuda_state(device.index),
+        model_device=str(device),
+        micro_batch=micro_batch,
+        effective=config.training.local_batch_size_train_effective,
+        world_size=world_size,
+        expect_gpu=config.miner.device != "cpu",
+    ):
+        log.log(logging.WARNING if line.startswith("❌") else logging.INFO, "%s", line)
+
+
+class RankStop:
+    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
+
+    ``events``: rank 0's queue, in which the stop arrives as an event like any other.
+    """
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.wanted = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+        self.events.put(ev.StopRequested("asked to stop"))
+
 
 #: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s
 #: while there is nothing to do; the longest thing between two boundaries is writing the
 #: pseudo-gradient, loading weights or compiling the model.
 CONTROL_TIMEOUT = timedelta(minutes=30)
-#: Covers each collective of the model's own group: gathering weights, reducing gradients. Ranks
-#: come to one within seconds of each other; compiling the model may put minutes between them. NCCL
-#: aborts the process then, gloo raises; --neuron.hang_timeout comes later.
-COLLECTIVE_TIMEOUT = timedelta(minutes=8)
 
 
 @dataclass(frozen=True)
@@ -87,7 +173,7 @@ class Place:
 
 
 def run_rank(argv: list[str]) -> int:
-    """Exit status: see :class:`~distributed_training.common.exits.ExitStatus`."""
+    """Exit status: see :class:`~distributed_training.common.processes.ExitStatus`."""
     me = rank_environment()
     stop = RankStop()
     stop.install()
@@ -97,11 +183,12 @@ def run_rank(argv: list[str]) -> int:
         config = load_config("miner", argv)
         folder = make_run_folder(config)
     except ConfigError as error:
-        return exit_with(error)
+        exit_with(error)
+        return ExitStatus.FAULT
     start_log(config, folder, name="miner", rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
-    status, reason = int(ExitStatus.FAULT), ""
+    status, reason, outside = int(ExitStatus.FAULT), "", False
     try:
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
@@ -109,18 +196,18 @@ def run_rank(argv: list[str]) -> int:
             status, reason = _run(argv, config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
-    except (NetworkFailure, DeviceAway, UnfitModelError) as error:  # the global state's model
-        reason = str(error)
-        log.error("%s", error)
-    except ConfigError as error:
+    except (ConfigError, NetworkFailure, DeviceAway) as error:
+        # The settings were checked before any rank was started: this was found outside.
         status, reason = exit_status_of(error), str(error)
-        log.error("error: %s", error)
+        outside = status == ExitStatus.FAULT
+        if me.local_rank or INSTANCE not in os.environ:  # the launcher reports rank 0's
+            log.error("%s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = f"{type(error).__name__}: {error}"
         log.exception("%s", lines.training_loop_failed(error))
     if me.local_rank == 0:
         with suppress(OSError):  # no room: to the launcher that is a fault
-            write_exit_status(folder, status, reason)
+            write_exit_status(folder, status, reason, outside=outside)
     return status
 
 
@@ -132,7 +219,7 @@ def _run(
     stop: RankStop,
     stack: ExitStack,
 ) -> tuple[int, str]:
-    device = rank_device(config.miner.device, me.local_rank, remembered=Proof(config).gpus)
+    device = rank_device(config.miner.device, me.local_rank, remembered=remembered_gpus(folder))
     ranks = join_ranks(
         environ=os.environ,
         timeout=CONTROL_TIMEOUT,
@@ -154,11 +241,11 @@ def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside 
     """The network first, and only on rank 0: what is wrong shows before a model is built."""
     ranks = place.ranks
     if ranks.rank != 0:
-        return None, network.on_this_node(
+        return None, services.on_this_node(
             place.config, place.folder, ranks, Facts(**ranks.share("start", None))
         )
     try:
-        outside = network.connect(place.config, place.folder, place.stack, wanted=wanted)
+        outside = services.connect(place.config, place.folder, place.stack, wanted=wanted)
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
         ranks.share("start", {"problem": str(error) or "stopped"})
         raise
@@ -176,22 +263,21 @@ class Miner:
     """
 
     def __init__(self, place: Place, facts: Facts, outside: Outside | None) -> None:
+        from distributed_training.data.block_builder import WorkerSpec
         from distributed_training.data.pipeline import DataPipeline
-        from distributed_training.data.spec import WorkerSpec
         from distributed_training.training.checkpoint import Checkpointer
-        from distributed_training.training.layout import Layout
+        from distributed_training.training.collectives import Layout
         from distributed_training.training.trainer import Trainer
 
         config, ranks, device = place.config, place.ranks, place.device
         alive = Heartbeat(place.folder, ranks.local_rank)
 
         # training
-        across = config.training.shard_across_nodes
         self.trainer = Trainer(
             settings=config.training,
             model_config=facts.model_config,
             device=device,
-            layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size, across),
+            layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
             utilization=utilization_of(device),
             run_folder=place.folder,
         )
@@ -240,7 +326,7 @@ class Miner:
             data=self.data,
             checkpointer=self.checkpointer,
             snapshots=place.folder / "snapshots",
-            leader=self.rank_zero.leader if self.rank_zero else None,
+            controller=self.rank_zero.controller if self.rank_zero else None,
             buffers=buffers,
             alive=alive,
         )
@@ -249,13 +335,16 @@ class Miner:
         """Weights: the checkpoint where it belongs to the global epoch, else the global state.
 
         A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
-        validator's publication; comparing epochs later decides.
+        validator's publication; comparing epochs later decides. So is any later one where the
+        global state is the newest on the disk, since the bucket did not answer.
         """
         restored, outer_step = self.checkpointer.restore(), facts.global_outer_step
         if restored is not None:
             progress, kept = restored
             reached = progress.outer_step
-            if reached in (outer_step, outer_step + 1):
+            if reached in (outer_step, outer_step + 1) or (
+                reached > outer_step and not facts.global_seen
+            ):
                 log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
                 return kept
             log.info(lines.epochs_differ(reached, outer_step))
@@ -267,7 +356,7 @@ class Miner:
             )
         except ValueError as error:  # on all ranks alike; nothing has changed
             if global_folder is not None:
-                shutil.rmtree(global_folder, ignore_errors=True)  # the next start fetches it anew
+                refuse(global_folder, str(error))  # the next start waits for another one
             if restored is None:
                 raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
             log.warning(
@@ -286,16 +375,16 @@ class Miner:
         status = self.loop.run()
         if self.rank_zero is None:
             return ExitStatus.STOPPED, ""
-        leader = self.rank_zero.leader
-        leader.drain()  # what the last order came to is reported too
-        return status, leader.state.stop_reason
+        controller = self.rank_zero.controller
+        controller.drain()  # what the last order came to is reported too
+        return status, controller.state.stop_reason
 
 
 # --- rank 0 -------------------------------------------------------------------------------------
 
 
 class RankZero:
-    """The leader with those who post events to it and those who subscribe to them."""
+    """The controller with those who post events to it and those who subscribe to them."""
 
     def __init__(self, place: Place, miner: Miner, facts: Facts, outside: Outside) -> None:
         self._place, self._miner, self._outside = place, miner, outside
@@ -309,16 +398,23 @@ class RankZero:
         self.global_epoch = opened(closing(outside.watch(post, self._epoch_start)))
 
         # who decides
-        self.behind = trainer.outer_step != facts.global_outer_step
+        unseen = not facts.global_seen
+        self.behind = unseen or trainer.outer_step != facts.global_outer_step
         self.round_clock = outside.round_clock()
         self.blocks = self._block_list()
-        self.leader = Leader(
+        self.controller = Controller(
             state=MinerState(
                 mode=Mode.AWAITING_GLOBAL if self.behind else Mode.TRAINING,
                 outer_step=trainer.outer_step,
                 global_due=time.monotonic() + reload,
+                unpublished=unseen,
+                unseen=unseen,
             ),
-            rules=Rules(reload_seconds=reload, checkpoint_steps=config.miner.checkpoint_steps),
+            rules=Rules(
+                reload_seconds=reload,
+                checkpoint_steps=config.miner.checkpoint_steps,
+                checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
+            ),
             events=place.events,
             blocks=self.blocks,
             averaging=Averaging(swarm=self.swarm, post=post),
@@ -327,7 +423,9 @@ class RankZero:
         self.server = outside.open_server(
             epoch=lambda: trainer.outer_step,
             on_all_reduce=lambda request: post(ev.AllReduceCalled(request, time.monotonic())),
-            round_phase=lambda: "averaging" if self.leader.state.mode is Mode.AVERAGING else None,
+            round_phase=lambda: (
+                "averaging" if self.controller.state.mode is Mode.AVERAGING else None
+            ),
             round_due=self.round_clock.due,
         )
         place.stack.callback(self.server.close)
@@ -336,14 +434,12 @@ class RankZero:
         self.schedule = outside.upload_schedule()
         events = EventLog.from_settings(config.telemetry, place.folder)
         self._record: Record = events.write if events else (lambda kind, **fields: None)
-        for see in (self._reporter().see, self._publishing().see, self._tell_server):
-            self.leader.subscribe(see)
-        if config.miner.score_preview != "off":
-            parameters = sum(math.prod(shape) for _, shape in trainer.schema)
-            if (problem := too_large(parameters)) is not None:
-                log.warning("%s", problem)
-            else:
-                self.leader.subscribe(self._score_preview(config.miner.score_preview))
+        missed = MissedRounds(
+            outer_step=trainer.outer_step,
+            published_within=1.25 * config.miner.round_reload_timeout,
+        )
+        for see in (self._reporter().see, missed.see, self._publishing().see, self._tell_server):
+            self.controller.subscribe(see)
 
     def open_doors(self) -> None:
         """From here on others find this miner, and it finds out about them."""
@@ -366,6 +462,8 @@ class RankZero:
             round_missed=self.round_clock.missed,
         )
         self.global_epoch.start()
+        if self.controller.state.unseen:
+            self.global_epoch.compare_soon()
         if miner.kept and not self.behind:
             # Of the last round, perhaps.
             self.global_epoch.compare_weights(miner.trainer.outer_step)
@@ -393,7 +491,9 @@ class RankZero:
             data=data,
             ranks=self._place.ranks,
             micro_batch_size=trainer.micro_batch_size,
-            hold_back=0 if data.holds_back(held) else held,
+            uid=self._outside.uid,
+            hold_back=held,
+            holds_back=data.holds_back(held),
             recent=self.round_clock.half,
         )
         blocks.restore(
@@ -455,21 +555,6 @@ class RankZero:
             reload_timeout=config.miner.round_reload_timeout,
         )
 
-    def _score_preview(self, mode: Literal["own", "ranked"]) -> Subscriber:
-        preview = BackgroundPreview(
-            flags=self._place.argv,
-            uid=self._outside.uid,
-            mode=mode,
-            told=lambda fields: self._place.events.put(ev.ScorePreviewed(fields)),
-        )
-        self._place.stack.callback(preview.close)
-
-        def see(event: ev.Event, state: MinerState) -> None:
-            if isinstance(event, ev.PublicationEnded) and event.report.ok:
-                preview.look()
-
-        return see
-
     def _bytes_needed(self) -> int:
         return snapshot_bytes(shape for _, shape in self._miner.trainer.schema)
 
@@ -489,5 +574,5 @@ class RankZero:
         match event:
             case ev.ModeChanged(before=Mode.AVERAGING):
                 self.server.round_ended()
-            case ev.AllReduceCalled() if ignores_calls(state.mode):
+            case ev.AllReduceCalled() if ignores_calls(state):
                 self.server.round_ended()

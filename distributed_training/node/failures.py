@@ -1,4 +1,9 @@
-"""Why a node does not start, where it is not simply a setting (ConfigError)."""
+"""Why a node does not start though its settings passed their checks.
+
+Exit status 2 is for what parsing and the settings themselves can refuse (``load_config``). All else
+was learnt from outside (disk, mount, driver, wallet, chain, store, other nodes) and may pass: a
+ConfigError that is raised later counts as a NetworkFailure, exit status 1, and is tried again.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,7 @@ from distributed_training.config import ConfigError
 
 
 class NetworkFailure(RuntimeError):
-    """The outside cannot be reached; the line says why and what mends it. Exit status 1, so pm2
-    tries again. What an operator must change is a ConfigError instead (exit status 2)."""
+    """The outside cannot be reached; the line says why and what helps."""
 
 
 class NotRegistered(ConfigError):
@@ -16,13 +20,14 @@ class NotRegistered(ConfigError):
 
 
 class Deregistered(NotRegistered):
-    """And it had one when this node ran before. Exit status 3."""
+    """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
 
 
 class HotkeyInUse(ConfigError):
-    """Another miner runs with it. Exit status 3, as when one comes while this one runs."""
+    """Another miner uses this hotkey. Exit status 3, also if it appears later."""
 
 
-def exit_status_of(error: ConfigError) -> ExitStatus:
+def exit_status_of(error: Exception) -> ExitStatus:
+    """Return the exit status of a start that ``error`` ended after the settings were checked."""
     lost = isinstance(error, Deregistered | HotkeyInUse)
-    return ExitStatus.DEREGISTERED if lost else ExitStatus.BAD_CONFIGURATION
+    return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT

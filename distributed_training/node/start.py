@@ -2,45 +2,104 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import re
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 from pydantic import SecretStr
 
-from distributed_training.config import Config, ConfigError
+from distributed_training.common.files import write_bytes
+from distributed_training.config import SETTINGS_FILE, Config, ConfigError, all_settings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.telemetry import setup_logging
 
+log = logging.getLogger(__name__)
 
-def make_run_folder(config: Config) -> Path:
-    """The folder of everything this node must not lose, absolute; the others that flags name are
-    made too. Raises ConfigError for one that cannot be written."""
-    folder = config.run_folder
-    _make(folder, "--neuron.run_folder", "nothing could be saved")
-    _make(config.data.cache_dir, "--data.cache_dir", "every page would be fetched anew")
-    _make(config.telemetry.logging_dir, "--logging.logging_dir", "no log would be kept")
-    _make(config.telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn")
-    return folder.absolute()
+_OCTAL = re.compile(r"\\([0-7]{3})")
+_NO_MINERS_FILES = {"launcher.prom", "lost+found"}
 
 
-def _make(folder: Path | None, flag: str, consequence: str) -> None:
-    if folder is None:
-        return
+def make_run_folder(config: Config, *, fstab: Path = Path("/etc/fstab")) -> Path:
+    """Return the folder of everything this node must not lose, absolute; make it and the others
+    that flags name.
+
+    Nothing is made in the place of a disk that is not mounted yet: a miner would begin anew there,
+    download the global state onto the wrong disk, and lose both when the mount comes. So no parents
+    of a folder that a flag names are made, and what ``fstab`` mounts must be mounted. Raises
+    ConfigError for that, and for a folder that cannot be written.
+    """
+    telemetry = config.telemetry
+    if config.miner.run_folder is None:  # the default is below the folder the miner starts in
+        with contextlib.suppress(OSError):
+            config.run_folder.parent.mkdir(parents=True, exist_ok=True)
+    for folder, flag, consequence in (
+        (config.run_folder, "--neuron.run_folder", "nothing could be saved"),
+        (config.data.cache_dir, "--data.cache_dir", "every page would be fetched again"),
+        (telemetry.logging_dir, "--logging.logging_dir", "no log would be kept"),
+        (telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn"),
+    ):
+        if folder is not None and (problem := _make(folder, fstab)) is not None:
+            cause, remedy = problem
+            raise ConfigError(f"{flag} {folder} {cause}, so {consequence}: {remedy}")
+    return config.run_folder.absolute()
+
+
+def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
+    """Return why ``folder`` cannot be used, and the remedy; None if it can."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # What holds files is no empty mount point. The launcher's count of tries is no file of a
+        # miner: it may have been written while the mount was away.
+        filled = folder.is_dir() and any(p.name not in _NO_MINERS_FILES for p in folder.iterdir())
+        if not filled and (mount := _late_mount(folder, fstab)) is not None:
+            return f"is on {mount} of {fstab}, which is not mounted", f"mount {mount}"
+        folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
-            pass
+            return None
     except OSError as error:
-        raise ConfigError(
-            f"{flag} {folder} cannot be written ({error.strerror}), so {consequence}: give a "
-            "folder of yours"
-        ) from None
+        parent = folder.parent
+        if not parent.exists():
+            return (
+                f"cannot be made, since {parent} is not there",
+                f"mount its disk, or mkdir -p {parent} if there is none",
+            )
+        return f"cannot be written ({error.strerror})", "give a folder of yours"
 
 
-def start_log(config: Config, folder: Path, *, name: str, rank: int = 0) -> None:
-    """Log to the terminal and the run folder; every secret of the configuration is masked."""
+def _late_mount(folder: Path, fstab: Path) -> str | None:
+    """Return the mount point at or above ``folder`` that ``fstab`` names and is not mounted."""
+    try:
+        lines = [line.split() for line in fstab.read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    # A path may end with a slash, go through a link, or hold octal escapes.
+    named = (fields[1] for fields in lines if len(fields) >= 3)
+    wanted = {os.path.realpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
+    mounted = {os.path.realpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
+    place = folder.absolute().resolve()
+    return next((str(p) for p in (place, *place.parents) if str(p) in wanted - mounted), None)
+
+
+def write_settings(config: Config, folder: Path) -> None:
+    """Write all settings to ``config.txt`` in the run folder, secrets masked."""
+    path = folder / SETTINGS_FILE
+    try:
+        write_bytes(path, all_settings(config).encode(), durable=False)
+    except OSError as error:
+        log.warning("The settings could not be written to %s (%s)", path, error.strerror)
+
+
+def start_log(config: Config, folder: Path | None, *, name: str, rank: int = 0) -> None:
+    """Log to the terminal and the run folder; every secret of the configuration is masked.
+
+    ``folder`` None: to the terminal alone, until there is a run folder."""
     secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
-    setup_logging(config.telemetry, rank=rank, name=name, folder=folder, secrets=secrets)
+    settings = config.telemetry if folder else replace(config.telemetry, record_log=False)
+    setup_logging(settings, rank=rank, name=name, folder=folder, secrets=secrets)
 
 
 def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:

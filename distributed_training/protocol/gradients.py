@@ -258,11 +258,11 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 @functools.lru_cache(maxsize=64)
 def _dct_basis(n: int) -> torch.Tensor:
     """``(n, n)`` float32; ``x @ basis`` is the orthonormal DCT-II of the last dimension."""
-    eye = torch.eye(n)
+    eye = torch.eye(n, dtype=torch.float64)  # see _dct
     spectrum = torch.fft.fft(torch.cat([eye[:, ::2], eye[:, 1::2].flip([1])], dim=1), dim=1)
-    angle = -torch.arange(n, dtype=torch.float32)[None, :] * math.pi / (2 * n)
+    angle = -torch.arange(n, dtype=torch.float64)[None, :] * math.pi / (2 * n)
     basis = spectrum.real * torch.cos(angle) - spectrum.imag * torch.sin(angle)
-    return 2 * (basis / _norms(n))
+    return (2 * (basis / _norms(n))).float()
 
 
 @functools.lru_cache(maxsize=64)
@@ -286,11 +286,13 @@ def _norms(n: int) -> torch.Tensor:
 
 def _dct(x: torch.Tensor) -> torch.Tensor:
     """``(chunks, n)`` or ``(row chunks, h, column chunks, w)`` -> coefficients by chunk or tile."""
+    # float32 products differ in the last bits with the number of threads on some processors, and
+    # equal weights must give equal indices on all miners. In float64 rounding hides that.
     if x.dim() == 2:
-        return x @ _dct_basis(x.shape[1]).to(x.device)
-    tiles = x.permute(0, 2, 1, 3)
-    down, across = (_dct_basis(n).to(x.device) for n in tiles.shape[-2:])
-    return down.T @ tiles @ across
+        return (x.double() @ _dct_basis(x.shape[1]).to(x.device).double()).to(x.dtype)
+    tiles = x.permute(0, 2, 1, 3).double()
+    down, across = (_dct_basis(n).to(x.device).double() for n in tiles.shape[-2:])
+    return (down.T @ tiles @ across).to(x.dtype)
 
 
 def _inverse_dct(rows: torch.Tensor, view: tuple[int, ...]) -> torch.Tensor:

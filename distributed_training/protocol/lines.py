@@ -20,7 +20,6 @@ STALE_LIST = (
     "validators would refuse the list. Tried again at the next step"
 )
 UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
-RESPONDED_ACTIVE = "Responded to be Active"
 RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"
 PAUSING = "⚠️  Pausing continuous training."
 AVERAGING_START = "⏳ Starting Pseudo Gradient Averaging.."
@@ -29,6 +28,12 @@ ALL_REDUCE_FINISH = "All Reduce Finish"
 ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
 RESUMING = "✅ Resuming continuous training."
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
+
+
+def responded_active(uid: int | None, calls: int) -> str:
+    """``calls`` of one caller since its last line. ``uid`` None: callers without one."""
+    caller = "no uid" if uid is None else f"uid {uid}"
+    return f"Responded to be Active ({caller}, {calls} call{'s' * (calls != 1)})"
 
 
 def judged_upload(tag: str, outer_step: int) -> str:
@@ -53,10 +58,13 @@ def step_line(report: StepReport) -> str:
 
 
 def throughput_line(report: StepReport) -> str:
-    """What the step line has no place for; figures that could not be measured are left out."""
+    """Return the figures that the step line has no place for; those not measured are left out.
+
+    Operators were promised ``Throughput: N samples/sec``.
+    """
     parts = [
-        f"Throughput: {report.tokens_per_second:.0f} tokens/s",
-        f"{report.samples_per_second:.2f} samples/s",
+        f"Throughput: {report.samples_per_second:.2f} samples/sec",
+        f"{report.tokens_per_second:.0f} tokens/s",
         f"Data Wait: {report.data_wait_seconds:.1f}s",
     ]
     if report.grad_norm is not None:
@@ -104,7 +112,9 @@ def all_reduce_failed(checkpoint: int) -> str:
 
 
 def waiting_for_validator(wait: timedelta) -> str:
-    return f"Waiting {wait.total_seconds():.0f} seconds until validator complete the all_reduce"
+    """Nothing waits for it: the global state is looked for then, and training goes on."""
+    seconds = f"{wait.total_seconds():.0f}"
+    return f"Waiting {seconds} seconds until validator complete the all_reduce (training goes on)"
 
 
 def epochs_differ(local: int, remote: int) -> str:

@@ -1,4 +1,10 @@
-"""``metadata.json`` and the extras of ``config.json`` (protocol page, section 3)."""
+"""What a miner says about its uploads: commitment, ``metadata.json`` and ``config.json``.
+
+The *commitment* is 128 characters on the chain through which others can read a miner's bucket
+(protocol page, section 2): account id (32), read access key id (32), read secret (64). It is public
+by design: only ever put *read* credentials there. ``metadata.json`` and the extra fields of
+``config.json`` name the revision that the files of a bucket belong to (protocol page, section 3).
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,53 @@ import dataclasses
 import json
 import reprlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .types import Revision
+
+LENGTH = 128
+_PARTS = (("account id", 32), ("read access key id", 32), ("read secret access key", 64))
+
+
+class CommitmentError(ValueError):
+    """Not a commitment of the protocol. The text never holds a credential."""
+
+
+@dataclass(frozen=True)
+class BucketCredentials:
+    """Read credentials of a bucket."""
+
+    account_id: str
+    access_key_id: str
+    secret_access_key: str = field(repr=False)
+
+
+def build_commitment(credentials: BucketCredentials) -> str:
+    """128 ASCII characters. Raises CommitmentError naming the part whose length is wrong."""
+    values = (credentials.account_id, credentials.access_key_id, credentials.secret_access_key)
+    for value, (name, length) in zip(values, _PARTS, strict=True):
+        if len(value) != length:
+            raise CommitmentError(
+                f"{name} has {len(value)} characters, a commitment needs {length}"
+            )
+        if not _visible_ascii(value):
+            raise CommitmentError(f"{name} holds characters that are not visible ASCII")
+    return "".join(values)
+
+
+def parse_commitment(text: str) -> BucketCredentials:
+    """Raises CommitmentError unless ``text`` is exactly 128 visible ASCII characters."""
+    if len(text) != LENGTH:
+        raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
+    if not _visible_ascii(text):
+        raise CommitmentError("the commitment holds characters that are not visible ASCII")
+    return BucketCredentials(text[:32], text[32:64], text[64:])
+
+
+def _visible_ascii(text: str) -> bool:
+    return all("!" <= c <= "~" for c in text)
+
 
 MAX_METADATA_BYTES = 64 * 1024  # far above any real one; a bound for what is read from strangers
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
@@ -132,3 +181,37 @@ def _count(value: Any, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
         raise MetadataError(f"{what} is {reprlib.repr(value)}, not a non-negative integer")
     return value
+
+
+class PayloadError(ValueError):
+    """A ``gradients.pt`` that validators would reset, and why."""
+
+
+@dataclass(frozen=True)
+class GradientMetadata:
+    """``block``: the newest one trained; ``loss``: of the last inner step, in nats."""
+
+    block: int
+    inner_step: int
+    outer_step: int
+    loss: float
+
+    @classmethod
+    def parse(cls, raw: Any) -> GradientMetadata:
+        """Raises PayloadError."""
+        if not isinstance(raw, dict):
+            raise PayloadError("gradients.pt has no metadata")
+        values = {}
+        for name in ("block", "inner_step", "outer_step"):
+            value = raw.get(name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise PayloadError(
+                    f"metadata of gradients.pt: {name} is {reprlib.repr(value)}, not a count"
+                )
+            values[name] = value
+        loss = raw.get("loss")
+        if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            raise PayloadError(
+                f"metadata of gradients.pt: loss is {reprlib.repr(loss)}, not a number"
+            )
+        return cls(loss=float(loss), **values)

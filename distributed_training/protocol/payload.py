@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import math
 import pickle
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,48 +18,15 @@ from typing import Any, TypeGuard
 
 import torch
 
-from .gradients import check_code, decode, encoded_shape, layout
-from .pt_file import PtFileError, read_pt, refuse_calls
+from distributed_training.protocol.gradients import check_code, decode, encoded_shape, layout
+from distributed_training.protocol.metadata import GradientMetadata, PayloadError
+from distributed_training.protocol.pt_file import PtFileError, read_pt, refuse_calls
 
 Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
 
 _METADATA = "metadata"
 _BYTES_PER_ENTRY = 2 + 4
 _BYTES_PER_RECORD = 1024  # zip headers, alignment and pickle of one tensor, generously
-
-
-class PayloadError(ValueError):
-    """A ``gradients.pt`` that validators would reset, and why."""
-
-
-@dataclass(frozen=True)
-class GradientMetadata:
-    """``block``: the newest one trained; ``loss``: of the last inner step, in nats."""
-
-    block: int
-    inner_step: int
-    outer_step: int
-    loss: float
-
-    @classmethod
-    def parse(cls, raw: Any) -> GradientMetadata:
-        """Raises PayloadError."""
-        if not isinstance(raw, dict):
-            raise PayloadError("gradients.pt has no metadata")
-        values = {}
-        for name in ("block", "inner_step", "outer_step"):
-            value = raw.get(name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PayloadError(
-                    f"metadata of gradients.pt: {name} is {reprlib.repr(value)}, not a count"
-                )
-            values[name] = value
-        loss = raw.get("loss")
-        if isinstance(loss, bool) or not isinstance(loss, (int, float)):
-            raise PayloadError(
-                f"metadata of gradients.pt: loss is {reprlib.repr(loss)}, not a number"
-            )
-        return cls(loss=float(loss), **values)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,115 @@
-"""A ``.pt`` file as data: what ``torch.save`` wrote, read without torch and without running it.
+"""Read ``.pt`` files and safetensors headers of untrusted owners, without torch.
 
-The format is torch's zip format (torch/serialization.py, ``_save``): members that are stored, not
-compressed; ``<name>/data.pkl``, a pickle of protocol 2; ``<name>/data/<key>`` for each storage, of
-which the pickle says type and number of elements. A pickle is a program for a small stack machine.
-Here its instructions are carried out on plain values: a tensor becomes a :class:`TensorStub`, what
-else it would call becomes an inert :class:`Made`. Only instructions that torch's own
-``weights_only`` unpickler knows are accepted.
+A ``.pt`` file has torch's zip format (torch/serialization.py, ``_save``): members that are stored,
+not compressed; ``<name>/data.pkl``, a pickle of protocol 2; ``<name>/data/<key>`` for each storage,
+of which the pickle names type and number of elements. A safetensors file (huggingface/safetensors,
+README, "Format") begins with eight bytes, little-endian, the length N of its header; N bytes of
+JSON follow, from names to ``dtype``, ``shape`` and ``data_offsets``, which count from the header's
+end; then the tensors, without gap or overlap.
 
-What is read comes from strangers. Table of contents and pickle are bounded before they are read,
-the number of instructions before they are carried out, and no instruction's work grows with what
-came before it. So time and memory are bounded whatever the bytes are.
+Nothing in a file can run: a tensor becomes a stub, and a call an inert object. Table of contents,
+pickle and header are bounded before they are read, and no instruction's work grows with what came
+before it. So time and memory are bounded whatever the bytes are.
 """
 
 from __future__ import annotations
 
 import io
-import pickletools
+import json
+import math
+import pickle
+import reprlib
 import struct
 import zipfile
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-MOST_TABLE = 4 * 1024 * 1024  # bytes of the table of contents: 60,000 members
-MOST_PICKLE = 4 * 1024 * 1024  # bytes
-MOST_INSTRUCTIONS = 500_000  # a tensor takes about 35
+LENGTH_BYTES = 8
+#: Bytes. Of 35,000 tensors; the JSON of a stranger takes up to 25 times as much memory.
+MOST_HEADER = 4 * 1024 * 1024
 _MOST_DIMENSIONS = 16
-_LARGEST = 2**53
+_LARGEST = 2**53  # of a size or a place: what any JSON reader keeps exact
+_BYTES_OF_DTYPE = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2},
+    **{"I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1},
+    **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1},
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a safetensors file; ``start`` from the file's beginning and ``size`` in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+def safetensors_table(read: Callable[[int, int], bytes], size: int) -> dict[str, Entry]:
+    """Name -> entry, in the order of the data, after checking that table and file size agree.
+
+    ``read``: (first byte, bytes) -> content of a file of ``size`` bytes. Raises ValueError, in one
+    short line, and what ``read`` raises.
+    """
+    length = int.from_bytes(read(0, LENGTH_BYTES), "little")
+    if not 2 <= length <= min(MOST_HEADER, size - LENGTH_BYTES):
+        raise ValueError("the header's length is impossible")
+    text = read(LENGTH_BYTES, length)
+    try:
+        table = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"its header is not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ValueError("its header is not a JSON object")
+    table.pop("__metadata__", None)
+    begin = LENGTH_BYTES + length
+    entries = {name: _entry(name, raw, begin) for name, raw in table.items()}
+    ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)))
+    for name, entry in ordered.items():
+        if entry.start != begin:
+            raise ValueError(f"{reprlib.repr(name)} does not lie where the one before it ends")
+        begin += entry.size
+    if begin != size:
+        raise ValueError("the file is longer or shorter than its tensors")
+    return ordered
+
+
+def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A reader that takes the first of two equal names sees another file than one that takes the
+    last."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{reprlib.repr(name)} is there twice")
+        found[name] = value
+    return found
+
+
+def _entry(name: str, raw: Any, begin: int) -> Entry:
+    try:
+        dtype, shape, (first, last) = raw["dtype"], raw["shape"], raw["data_offsets"]
+        item = _BYTES_OF_DTYPE[dtype]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{reprlib.repr(name)} is not described as a tensor") from None
+    numbers_only = isinstance(shape, list) and len(shape) <= _MOST_DIMENSIONS
+    if not numbers_only or not all(map(_is_size, (first, last, *shape))):
+        raise ValueError(f"{reprlib.repr(name)} has an impossible shape or place")
+    if last - first != math.prod(shape) * item:
+        raise ValueError(f"{reprlib.repr(name)} does not take the bytes of its shape")
+    return Entry(dtype, tuple(shape), begin + first, last - first)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _LARGEST
+
+
+MOST_TABLE = 4 * 1024 * 1024  # bytes of the table of contents: 60,000 members
+MOST_PICKLE = 1024 * 1024  # bytes; a tensor takes about 200
+
+
 _ITEM_BYTES = {
     **{"DoubleStorage": 8, "FloatStorage": 4, "HalfStorage": 2, "BFloat16Storage": 2},
     **{"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1},
@@ -63,14 +145,6 @@ class Storage:
     @property
     def size(self) -> int:
         return self.count * _ITEM_BYTES[self.kind]
-
-
-@dataclass(frozen=True)
-class TensorStub:
-    """What the pickle says of a tensor. ``storage``: the kind, e.g. FloatStorage."""
-
-    storage: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -121,20 +195,25 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
         # RuntimeError: encrypted, or of a kind that Python does not know
         raise PtFileError(f"it is not a whole archive ({_short(error)})") from None
-    machine = _Machine()
+    reader = _Reader(data)
     try:
-        content = machine.run(data)
+        content = reader.load()
     except PtFileError:
         raise
-    except (ValueError, IndexError, KeyError, TypeError, struct.error) as error:
+    except KeyError as error:  # of the memo, or of the instructions
+        raise PtFileError(f"its pickle holds {error}, which torch.save does not write") from None
+    except (
+        ValueError, IndexError, TypeError, EOFError, struct.error, pickle.UnpicklingError,
+        AttributeError, OverflowError,
+    ) as error:  # fmt: skip
         raise PtFileError(f"its pickle is damaged ({_short(error)})") from None
     found = {}
-    for key, storage in machine.storages.items():
+    for key, storage in reader.storages.items():
         member = members.get(pickles[0].removesuffix("data.pkl") + f"data/{key}")
         if member is None or member.file_size != storage.size:
             raise PtFileError(f"storage {key[:40]!r} is missing or of another size")
         found[key] = member
-    return PtContent(content, machine.storages, found, frozenset(machine.calls))
+    return PtContent(content, reader.storages, found, frozenset(reader.calls))
 
 
 def refuse_calls(found: PtContent) -> None:
@@ -193,94 +272,79 @@ def _check_members(members: Collection[zipfile.ZipInfo], size: int) -> None:
 
 # --- the pickle -----------------------------------------------------------------------------------
 
-_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_VALUES = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINSTRING"}
-_TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
+_OPCODES = (
+    pickle.PROTO + pickle.STOP + pickle.MARK + pickle.GLOBAL + pickle.REDUCE + pickle.NEWOBJ
+    + pickle.BUILD + pickle.BINPERSID + pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.EMPTY_TUPLE
+    + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.APPEND + pickle.APPENDS
+    + pickle.SETITEM + pickle.SETITEMS + pickle.BINPUT + pickle.LONG_BINPUT + pickle.BINGET
+    + pickle.LONG_BINGET + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE + pickle.BININT
+    + pickle.BININT1 + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT + pickle.BINUNICODE
+    + pickle.SHORT_BINSTRING
+)  # fmt: skip
 
 
-@dataclass
-class _Machine:
-    """``below``: what lay on the stack when each mark was set that is open."""
+_Unpickler: Any = pickle._Unpickler
 
-    storages: dict[str, Storage] = field(default_factory=dict)
-    calls: set[str] = field(default_factory=set)
-    stack: list[Any] = field(default_factory=list)
-    below: list[list[Any]] = field(default_factory=list)
-    memo: dict[int, Any] = field(default_factory=dict)
 
-    def run(self, data: bytes) -> Any:
-        """Raises PtFileError, and IndexError, KeyError, TypeError, ValueError for damage."""
-        for count, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-            if count > MOST_INSTRUCTIONS:
-                raise PtFileError(f"its pickle has more than {MOST_INSTRUCTIONS} instructions")
-            if opcode.name == "STOP":
-                return self.stack.pop()
-            self.step(opcode.name, argument)
-        raise PtFileError("its pickle has no end")
+class _Reader(_Unpickler):
+    """The standard library's unpickler, in which nothing is imported and nothing is called."""
 
-    def step(self, name: str, argument: Any) -> None:
-        stack = self.stack
-        if name in _CONSTANTS:
-            stack.append(_CONSTANTS[name])
-        elif name in _VALUES:
-            stack.append(argument)
-        elif name in _TUPLES:
-            stack.append(tuple([stack.pop() for _ in range(_TUPLES[name])][::-1]))
-        else:
-            self.act(name, argument)
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.storages: dict[str, Storage] = {}
+        self.calls: set[str] = set()
 
-    def act(self, name: str, argument: Any) -> None:
-        stack = self.stack
-        match name:
-            case "PROTO":
-                pass
-            case "MARK":
-                self.below.append(stack)
-                self.stack = []
-            case "EMPTY_DICT":
-                stack.append({})
-            case "EMPTY_LIST":
-                stack.append([])
-            case "TUPLE":
-                items = tuple(self.since_mark())
-                self.stack.append(items)
-            case "BINPUT" | "LONG_BINPUT":
-                self.memo[argument] = stack[-1]
-            case "BINGET" | "LONG_BINGET":
-                stack.append(self.memo[argument])
-            case "GLOBAL":
-                stack.append(Name(argument.replace(" ", ".")))
-            case "APPEND":
-                self.append([stack.pop()])
-            case "APPENDS":
-                self.append(self.since_mark())
-            case "SETITEM":
-                self.set_items([stack.pop(), stack.pop()][::-1])
-            case "SETITEMS":
-                self.set_items(self.since_mark())
-            case "BINPERSID":
-                stack.append(self.storage(stack.pop()))
-            case "REDUCE" | "NEWOBJ":
-                arguments = stack.pop()
-                stack.append(self.call(stack.pop(), arguments))
-            case "BUILD":  # sets attributes, which nobody asks for
-                stack.pop()
-                stack.append(stack.pop())
-            case _:
-                raise PtFileError(f"its pickle holds {name}, which torch.save does not write")
+    def find_class(self, module: str, name: str) -> Name:
+        return Name(f"{module}.{name}")
 
-    def since_mark(self) -> list[Any]:
-        items, self.stack = self.stack, self.below.pop()
-        return items
+    def persistent_load(self, identity: Any) -> Storage:
+        """Of ``("storage", type, key, location, elements)``."""
+        match identity:
+            case ("storage", Name(full), str(key), str(), int(count)) if 0 <= count < _LARGEST:
+                found = Storage(full.rpartition(".")[2], key, count)
+                if found.kind not in _ITEM_BYTES:
+                    raise PtFileError(f"storage of an unknown type {found.kind[:40]!r}")
+                if self.storages.setdefault(key, found) != found:
+                    raise PtFileError(f"storage {key[:40]!r} is described in two ways")
+                return found
+        raise PtFileError("its pickle refers to something that is no storage")
 
-    def append(self, items: list[Any]) -> None:
+    def _call(self) -> None:
+        arguments, what = self.stack.pop(), self.stack.pop()
+        if not isinstance(what, Name) or not isinstance(arguments, tuple):
+            raise PtFileError("its pickle calls what is no function")
+        self.calls.add(what.full)
+        # All arguments are looked at below, and one tuple can be passed to every call.
+        if len(arguments) > _MOST_DIMENSIONS:
+            raise PtFileError(f"a call has more than {_MOST_DIMENSIONS} arguments")
+        if any(isinstance(a, tuple) and len(a) > _MOST_DIMENSIONS for a in arguments):
+            raise PtFileError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
+        empty = what.full == "collections.OrderedDict" and not arguments
+        self.stack.append({} if empty else Made(what.full))
+
+    def _build(self) -> None:  # sets attributes, which nobody asks for
+        self.stack.pop()
+
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
         elif not isinstance(target, Made):
             raise PtFileError("its pickle appends to what is no list")
 
-    def set_items(self, items: list[Any]) -> None:
+    def _set_item(self) -> None:
+        self._set([self.stack.pop(), self.stack.pop()][::-1])
+
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if len(items) % 2 or not isinstance(target, (dict, Made)):
             raise PtFileError("its pickle sets items of what is no dictionary")
@@ -291,48 +355,12 @@ class _Machine:
             if isinstance(target, dict):
                 target[key] = value
 
-    def storage(self, identity: Any) -> Storage:
-        """Of ``("storage", type, key, location, elements)``."""
-        match identity:
-            case ("storage", Name(full), str(key), str(), int(count)) if _is_size(count):
-                found = Storage(full.rpartition(".")[2], key, count)
-                if found.kind not in _ITEM_BYTES:
-                    raise PtFileError(f"storage of an unknown type {found.kind[:40]!r}")
-                if self.storages.setdefault(key, found) != found:
-                    raise PtFileError(f"storage {key[:40]!r} is described in two ways")
-                return found
-        raise PtFileError("its pickle refers to something that is no storage")
-
-    def call(self, what: Any, arguments: Any) -> Any:
-        if not isinstance(what, Name) or not isinstance(arguments, tuple):
-            raise PtFileError("its pickle calls what is no function")
-        self.calls.add(what.full)
-        match what.full, arguments:
-            case "collections.OrderedDict", ():
-                return {}
-            case "torch._utils._rebuild_tensor_v2", (Storage() as storage, *place) if (
-                len(place) >= 3
-            ):
-                return _tensor(storage, *place[:3])
-            case "torch._utils._rebuild_parameter", (TensorStub() as tensor, *_):
-                return tensor
-        return Made(what.full)
-
-
-def _tensor(storage: Storage, offset: Any, shape: Any, stride: Any) -> TensorStub:
-    sizes_only = (
-        isinstance(shape, tuple)
-        and isinstance(stride, tuple)
-        and len(shape) == len(stride) <= _MOST_DIMENSIONS
-        and all(map(_is_size, (offset, *shape, *stride)))
-    )
-    if not sizes_only:
-        raise PtFileError("a tensor has an impossible shape")
-    last = offset + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
-    if 0 not in shape and last >= storage.count:
-        raise PtFileError("a tensor reaches beyond its storage")
-    return TensorStub(storage.kind, shape)
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < _LARGEST
+    dispatch = {code: _Unpickler.dispatch[code] for code in _OPCODES} | {
+        pickle.REDUCE[0]: _call,
+        pickle.NEWOBJ[0]: _call,
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+    }

@@ -93,6 +93,12 @@ def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
     return body
 
 
+def round_timeout(request: RoundRequest, configured: timedelta) -> timedelta:
+    """Return how long the round of ``request`` may take. A call that does not say so gets the
+    ``configured`` time, at most the network's: its other peers have left the round by then."""
+    return request.timeout or min(configured, ALL_REDUCE_TIMEOUT)
+
+
 def answer_all_reduce(body: Mapping[str, Any]) -> dict[str, Any]:
     """The reply: the fields as they came. ``completion`` must be a boolean or callers reject it."""
     fields = ("answer", "completion", "min_group_size", *_SECONDS)

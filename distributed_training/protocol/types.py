@@ -1,7 +1,7 @@
-"""Small typed objects that rooms hand to each other.
+"""Small typed objects that packages hand to each other.
 
-Rooms on one floor do not import each other; what travels between them is defined here, on the
-ground floor. Nothing in this module does I/O or imports torch.
+Packages of one layer do not import each other; what travels between them is defined here, in the
+lowest layer. Nothing in this module does I/O or imports torch.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ class StepReport:
     skipped: bool = False  # NaN/Inf: the optimizer was not stepped
     note: str = ""
     total_inner_steps: int = 0  # since the first epoch, this one included
+    learning_rate_share: float | None = None  # of the highest rate, 0..1
 
     @property
     def tokens_per_second(self) -> float:

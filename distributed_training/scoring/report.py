@@ -10,8 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from distributed_training.scoring.preview import Preview, Row
-from distributed_training.scoring.ranking import Interval
+from distributed_training.scoring.score_preview import Interval, Preview, Row
 
 
 def table(preview: Preview) -> RenderableType:

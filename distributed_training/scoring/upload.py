@@ -1,7 +1,11 @@
-"""One upload as it is judged: the blocks it says it was trained on and its pseudo-gradient.
+"""One upload as it is judged: its bucket, its block list, its text and its pseudo-gradient.
 
-Read from ``epoch-X`` of a miner's bucket, X being the outer step that is judged now. Everything in
-it is a stranger's: sizes are bounded before anything is read, the content is checked before use.
+An invalid bucket multiplies the total score by 0 whatever the upload is worth (protocol page,
+section 7). The upload is read from ``epoch-X`` of the miner's bucket, X being the outer step that
+is judged now; it is judged on the pages of one listed block, cut into sequences as miners cut them
+(protocol page, section 5). Everything in a bucket is untrusted: sizes are bounded before anything
+is read, the content is checked before use. A :class:`Cause` names why a score is zero and the one
+thing that fixes it; causes are ordered by what stands in the way first.
 """
 
 from __future__ import annotations
@@ -13,10 +17,26 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from distributed_training.chain.base import Neuron
+from distributed_training.config import Config
+from distributed_training.data.page_source import PageSource, PageUnavailable
+from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.node.buckets import NoBucket, Reader
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, MetadataError, parse_config
+from distributed_training.protocol.metadata import (
+    MAX_CONFIG_BYTES,
+    MAX_METADATA_BYTES,
+    Metadata,
+    MetadataError,
+    parse_config,
+)
+from distributed_training.protocol.pages import MAX_TOKENS_PER_ROW, ROWS_PER_PAGE, select_pages
 from distributed_training.protocol.payload import (
     GradientPayload,
     PayloadError,
@@ -25,8 +45,145 @@ from distributed_training.protocol.payload import (
     max_payload_bytes,
 )
 from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.repository import Repository
-from distributed_training.store.errors import DeadlineError, IntegrityError, StoreError
+from distributed_training.store.s3 import DeadlineError, IntegrityError, StoreError
+
+# A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
+OpenBucket = Callable[[Neuron], Reader]
+
+
+@dataclass(frozen=True)
+class Repository:
+    """What one look at a miner's bucket showed.
+
+    ``valid``: the factor of the total score. ``cause`` and ``reason`` say why not; a valid bucket
+    has them too when its metadata cannot be used. ``metadata``: of the root, None if unreadable.
+    """
+
+    uid: int
+    valid: bool
+    cause: Cause | None = None
+    reason: str = ""
+    bucket: Reader | None = None
+    metadata: Metadata | None = None
+    age: timedelta | None = None  # of epoch-X/gradients.pt, by the store's clock
+
+    @property
+    def tag(self) -> str:
+        """``run.outer.inner`` of the root metadata, empty without one."""
+        return self.metadata.revision.tag if self.metadata else ""
+
+
+def inspect(
+    neuron: Neuron, open_bucket: OpenBucket, *, outer_step: int, age_limit: timedelta
+) -> Repository:
+    """Commitment, credentials, age of ``epoch-X/gradients.pt``. Raises ChainError."""
+    key = keys.epoch_key(outer_step, keys.GRADIENTS)
+    try:
+        bucket = open_bucket(neuron)
+        data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+        info = bucket.head(key)
+    except NoBucket as error:
+        return Repository(neuron.uid, False, Cause.NO_COMMITMENT, str(error))
+    except StoreError as error:
+        return Repository(neuron.uid, False, Cause.UNREACHABLE, str(error))
+    metadata: Metadata | None = None
+    cause: Cause | None = Cause.NO_METADATA
+    reason = f"no {keys.ROOT_METADATA} at the root"
+    try:
+        if data is not None:
+            metadata, cause, reason = Metadata.parse(data), None, ""
+    except MetadataError as error:
+        reason = str(error)
+    if info is None:
+        cause = Cause.NOTHING_PUBLISHED
+        return Repository(neuron.uid, False, cause, f"no {key}", bucket, metadata)
+    age = timedelta(seconds=info.age_seconds or 0.0)
+    if age >= age_limit:
+        cause, reason = (
+            Cause.STALE,
+            f"upload is {age.total_seconds():.0f} s old, limit {age_limit.total_seconds():.0f} s",
+        )
+        return Repository(neuron.uid, False, cause, reason, bucket, metadata, age)
+    return Repository(neuron.uid, True, cause, reason, bucket, metadata, age)
+
+
+# Sequences come in pairs: a tail shorter than this many sequences is dropped.
+BATCH = 2
+
+
+class DataUnavailable(RuntimeError):
+    """Pages cannot be had now; says nothing about the upload."""
+
+
+def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
+    """One line of tokens as int64 ``(n, sequence_length)``; n is even, the rest is dropped."""
+    count = len(tokens) // (BATCH * sequence_length) * BATCH
+    cut = tokens[: count * sequence_length].astype(np.int64)
+    return torch.from_numpy(cut).view(count, sequence_length)
+
+
+class PageReader:
+    """Sequences of ``(uid, block)`` for the evaluator.
+
+    ``ranks``: how many ranks of the miner are looked at, ``pages`` of each; ``limit``: at most so
+    many sequences in all, the same number of each rank (0: no limit).
+    """
+
+    def __init__(
+        self,
+        *,
+        source: PageSource,
+        tokenizer: TextTokenizer,
+        sequence_length: int,
+        ranks: int,
+        pages: int,
+        limit: int = 0,
+    ) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._sequence_length = sequence_length
+        self._ranks = ranks
+        self._pages = pages
+        self._limit = limit
+
+    @classmethod
+    def from_settings(
+        cls, config: Config, source: PageSource, tokenizer: TextTokenizer
+    ) -> PageReader:
+        """What the validator of this configuration reads."""
+        return cls(
+            source=source,
+            tokenizer=tokenizer,
+            sequence_length=config.training.sequence_length,
+            ranks=config.validator.evaluation_ranks,
+            pages=config.validator.evaluation_pages,
+            limit=config.validator.evaluation_sequences,
+        )
+
+    def __call__(self, uid: int, block: int) -> Tensor:
+        """Raises DataUnavailable: rows cannot be had now, or are too few for one sequence."""
+        per_rank = -(-self._limit // self._ranks) if self._limit else None
+        parts = []
+        try:
+            for rank in range(self._ranks):
+                rows: list[str] = []
+                for config, row, split in select_pages(
+                    uid=uid,
+                    local_rank=rank,
+                    block=block,
+                    n_pages=self._pages,
+                    num_rows=self._source.num_rows(),
+                ):
+                    rows += self._source.rows(config, row, split=split, limit=ROWS_PER_PAGE)
+                tokens = self._tokenizer.encode_rows(rows, max_length=MAX_TOKENS_PER_ROW)
+                parts.append(to_sequences(tokens, self._sequence_length)[:per_rank])
+        except (PageUnavailable, OSError) as error:
+            raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
+        found = torch.cat(parts)
+        if found.shape[0] == 0:
+            raise DataUnavailable(f"pages of uid {uid}, block {block} hold less than two sequences")
+        return found
+
 
 Result = TypeVar("Result")
 

@@ -18,10 +18,9 @@ from typing import TypeVar
 
 from distributed_training.protocol import keys
 
-from .claim import ForeignBucketError, check_claim
-from .errors import StoreError, UploadMissingError
-from .retry import deadline_in, patient
-from .s3 import S3ObjectStore
+from .bucket_lease import ForeignBucketError, check_claim
+from .s3 import S3ObjectStore, StoreError, UploadMissingError
+from .transfer import deadline_in, patient
 
 log = logging.getLogger(__name__)
 Item = TypeVar("Item")

@@ -1,4 +1,4 @@
-"""Whether the files of a snapshot or a download are whole and finite, without torch.
+"""Whether the files of a download are whole and finite, without torch.
 
 The uploader is a small process beside training; importing torch there would cost more memory than
 all the rest of it. Nothing in a file of a stranger can run: see :mod:`..protocol.pt_file`.
@@ -6,18 +6,20 @@ all the rest of it. Nothing in a file of a stranger can run: see :mod:`..protoco
 
 from __future__ import annotations
 
-import math
 import zipfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
 
 import numpy as np
 
-from distributed_training.protocol.pt_file import PtContent, PtFileError, TensorStub, read_pt
-from distributed_training.protocol.safetensors_header import Entry, safetensors_table
-
-from .errors import IntegrityError, StoreError
+from distributed_training.protocol.pt_file import (
+    Entry,
+    PtContent,
+    PtFileError,
+    read_pt,
+    safetensors_table,
+)
+from distributed_training.store.s3 import IntegrityError
 
 _CHUNK = 4 * 1024 * 1024  # divides by every item size
 #: numpy's names of little-endian floats; for what numpy does not know, the bits of NaN and Inf.
@@ -53,12 +55,10 @@ def safetensors_entries(path: Path) -> dict[str, Entry]:
             raise IntegrityError(f"{path.name} is not a whole safetensors file: {error}") from None
 
 
-def safetensors_not_finite(
-    path: Path, *, on_chunk: Callable[[], None] = lambda: None
-) -> str | None:
-    """The first tensor that holds NaN or Inf, None if all are finite. Raises IntegrityError.
+def safetensors_not_finite(path: Path) -> str | None:
+    """Return the first tensor that holds NaN or Inf, None if all are finite.
 
-    ``on_chunk`` is called every 4 MiB, and may raise to end the search.
+    Raises IntegrityError.
     """
     entries = safetensors_entries(path)
     with path.open("rb", buffering=0) as handle:
@@ -67,14 +67,13 @@ def safetensors_not_finite(
             if kind is None:
                 continue
             handle.seek(entry.start)
-            if not _finite(handle, entry.size, kind, on_chunk):
+            if not _finite(handle, entry.size, kind):
                 return f"{name!r:.80} of {path.name}"
     return None
 
 
-def _finite(handle: IO[bytes], size: int, kind: str, on_chunk: Callable[[], None]) -> bool:
+def _finite(handle: IO[bytes], size: int, kind: str) -> bool:
     while size > 0:
-        on_chunk()
         data = handle.read(min(size, _CHUNK))
         if not data:
             raise IntegrityError("a file became shorter while it was read")
@@ -95,7 +94,7 @@ def _finite(handle: IO[bytes], size: int, kind: str, on_chunk: Callable[[], None
 
 
 class PtFile:
-    """A ``.pt`` file: ``content`` is its pickle with tensors as :class:`TensorStub`. Of an open
+    """A ``.pt`` file: ``content`` is its pickle with inert values in place of tensors. Of an open
     file only the pickle and the table of contents are read.
 
     Raises IntegrityError for a file that ``torch.save`` did not write.
@@ -110,11 +109,8 @@ class PtFile:
             raise IntegrityError(f"{self._name} is not a whole .pt file: {error}") from None
         self.content = self._found.content
 
-    def not_finite(self, *, on_chunk: Callable[[], None] = lambda: None) -> str | None:
-        """What holds NaN or Inf, None if nothing does. Raises IntegrityError for damage.
-
-        ``on_chunk`` is called every 4 MiB, and may raise to end the search.
-        """
+    def not_finite(self) -> str | None:
+        """Return what holds NaN or Inf, None if nothing does. Raises IntegrityError for damage."""
         try:
             with zipfile.ZipFile(self._path) as archive:
                 for key, member in self._found.members.items():
@@ -122,39 +118,11 @@ class PtFile:
                     if kind is None:
                         continue
                     with archive.open(member) as handle:
-                        if not _finite(handle, member.file_size, kind, on_chunk):
+                        if not _finite(handle, member.file_size, kind):
                             return self._name
-        except StoreError:  # a RuntimeError too
+        except IntegrityError:
             raise
         except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
             # RuntimeError: encrypted, or packed in a way Python does not know
             raise IntegrityError(f"{self._name} is not whole: {error}") from None
         return None
-
-
-def check_gradients(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> PtFile:
-    """That ``gradients.pt`` holds for each parameter what validators expect (protocol, section 4).
-
-    ``shapes``: of the model's parameters. Raises IntegrityError.
-    """
-    file = PtFile(path)
-    content = file.content
-    if not isinstance(content, dict):
-        raise IntegrityError(f"{path.name} is not a dictionary")
-    metadata = content.get("metadata")
-    numbers = ("block", "inner_step", "outer_step")
-    if not isinstance(metadata, dict) or not (
-        all(type(metadata.get(n)) is int for n in numbers)
-        and type(metadata.get("loss")) in (int, float)
-        and math.isfinite(metadata["loss"])
-    ):
-        raise IntegrityError(f"{path.name}: metadata is missing or not of plain finite numbers")
-    for name in shapes:
-        idxs, vals = content.get(name + "idxs"), content.get(name + "vals")
-        if not isinstance(idxs, TensorStub) or not isinstance(vals, TensorStub):
-            raise IntegrityError(f"{path.name}: {name} is missing")
-        if (idxs.storage, vals.storage) != ("ShortStorage", "FloatStorage"):
-            raise IntegrityError(f"{path.name}: {name} is not int16 indices and float32 values")
-        if idxs.shape != vals.shape or not idxs.shape:
-            raise IntegrityError(f"{path.name}: {name} has indices and values of different shapes")
-    return file

@@ -32,7 +32,7 @@ class UploadRecord:
     key: str
     upload_id: str
     size: int
-    identity: str  # sha256 of the file, or where that is not known its inode and mtime
+    identity: str  # the file's inode and mtime
     part_size: int
     etag: str = ""
 

@@ -17,20 +17,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from distributed_training.config.store import StoreSettings
+from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .claim import check_claim
-from .errors import IntegrityError, StoppedError, StoreError, disk_problem
-from .gate import preview_warning, upload_gate
+from .bucket_lease import check_claim
 from .journal import Journal, Submission
-from .retry import deadline_in, patient
-from .s3 import S3ObjectStore
+from .progress import Progress
+from .s3 import IntegrityError, S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
 from .snapshot_folder import check_files, wait_complete
-from .uplink import Uplink
-from .upload import Sender, Sent, Staged
+from .transfer import Sender, Sent, Staged, patient
+from .upload_rules import preview_warning, upload_gate
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +50,13 @@ class Publication:
     newer: Callable[[], bool] = lambda: False
 
     def __post_init__(self) -> None:
-        limit = min(self.settings.file_deadline, timedelta(minutes=5))
+        limit = min(self.settings.longest_transfer, timedelta(minutes=5))
         self._patient = patient(self.store, each=limit, uplink=self.uplink)
 
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.
 
-        ``--r2.file_deadline`` covers all transfers with their retries, pauses included.
+        ``--r2.file_deadline`` covers all transfers with their retries, without the pauses.
         Raises StoppedError; the journal then holds what the next process needs to go on.
         """
         began = time.monotonic()
@@ -95,7 +93,7 @@ class Publication:
             uplink=self.uplink,
             give_up=self.newer,
         )
-        extras, not_finite = check_files(submission.folder, files, revision, self.uplink)
+        extras, not_finite = check_files(submission.folder, files, revision)
         _refuse_with(
             upload_gate(
                 inner_step=revision.inner_step,
@@ -111,17 +109,22 @@ class Publication:
         with Sender(
             store=self.store,
             journal=self.journal,
-            deadline=deadline_in(settings.file_deadline),
+            deadline=self.uplink.clock() + settings.longest_transfer.total_seconds(),
             uplink=self.uplink,
             concurrency=settings.concurrency,
             part_size=settings.part_size,
             sent=sent,
+            progress=Progress(
+                f"Uploading {revision.tag}",
+                sum(record.size for record in files.values()),
+                clock=self.uplink.clock,
+            ),
         ) as sender:
             check_claim(self._patient, self.instance)
             named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
             sender.abandon_all_but(named)
             staged = [
-                sender.stage(key, submission.folder / record.name, sha256=record.sha256)
+                sender.stage(key, submission.folder / record.name)
                 for key, record in sorted(named.items(), key=lambda item: -item[1].size)
             ]
             self._withdraw(revision)

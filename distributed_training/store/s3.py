@@ -1,14 +1,21 @@
 """One bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
 
-What is particular to R2 is here and nowhere else: region ``auto``, checksums only where the API
-requires them (R2 refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write
-per second and key, no transfer library in C.
+Everything particular to R2 is here: region ``auto``, checksums only where the API requires them (R2
+refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write per second and
+key, no transfer library in C.
+
+Errors are told apart by what to do about them. Their texts are for the operator and never hold a
+key, a secret or a signed address. All transfers share one :class:`Uplink`: an all-reduce needs the
+whole network link for a minute or two, so transfers check it between parts and at each read of a
+part, and parts that a pause interrupts are sent again.
 """
 
 from __future__ import annotations
 
 import email.utils
 import hashlib
+import io
+import os
 import re
 import threading
 import time
@@ -19,12 +26,260 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training.config.store import StoreSettings
-from distributed_training.protocol.commitment import BucketCredentials
+from distributed_training.common.files import is_full
+from distributed_training.config.settings import StoreSettings
+from distributed_training.protocol.metadata import BucketCredentials
 from distributed_training.protocol.names import r2_endpoint
 
-from .errors import IntegrityError, ObjectMissingError, Refusal, TransientError
-from .uplink import Section
+
+class StoreError(RuntimeError):
+    """An operation on the object store failed. ``retryable``: trying again later may help."""
+
+    retryable = False
+
+
+class TransientError(StoreError):
+    """429, 5xx, a timeout, a dropped connection: back off and try again."""
+
+    retryable = True
+
+
+class AccessDeniedError(StoreError):
+    """403: the keys are wrong or lack a permission; the text says which."""
+
+
+class ClockSkewError(AccessDeniedError):
+    """The store refuses our signature because this machine's clock is off."""
+
+
+class BucketMissingError(StoreError):
+    """There is no such bucket."""
+
+
+class ObjectMissingError(StoreError):
+    """There is no such object."""
+
+
+class UploadMissingError(StoreError):
+    """There is no such multipart upload: completed, aborted, or expired."""
+
+
+class PreconditionError(StoreError):
+    """412: the object changed between two requests that had to see the same one."""
+
+
+class IntegrityError(StoreError):
+    """Bytes at the store differ from those sent, or a file is not what it should be."""
+
+
+class NoRoomError(StoreError):
+    """The disk has no room for a download; what came of it is kept."""
+
+
+class DeadlineError(StoreError):
+    """The retries of an operation used up its time. The text says what the last attempt met."""
+
+
+class StoppedError(StoreError):
+    """The operation was ended on request; a journal keeps what was done."""
+
+
+# --- what a store, or the disk, answered ----------------------------------------------------------
+
+_PASSING_STATUS = frozenset({408, 409, 429})
+_PASSING_CODES = frozenset(
+    {"SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError"}
+)
+_BAD_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"})
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """``what`` names the keys in messages: "R2_WRITE" or "R2_READ" for our own."""
+
+    bucket: str
+    endpoint: str
+    what: str
+
+    def error(self, verb: str, key: str, response: Any) -> StoreError:
+        """For botocore's ``ClientError.response``; ``verb``: read, write, list, delete, ..."""
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        place = f"{verb} {self.bucket}/{key}".rstrip("/")
+        if code == "NoSuchBucket":
+            return BucketMissingError(
+                f"bucket {self.bucket} does not exist at {self.endpoint}, so nothing can be "
+                "read or published there: create it in the R2 dashboard under exactly this name"
+            )
+        if code == "NoSuchUpload":
+            return UploadMissingError(f"{place}: the store does not know this multipart upload")
+        if code == "RequestTimeTooSkewed":
+            return ClockSkewError(
+                f"{place}: this machine's clock differs too much from the store's, so no request "
+                "is accepted: set the clock (timedatectl set-ntp true)"
+            )
+        if status in (401, 403):
+            return AccessDeniedError(self._denied(verb, place, code))
+        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
+            return ObjectMissingError(f"{place}: no such object")
+        if status == 412:
+            return PreconditionError(f"{place}: the object changed meanwhile")
+        if status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES:
+            return TransientError(f"{place}: the store answered {status} {code}")
+        return StoreError(f"{place}: the store answered {status} {code}")
+
+    def _denied(self, verb: str, place: str, code: str) -> str:
+        name = f"{self.what}_ACCESS_KEY_ID"
+        if code in _BAD_KEYS:
+            return (
+                f"{place}: the store does not accept these keys ({code}): copy {name} and "
+                f"{self.what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
+            )
+        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+        return (
+            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
+            f'give its token "{needed}" on bucket {self.bucket} (R2 dashboard, Manage API tokens)'
+        )
+
+
+def disk_problem(error: OSError) -> str:
+    """One line: what the disk said, where, and what to do about a full one."""
+    line = f"{error.filename or 'the disk'}: {error.strerror or error}"
+    if not is_full(error):
+        return line
+    return (
+        f"{line}. This revision is not published and training goes on: free the disk or "
+        "move --neuron.run_folder"
+    )
+
+
+class Uplink:
+    """Open, paused while an all-reduce needs the line, or stopped for good. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self._open.set()
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._paused_at: float | None = None
+        self._paused_for = 0.0  # seconds, of the pauses that are over
+
+    def clock(self) -> float:
+        """Return ``time.monotonic()`` less all time spent paused: deadlines of transfers count by
+        it, since a round may keep the uplink for longer than a transfer takes."""
+        with self._lock:
+            now = time.monotonic() if self._paused_at is None else self._paused_at
+            return now - self._paused_for
+
+    @property
+    def paused(self) -> bool:
+        return not self._open.is_set()
+
+    @property
+    def stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def pause(self) -> None:
+        with self._lock:
+            self._open.clear()
+            if self._paused_at is None:
+                self._paused_at = time.monotonic()
+
+    def resume(self) -> None:
+        with self._lock:
+            self._open.set()
+            if self._paused_at is not None:
+                self._paused_for += time.monotonic() - self._paused_at
+                self._paused_at = None
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._open.set()
+
+    def wait_open(self) -> None:
+        """Until not paused. Raises StoppedError."""
+        self._open.wait()
+        self.check_stopped()
+
+    def check_stopped(self) -> None:
+        """For long work on files, which needs no line: it goes on while the uplink is paused.
+
+        Raises StoppedError.
+        """
+        if self._stopped.is_set():
+            raise StoppedError("stopped as asked")
+
+    def sleep(self, seconds: float) -> None:
+        """Raises StoppedError as soon as the uplink is stopped."""
+        self._stopped.wait(seconds)
+        self.wait_open()
+
+
+class UplinkClosedError(OSError):
+    """Raised inside a transfer's read when the uplink is paused or stopped."""
+
+
+class Section(io.RawIOBase):
+    """A range of a file as a request body, hashed on its way out.
+
+    Read with ``pread``, so one file handle serves all parts; nothing but the block under way is in
+    memory. ``md5`` is that of the bytes read since the last seek to 0.
+    """
+
+    BLOCK = 1024 * 1024
+
+    def __init__(self, handle: int, start: int, size: int, uplink: Uplink | None = None) -> None:
+        super().__init__()
+        self._handle = handle
+        self._start = start
+        self._size = size
+        self._uplink = uplink
+        self._at = 0
+        self._md5 = _new_hash()
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def md5(self) -> str:
+        return self._md5.hexdigest()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        target = offset + (0, self._at, self._size)[whence]
+        if target == 0:
+            self._md5 = _new_hash()
+        self._at = target
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Hazard: returns up to ``BLOCK`` bytes, also when fewer are asked for.
+
+        http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a third
+        of the CPU time of an upload.
+        """
+        if self._uplink is not None and (self._uplink.paused or self._uplink.stopped):
+            raise UplinkClosedError("the uplink is closed")
+        wanted = self._size - self._at
+        if size is not None and size >= 0:
+            wanted = min(wanted, max(size, self.BLOCK)) if size else 0
+        data = os.pread(self._handle, wanted, self._start + self._at)
+        self._at += len(data)
+        self._md5.update(data)
+        return data
+
+
+def _new_hash() -> hashlib._Hash:
+    return hashlib.md5(usedforsecurity=False)
+
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
 _READ_CHUNK = 128 * 1024
@@ -105,6 +360,7 @@ class S3ObjectStore:
         settings: StoreSettings,
     ) -> None:
         import boto3
+        import botocore.session
         from botocore.config import Config
 
         if not _BUCKET_NAME.fullmatch(bucket):
@@ -119,7 +375,16 @@ class S3ObjectStore:
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
         with _CLIENTS:
-            self._client: Any = boto3.session.Session().client(
+            # All settings are given here. Without this a profile or a file in ~/.aws, meant for
+            # another program, would be read: AWS_PROFILE may name one that this machine lacks.
+            session = botocore.session.Session(
+                session_vars={
+                    "profile": (None, None, None, None),
+                    "config_file": (None, None, os.devnull, None),
+                    "credentials_file": (None, None, os.devnull, None),
+                }
+            )
+            self._client: Any = boto3.session.Session(botocore_session=session).client(
                 "s3",
                 endpoint_url=endpoint_url,
                 region_name=settings.region,

@@ -1,4 +1,9 @@
-"""A snapshot folder as the uploader sees it: complete or not, sound or not."""
+"""A snapshot folder as the uploader reads it: complete, of one revision and finite, or refused.
+
+The writers name in ``rank-r.done.json`` what is not finite, so nothing is read twice. The uploader
+is a small process beside training, and importing torch or numpy there would cost more memory than
+all the rest of it.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +14,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.common.files import read_json_object, sha256_of
+from distributed_training.common.files import read_json_object
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
     ConfigExtras,
+    GradientMetadata,
     MetadataError,
+    PayloadError,
     parse_config,
 )
+from distributed_training.protocol.pt_file import PtFileError, read_pt
 from distributed_training.protocol.types import Revision
 
-from .contents import (
-    PtFile,
-    check_gradients,
-    safetensors_entries,
-    safetensors_not_finite,
-)
-from .errors import IntegrityError
-from .uplink import Uplink
+from .s3 import IntegrityError, Uplink
 
 _MOST_DONE_BYTES = 1024 * 1024
 
@@ -37,7 +38,7 @@ class FileRecord:
 
     name: str
     size: int
-    sha256: str
+    not_finite: str | None  # what in it holds NaN or Inf
 
 
 def wait_complete(
@@ -81,53 +82,60 @@ def _read_done(path: Path, rank: int, world_size: int) -> list[FileRecord]:
         raw = read_json_object(path, at_most=_MOST_DONE_BYTES)
         if raw is None:
             raise ValueError("it is not a JSON object")
-        records = [FileRecord(f["name"], f["size"], f["sha256"]) for f in raw["files"]]
+        if any("not_finite" not in f for f in raw["files"]):
+            raise ValueError("an earlier version wrote it; the next snapshot takes its place")
+        records = [FileRecord(f["name"], f["size"], f["not_finite"]) for f in raw["files"]]
         if (raw["rank"], raw["world_size"]) != (rank, world_size):
             raise ValueError("it is of another rank, or of another number of ranks")
         if any("/" in r.name or r.name.startswith(".") for r in records):
             raise ValueError("a file's name is a path")
         if any(type(r.size) is not int for r in records):
             raise ValueError("a file's size is not a number")
+        if any(not isinstance(r.not_finite, str | None) for r in records):
+            raise ValueError("what is not finite is no name")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(f"{path.name} of the snapshot is unreadable: {error}") from None
     return records
 
 
 def check_files(
-    folder: Path, files: Mapping[str, FileRecord], revision: Revision, uplink: Uplink
+    folder: Path, files: Mapping[str, FileRecord], revision: Revision
 ) -> tuple[ConfigExtras, str | None]:
-    """Sizes, digests, schema; then ``(config.json's extras, what holds NaN or Inf)``.
+    """Check sizes; return ``(config.json's extras, what holds NaN or Inf)``.
 
-    All bytes are read twice, which takes minutes: also while ``uplink`` is paused, but a stop ends
-    it at once. Raises IntegrityError for a snapshot that is not what its writers left,
-    StoppedError.
+    The ranks looked for NaN and Inf while the tensors were in their memory, and each part of an
+    upload is held against the store's MD5: so no tensor is read here. Raises IntegrityError for a
+    snapshot that is not what its writers left.
     """
-    stop = uplink.check_stopped
     for record in files.values():
         path = folder / record.name
         if not path.is_file() or path.stat().st_size != record.size:
             raise IntegrityError(f"{record.name} of the snapshot is missing or of another size")
-        if sha256_of(path, on_chunk=stop) != record.sha256:
-            raise IntegrityError(f"{record.name} of the snapshot changed after it was written")
     extras = read_config(folder / keys.CONFIG)
     if extras.inner_step != revision.inner_step:
         raise IntegrityError(
             f"config.json is of inner step {extras.inner_step}, the snapshot of {revision.tag}"
         )
-    model = folder / keys.MODEL
-    shapes = {name: entry.shape for name, entry in safetensors_entries(model).items()}
-    gradients = check_gradients(folder / keys.GRADIENTS, shapes)
-    place = gradients.content["metadata"]
-    if (place["outer_step"], place["inner_step"]) != (revision.outer_step, revision.inner_step):
+    _check_place(folder / keys.GRADIENTS, revision)
+    bad = (f"{r.not_finite!r:.80} of {r.name}" for r in files.values() if r.not_finite)
+    return extras, next(bad, None)
+
+
+def _check_place(gradients: Path, revision: Revision) -> None:
+    """Compare the steps that ``gradients.pt`` names, by which validators place it."""
+    try:
+        content = read_pt(gradients).content
+    except PtFileError as error:
+        raise IntegrityError(f"{gradients.name} is not a whole .pt file: {error}") from None
+    try:
+        place = GradientMetadata.parse(content.get("metadata") if type(content) is dict else None)
+    except PayloadError as error:
+        raise IntegrityError(str(error)) from None
+    if (place.outer_step, place.inner_step) != (revision.outer_step, revision.inner_step):
         raise IntegrityError(
-            f"gradients.pt is of step {place['outer_step']}.{place['inner_step']}, the snapshot "
-            f"of {revision.tag}"
+            f"gradients.pt is of step {place.outer_step}.{place.inner_step}, the snapshot of "
+            f"{revision.tag}"
         )
-    bad = safetensors_not_finite(model, on_chunk=stop) or gradients.not_finite(on_chunk=stop)
-    for name in files:
-        if bad is None and keys.parse_inner_optimizer(name):
-            bad = PtFile(folder / name).not_finite(on_chunk=stop)
-    return extras, bad
 
 
 def read_config(path: Path) -> ConfigExtras:

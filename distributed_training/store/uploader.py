@@ -1,4 +1,8 @@
-"""Rank 0's handle on the uploader process. No method waits for the network."""
+"""Rank 0's handle on the uploader process, and the messages between the two.
+
+No method waits for the network. A ``Submission`` goes to the process; a ``PublicationReport`` comes
+back.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,54 @@ import queue
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.children import Said, start_child, wait_or_kill
-from distributed_training.config.store import StoreSettings
+from distributed_training.common.processes import Said, start_child, wait_or_kill
+from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
 from .journal import Submission
-from .uploader_messages import Busy, Close, Paused, PeerId, Start
+
+
+@dataclass(frozen=True)
+class Start:
+    """First message to the uploader. ``folder``: for its journal, kept across restarts.
+    ``miner_began``: time.time(), absent when the uploader alone was started again; snapshots from
+    before it that the journal does not name are leftovers."""
+
+    settings: StoreSettings
+    bucket: str
+    folder: Path
+    snapshots: Path | None
+    miner_began: float | None = None
+
+
+@dataclass(frozen=True)
+class Paused:
+    """Whether transfers are to leave the uplink free."""
+
+    paused: bool
+
+
+@dataclass(frozen=True)
+class PeerId:
+    peer_id: str
+
+
+@dataclass(frozen=True)
+class Close: ...
+
+
+@dataclass(frozen=True)
+class Busy:
+    """Whether a publication is under way."""
+
+    busy: bool
+
 
 log = logging.getLogger(__name__)
 

@@ -28,19 +28,16 @@ from typing import Any
 
 import psutil
 
-from distributed_training.common.children import Parent
-from distributed_training.common.stacks import write_stacks_on_signal
+from distributed_training.common.processes import Parent, write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
-from .claim import RENEW_EVERY, claim_bucket, instance_of, release_bucket
+from .bucket_lease import RENEW_EVERY, claim_bucket, instance_of, release_bucket
 from .cleanup import STUCK_AGE, prune_old_steps, sweep_uploads
-from .errors import StoppedError, StoreError, disk_problem
 from .journal import Journal, Submission
 from .publication import Publication
-from .s3 import S3ObjectStore
+from .s3 import S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
 from .snapshot_folder import prune_snapshots
-from .uplink import Uplink
-from .uploader_messages import Busy, Close, Paused, PeerId, Start
+from .uploader import Busy, Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
@@ -220,10 +217,10 @@ class UploadLoop:
                     self._store,
                     instance=self._instance,
                     spare=self._journal.owned,
-                    older_than=max(STUCK_AGE, self._settings.file_deadline),
+                    older_than=max(STUCK_AGE, self._settings.longest_transfer),
                     closing=self._closing,
                 )
-                self._prune_snapshots(unused_for=2 * self._settings.file_deadline)
+                self._prune_snapshots(unused_for=2 * self._settings.longest_transfer)
             newest, self._newest_published = self._newest_published, None
             if newest is not None:
                 prune_old_steps(self._store, newest=newest, keep=self._settings.keep_epochs)

@@ -1,16 +1,15 @@
 """The swarm: peers that find each other through a DHT and average their pseudo-gradients.
 
-A round is :meth:`HivemindSwarm.average`: a group is found, the values are averaged with it, the
-average is judged. hivemind's network daemon, DHT and averager live in a *swarm host*
-(:mod:`.host`), a process of its own, so that whatever hangs or dies there is killed and started
-again (:mod:`.keeper`) while training goes on. Orders go through a socket (:mod:`.messages`),
-tensors through memory that both map.
+A round is :meth:`HivemindSwarm.average` (:mod:`.swarm`): find a group, average the values with it
+(:mod:`.all_reduce`, on hivemind's wire, :mod:`.wire`), check the average. hivemind's network
+daemon, DHT node and averager run in a *swarm process* (:mod:`.averager_process`). Whatever hangs or
+dies there is killed and started again (:mod:`.supervisor`) while training goes on. Commands and
+tensors cross between rank 0 and that process as :mod:`.host_link` describes.
 """
 
 from __future__ import annotations
 
-from .host_process import HostLaunch
-from .keeper import SwarmUnavailable
-from .peer import HivemindSwarm, launch_host
+from .supervisor import HostLaunch, SwarmUnavailable
+from .swarm import HivemindSwarm, launch_host
 
 __all__ = ["HivemindSwarm", "HostLaunch", "SwarmUnavailable", "launch_host"]

@@ -19,20 +19,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch
 from hivemind.averaging.partition import TensorPartContainer
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from torch import Tensor
 
-from . import frames
-from .frames import FrameError
-from .reducer import Buffers, Reducer
-from .streams import Stream
+from . import wire
+from .wire import FrameError, Stream
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ class AllReduce:
         first = averaging_pb2.PART_FOR_AVERAGING
         for i, part in enumerate(share):
             await stream.send(
-                *frames.encode(
+                *wire.encode(
                     part,
                     compression=terms.compression,
                     code=averaging_pb2.NO_CODE if i else first,
@@ -170,7 +170,7 @@ class AllReduce:
                     weight=terms.weight,
                 )
             )
-        await stream.send(frames.END)
+        await stream.send(wire.END)
 
     async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
         difference = self._buffers.take()
@@ -181,7 +181,7 @@ class AllReduce:
                 arriving = await self._next(stream)
                 if arriving is None or arriving.code != averaging_pb2.AVERAGED_PART:
                     raise FrameError(_refusal(arriving))
-                await frames.finish(stream, arriving, values)
+                await wire.finish(stream, arriving, values)
             part.add_(values)
             left.pop()
         self._buffers.give_back(difference)
@@ -192,7 +192,7 @@ class AllReduce:
 
     # --- as a reducer --------------------------------------------------------------------------
 
-    async def serve(self, stream: Stream, first: frames.Arriving) -> None:
+    async def serve(self, stream: Stream, first: wire.Arriving) -> None:
         """Average what a peer sends with the others' and answer with the differences.
 
         ``first`` is the beginning of its first message. A peer that sends something else than the
@@ -200,7 +200,7 @@ class AllReduce:
         """
         sender = stream.peer
         if sender not in self._not_yet_come or first.code != averaging_pb2.PART_FOR_AVERAGING:
-            await stream.send(frames.encode_code(averaging_pb2.PROTOCOL_VIOLATION))
+            await stream.send(wire.encode_code(averaging_pb2.PROTOCOL_VIOLATION))
             return
         self._not_yet_come.discard(sender)
         # A peer that averages nothing for others takes no difference before it has sent all.
@@ -214,7 +214,7 @@ class AllReduce:
             log.warning("Averaging what %s sends failed: %s", sender, _why(errors))
 
     async def _collect(
-        self, stream: Stream, first: frames.Arriving, sums: asyncio.Queue[_Pending | None]
+        self, stream: Stream, first: wire.Arriving, sums: asyncio.Queue[_Pending | None]
     ) -> None:
         with contextlib.ExitStack() as undo:
             undo.callback(self.reducer.leave_out, stream.peer)
@@ -223,7 +223,7 @@ class AllReduce:
             undo.pop_all()
         await sums.put(None)
 
-    async def _parts_from(self, stream: Stream, first: frames.Arriving) -> AsyncIterator[_Pending]:
+    async def _parts_from(self, stream: Stream, first: wire.Arriving) -> AsyncIterator[_Pending]:
         """What comes, already added to the sums."""
         share = self._shares[self._mine]
         for index, part in enumerate(share):
@@ -233,15 +233,15 @@ class AllReduce:
                 arriving = await self._next(stream) if index else first
                 if arriving is None:
                     raise FrameError(f"{index} parts instead of {len(share)}")
-                message = await frames.finish(stream, arriving, values)
+                message = await wire.finish(stream, arriving, values)
             done = self.reducer.add(stream.peer, index, values, message.weight)
             yield _Pending(buffer, values, done, message.tensor_part.compression)
         async with asyncio.timeout(self._terms.chunk_timeout):
             if await self._next(stream) is not None:
                 raise FrameError(f"more than {len(share)} parts")
 
-    async def _next(self, stream: Stream) -> frames.Arriving | None:
-        return await frames.begin(stream, part_bytes=FLOAT_BYTES * self._terms.part_values)
+    async def _next(self, stream: Stream) -> wire.Arriving | None:
+        return await wire.begin(stream, part_bytes=FLOAT_BYTES * self._terms.part_values)
 
     async def _answer(
         self,
@@ -256,7 +256,7 @@ class AllReduce:
             await pending.done.wait()
             async with asyncio.timeout(self._terms.chunk_timeout):
                 await stream.send(
-                    *frames.encode(
+                    *wire.encode(
                         pending.values,
                         compression=pending.compression,
                         code=averaging_pb2.AVERAGED_PART,
@@ -287,7 +287,7 @@ async def _until_closed(stream: Stream, timeout: float) -> None:
             await stream.receive_end()
 
 
-def _refusal(arriving: frames.Arriving | None) -> str:
+def _refusal(arriving: wire.Arriving | None) -> str:
     if arriving is None:
         return "it ended before all parts were averaged"
     known = averaging_pb2.MessageCode.values()
@@ -300,3 +300,109 @@ def _why(errors: BaseExceptionGroup[BaseException]) -> str:
     if isinstance(first, TimeoutError) and not str(first):
         return "it was silent for too long"
     return str(first) or repr(first)
+
+
+@dataclass
+class _Sum:
+    """Of one part: what came so far, weighted."""
+
+    buffer: Tensor
+    total: Tensor
+    weight: float
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    came_from: dict[PeerID, Tensor] = field(default_factory=dict)
+
+
+class Buffers:
+    """Memory for one part each, used again: the first touch of fresh memory is what costs."""
+
+    def __init__(self, values: int) -> None:
+        self._values = values
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        return self._free.pop() if self._free else torch.empty(self._values)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+
+class Reducer:
+    """Averages ``parts``, this peer's own values of its share, in place.
+
+    A part is complete once every one of ``senders`` (the others) that has not failed has sent it.
+    ``complete`` is set once all parts are; the averages then stand in ``parts``. What a sender has
+    sent before it failed stays in the sums: all peers get the same averages.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Tensor],
+        *,
+        weight: float,
+        senders: Collection[PeerID],
+        buffers: Buffers,
+    ) -> None:
+        self.complete = asyncio.Event()
+        self.failed: set[PeerID] = set()
+        self._parts = parts
+        self._weight = weight
+        self._active = set(senders) if parts else set()
+        self._buffers = buffers
+        self._sums: dict[int, _Sum] = {}
+        self._left = len(parts)
+        self._look_whether_complete()
+
+    @property
+    def alone(self) -> bool:
+        """No sender is left."""
+        return not self._active
+
+    def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> asyncio.Event:
+        """Add what ``sender`` sent of part ``index``. Each sender adds each part once, in order.
+
+        Once the event is set, ``values`` holds the average minus what it held before. Raises
+        ValueError for a weight that is none, and when the sender has been left out already.
+        """
+        if sender not in self._active:
+            raise ValueError("the peer was left out, since it came too late or failed")
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"a weight of {weight}")
+        sums = self._sums.get(index)
+        if sums is None:
+            own, buffer = self._parts[index], self._buffers.take()
+            total = torch.mul(own, self._weight, out=buffer[: len(own)])
+            sums = self._sums[index] = _Sum(buffer, total, self._weight)
+        sums.total.add_(values, alpha=weight)
+        sums.weight += weight
+        sums.came_from[sender] = values
+        self._look_whether_done(index)
+        return sums.done
+
+    def leave_out(self, sender: PeerID) -> None:
+        """It failed: the parts that it has not sent are averaged without it."""
+        if sender not in self._active:
+            return
+        self._active.discard(sender)
+        self.failed.add(sender)
+        for index in list(self._sums):
+            self._look_whether_done(index)
+        self._look_whether_complete()
+
+    def _look_whether_done(self, index: int) -> None:
+        sums = self._sums[index]
+        if not self._active <= sums.came_from.keys():
+            return
+        del self._sums[index]
+        average = torch.div(sums.total, sums.weight, out=self._parts[index])
+        for values in sums.came_from.values():
+            torch.sub(average, values, out=values)
+        self._buffers.give_back(sums.buffer)
+        sums.done.set()
+        self._left -= 1
+        self._look_whether_complete()
+
+    def _look_whether_complete(self) -> None:
+        # Without senders, the parts that nobody has sent keep their values.
+        if not self._left or not self._active:
+            self.complete.set()

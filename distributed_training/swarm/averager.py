@@ -29,10 +29,10 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from torch import Tensor
 
-from . import frames
+from . import wire
 from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
-from .messages import Average, Failed, HostConfig, RoundOrder
-from .streams import Daemon, Stream
+from .host_link import Average, Failed, HostConfig, RoundOrder
+from .wire import Daemon, Stream
 
 log = logging.getLogger(__name__)
 
@@ -197,13 +197,13 @@ class DTGradAverager(ServicerBase):
     async def _serve(self, stream: Stream) -> None:
         """A peer opened a stream to send us its parts of our share."""
         async with asyncio.timeout(_FIRST_PART_TIMEOUT):
-            first = await frames.begin(stream, part_bytes=self._config.part_size)
+            first = await wire.begin(stream, part_bytes=self._config.part_size)
             if first is None:
                 return
             await self._search_over.wait()  # it may know of our group before we do
         all_reduce = self._all_reduce
         if all_reduce is None or first.group_id != all_reduce.group.id:
-            await stream.send(frames.encode_code(averaging_pb2.BAD_GROUP_ID))
+            await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
             return
         task = asyncio.current_task()
         assert task is not None

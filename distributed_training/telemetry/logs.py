@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.config.settings import TelemetrySettings
 
 # Set by name, since libraries rename levels (hivemind turns WARNING into WARN for everyone).
 _LEVELS = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}

@@ -1,8 +1,10 @@
-"""Counters and gauges of this process, for monitoring.
+"""Counters and gauges of this process, for monitoring, and the catalogue of their names.
 
 A *counter* only grows: rates are made of it. A *gauge* is the latest measurement; one that could
 not be measured is absent rather than 0: a graph shows a gap, an alert on ``absent()`` works.
-The text format is the Prometheus client's.
+Graphs, alerts and the page rely on the catalogue's names (``dt_`` stands before each of them).
+Moments are Unix timestamps, so that an age goes on growing when the miner stands still. The text
+format is the Prometheus client's.
 """
 
 from __future__ import annotations
@@ -22,7 +24,119 @@ from prometheus_client.registry import Collector
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import StepReport
 
-from .catalogue import CHAIN_COUNTS, METRICS
+METRICS: Mapping[str, str] = {
+    # training; torchtitan's figures under this project's prefix
+    "train_outer_step": "outer step",
+    "train_inner_step": "inner steps done in this outer step",
+    "train_loss": "mean cross-entropy of the last inner step, nats per token",
+    "train_learning_rate": "learning rate of the last inner step",
+    "train_learning_rate_share": "the same as a share of --neuron.learning_rate, 0 to 1",
+    "train_step_seconds": "wall time of the last inner step",
+    "train_data_wait_seconds": "of it, without data",
+    "train_tokens_per_second": "tokens per second, all ranks",
+    "train_samples_per_second": "sequences per second, all ranks",
+    "train_grad_norm": "norm of the gradient before clipping",
+    "train_mfu": "model FLOP utilization, 0 to 1",
+    "train_tokens_total": "tokens trained on, all ranks",
+    "train_steps_total": "inner steps",
+    "train_steps_skipped_total": "inner steps with NaN or Inf, which were skipped",
+    "gpu_memory_gb": "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
+    "gpu_utilization_percent": "utilization of rank 0's GPU by NVML",
+    "start_timestamp_seconds": "when the miner began to train, after its last start",
+    "last_step_timestamp_seconds": "when an inner step was last done; first, when training began",
+    # start, by the launcher
+    "starts_refused_in_a_row": "starts that the disk, a port, the driver, the chain, the store or "
+    "another node refused since the miner trained last",
+    # publication
+    "last_publication_timestamp_seconds": "when the newest gradient was published",
+    "publication_age_seconds": "age of the newest published gradient, the repo age",
+    "publication_age_limit_seconds": "age at which validators score it zero",
+    "publication_seconds_left": "until then",
+    "publications_total": "publications, successful or not",
+    "publications_failed_total": "of them, failed",
+    "snapshots_refused_total": (
+        "snapshots that were due and not published, by kind: disk (no room), blocks (none was "
+        "trained), list (all blocks too old), write (the files could not be written)"
+    ),
+    "uploaded_bytes_total": "bytes uploaded to the bucket",
+    "preview_loss_change": "loss change by the last published gradient, nats per token",
+    "block_list_newest_block": "newest chain block whose data was trained on",
+    "block_list_age_blocks": "how far the newest published block is behind the chain",
+    "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
+    "block_list_blocks_left": "blocks until then, for the newest publication",
+    # rounds
+    "rounds_total": "finished all-reduce rounds, successful or not",
+    "rounds_failed_total": "of them, without an outer step",
+    "rounds_failed_in_a_row": "failed or missed rounds since the last one that worked",
+    "rounds_missed_total": "outer steps of the subnet that were loaded instead of averaged",
+    "round_participation_ratio": "share of the last 20 rounds that ended with an outer step here",
+    "round_seconds": "pause of the last round",
+    "next_round_timestamp_seconds": "when the next round is expected; in the past when overdue",
+    "dht_peers": "other peers that the DHT node knows",
+    # chain and server
+    "chain_block": "newest chain block known",
+    "chain_age_seconds": "since the chain was last heard of",
+    "registered": "1 while the miner runs, 0 while it waits for its hotkey to be registered again",
+    "server_connections": "open connections of the signed server",
+    # programs
+    "build_info": "1, with the version of this program as its label",
+    "protocol_run": "run number of this program; peers of another one are not understood",
+    "global_outer_step": "outer step of the global state in its bucket; ours should not be behind",
+    "global_run": "run number of the global state in its bucket",
+    # machine
+    "disk_free_bytes": "free where the run folder is",
+    "disk_needed_bytes": "that a snapshot and a checkpoint take",
+    "memory_bytes": "resident memory of rank 0 and the processes it started",
+    "memory_growth_bytes_per_hour": "slope of it over the last hours: a leak, if it stays",
+    "memory_total_bytes": "that the miner may use: the machine's, or the limit of its cgroup",
+    # of each rank, by number; its GPU has the same
+    "rank_memory_bytes": "resident memory of the rank's process",
+    "rank_gpu_memory_bytes": "used on its GPU, by all processes",
+    "rank_gpu_utilization_percent": "share of the last moments in which its GPU ran a kernel",
+    "rank_gpu_temperature_celsius": "temperature of its GPU",
+    "rank_gpu_power_watts": "power its GPU draws",
+    "metrics_written_timestamp_seconds": "when these figures were written",
+}
+
+#: Counts of the chain package since the process started; each is absent until the first.
+CHAIN_COUNTS: Mapping[str, str] = {
+    "chain_reads_total": (
+        "times that the neurons were read; if it stands still, the chain does not answer "
+        "(dt_chain_age_seconds says for how long) or dt_chain_neurons_failed_total rises"
+    ),
+    "chain_failures_total": (
+        "times that a node of the chain could not be reached or read, so the next is asked; if it "
+        "keeps rising, name a better node with --subtensor.chain_endpoint"
+    ),
+    "chain_connections_total": (
+        "connections made to nodes of the chain; if it keeps rising, they break: check the line, "
+        "or name another node with --subtensor.chain_endpoint"
+    ),
+    "chain_went_back_total": (
+        "looks that showed a lower block than before; a few are reorganizations, many a node that "
+        "lags: name another with --subtensor.chain_endpoint"
+    ),
+    "chain_neurons_failed_total": (
+        "reads of the neurons that failed while others may have worked; those known last are used, "
+        "so if it keeps rising name another node with --subtensor.chain_endpoint"
+    ),
+    "chain_commitments_failed_total": (
+        "reads of the commitments that failed while others may have worked; those known last are "
+        "used, so if it keeps rising name another node with --subtensor.chain_endpoint"
+    ),
+    "chain_commitments_skipped_total": (
+        "commitments, at each read, that are not of this network's form; anybody with a uid may "
+        "write such, and nothing needs to be done"
+    ),
+    "chain_writes_total": (
+        "transactions tried (commitment, endpoint, weights); if a miner's rises long after its "
+        "start, what it wrote was lost: check that no second miner uses the hotkey"
+    ),
+    "chain_writes_failed_total": (
+        "of them, those that did not go through and are tried again; if it keeps rising, others "
+        "cannot find this node: grep -E 'not (written|set)' in the log for the reason"
+    ),
+}
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +187,7 @@ class Registry(Collector):
             self._labelled[name] = (label, dict(values))
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
-        """Counts that another room keeps: ``refused.rate`` becomes
+        """Counts that another package keeps: ``refused.rate`` becomes
         ``<prefix>_refused_total{kind="rate"}``, what has no dot ``<prefix>_<name>_total``."""
         with self._lock:
             for name, value in counts.items():
@@ -154,6 +268,7 @@ def record_step(registry: Registry, report: StepReport) -> None:
         "train_inner_step": report.inner_step,
         "train_loss": report.loss,
         "train_learning_rate": report.learning_rate,
+        "train_learning_rate_share": report.learning_rate_share,
         "train_step_seconds": report.seconds,
         "train_data_wait_seconds": report.data_wait_seconds,
         "train_tokens_per_second": report.tokens_per_second,

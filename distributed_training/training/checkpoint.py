@@ -1,62 +1,372 @@
 """Checkpoints: all state of every rank, written beside training, loadable at another world size.
 
-Each rank writes its own row blocks and then ``rank-R.json``, with their SHA-256 and its own.
-A checkpoint counts when all ranks' are there; so no rank waits for another, and a kill at any
-moment leaves the one before intact. torch.distributed.checkpoint could do this too (its
-``async_save`` takes a gloo group of its own, so that its collectives do not meet training's). It
-saves no work here: every state is rows of the first dimension, so loading at another world size is
-reading other rows, and no rank has to plan with another.
+Each rank writes its own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A
+checkpoint counts when all ranks' shard files are there; so no rank waits for another, and a kill at
+any moment leaves the checkpoint before intact. A rank that loads reads the rows it needs from
+whichever shard files have them, so a checkpoint loads at any number of ranks.
 
-Each node writes into a folder of its own, under the same names. Where nodes hold copies of the
-model, its folder is whole. Sharded across nodes, each also keeps what the node before it wrote
-(courier.py), so that a disk may be lost. Reading takes parts from where they are (parts.py).
+torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
+that its collectives do not meet training's). It saves no work here: every state is rows of the
+first dimension, so loading at another world size is reading other rows, and no rank has to plan
+with another.
 
 Epoch-start weights and outer momentum change once per outer step. They are written once, into a
-folder named by the epoch's identity, which checkpoints refer to.
+folder named by the outer step's identity, which checkpoints refer to.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import random
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distributed_training.common.files import sync_folder, write_json
-from distributed_training.config.flags import ConfigError
+from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
 from distributed_training.protocol.types import Progress
 
-from .courier import Courier
-from .parts import (
-    BY_EPOCH,
-    BY_STEP,
-    DAMAGE,
-    DIGEST,
-    FORMAT,
-    CheckpointError,
-    ElsewhereError,
-    Parts,
-    digest_of,
-    in_words,
-    is_complete,
-    manifests_in,
-)
-from .state import load_state, state_of
-from .tensor_files import write_safetensors
+from .collectives import RowStream, row_range
+from .error_feedback import enter_thread
+from .model import Schema
+from .snapshot import write_safetensors
 from .trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+FORMAT = 2
+DIGEST = "manifest_sha256"
+BY_STEP = ("weights", "exp_avg", "exp_avg_sq", "residual")
+BY_EPOCH = ("epoch_start", "momentum")
+
+#: What reading a file that may hold anything raises.
+DAMAGE = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message says why."""
+
+
+def digest_of(manifest: dict[str, Any]) -> str:
+    as_read = json.loads(json.dumps(manifest))  # where keys are text
+    return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_of(path: Path) -> dict[str, Any]:
+    """As it was written. Raises CheckpointError for one that is missing or damaged."""
+    content = read_json_object(path)
+    if content is None:
+        raise CheckpointError(f"{path.name} is missing or damaged")
+    # A digest that is there is compared, whatever the rest says: a damaged ``format`` must not
+    # switch the comparison off. Only miners from before format 2 wrote none.
+    with_digest = DIGEST in content
+    digest, written = content.pop(DIGEST, None), content.get("format")
+    known = type(written) is int and written == (FORMAT if with_digest else 1)
+    if not known or (with_digest and digest != digest_of(content)):
+        raise CheckpointError(
+            f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
+        )
+    return content
+
+
+def manifests_in(folder: Path) -> Iterator[dict[str, Any]]:
+    """Of all parts there, by rank. Raises CheckpointError."""
+    ranks = [path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json")]
+    for rank in sorted(int(rank) for rank in ranks if rank.isdigit()):
+        yield manifest_of(folder / f"rank-{rank}.json")
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether all parts are there that this node's ranks wrote, by what each manifest names."""
+    try:
+        named = {range(*m.get("here", (0, m["world_size"]))) for m in manifests_in(folder)}
+    except (CheckpointError, LookupError, TypeError):
+        return False
+    return bool(named) and all(
+        (folder / f"rank-{part}.json").exists() for ranks in named for part in ranks
+    )
+
+
+def _open(folder: Path, part: int) -> Any:
+    """The file of one part, after its size and SHA-256 were compared."""
+    path = folder / f"rank-{part}.safetensors"
+    manifest = manifest_of(folder / f"rank-{part}.json")
+    if path.stat().st_size != manifest["size"] or sha256_of(path) != manifest["sha256"]:
+        raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written")
+    return safe_open(path, "pt")
+
+
+def in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+class Parts:
+    """One checkpoint, as all ranks see it. All of them call the same methods in the same order.
+
+    Raises CheckpointError, or what a manifest without a digest may lead to (:data:`DAMAGE`), on all
+    ranks alike.
+    """
+
+    def __init__(self, folder: Path, name: str, schema: Schema, stream: RowStream) -> None:
+        self._folder, self._name = folder, name
+        self._schema, self._stream, self._layout = schema, stream, stream.layout
+        self._files: dict[int, dict[str, Any]] = {}  # part: by what changes its file, open
+        self.manifest = self._agree_on_manifest()  # of one part; its state is that of all
+        self._count = int(self.manifest["world_size"])
+        replicas = self.manifest.get("replicas", 1)
+        self.same_layout = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
+        self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
+        self._holders, self._kinds = self._find()
+        ranks = range(self._layout.world_size)
+        #: Every rank has what was its alone.
+        self.exact = self.same_layout and all(self._has_own(r) for r in ranks)
+        self.unfinished = "pending" in self._kinds  # it holds micro-batches of an unfinished step
+
+    def _agree_on_manifest(self) -> dict[str, Any]:
+        found, problem = None, "it is incomplete: no part of it is here"
+        try:
+            found = next(manifests_in(self._folder / self._name), None)
+        except DAMAGE as error:
+            problem = in_words(error)
+        everywhere = self._stream.answers((found, problem))
+        manifest = next((m for m, _ in everywhere if m is not None), None)
+        if manifest is None:
+            raise CheckpointError(everywhere[0][1])
+        return manifest
+
+    # --- who has what --------------------------------------------------------------------------
+
+    def _find(self) -> tuple[dict[int, list[int]], set[str]]:
+        """The ranks that can read each part, and the kinds of state in it."""
+        layout, stream = self._layout, self._stream
+        wanted = [self._wanted_by(rank) for rank in range(layout.world_size)]
+        problems = {part: self._problem(part) for part in wanted[layout.rank]}
+        everywhere = stream.answers(problems)
+        lacking = sorted(
+            {p for parts, f in zip(wanted, everywhere, strict=True) for p in parts if f[p]}
+        )
+        for part in lacking[layout.rank % layout.local :: layout.local]:
+            if part not in problems:
+                problems[part] = self._problem(part)
+        kinds = {k.partition("/")[0] for f in self._opened() for k in f.keys()}  # noqa: SIM118
+        answers = stream.answers((problems, kinds if self._files else set[str]()))
+        holders: dict[int, list[int]] = {}
+        for part in {p for parts in wanted for p in parts}:
+            holders[part] = [r for r, (f, _) in enumerate(answers) if f.get(part, "") is None]
+            if not holders[part]:
+                raise CheckpointError(self._lost(next(f[part] for f, _ in answers if f.get(part))))
+        if lacking:
+            node = holders[lacking[0]][0] // layout.local
+            where = f"node {node}" if node else "the first node"
+            why = next(f[lacking[0]] for f in everywhere if f.get(lacking[0]))
+            log.info("The state comes from %s, since another has none: %s", where, why)
+        return holders, set().union(*(kinds for _, kinds in answers))
+
+    def _lost(self, problem: str | None) -> str:
+        """What to tell of a part that no node has."""
+        if self.manifest.get("here", [0, self._count]) == [0, self._count]:
+            return str(problem)
+        return (
+            f"it is of {self._count} ranks of several nodes that shared one copy of the model, "
+            "which is not offered any more, and not all of it is here: copy the other nodes' "
+            f"folders of that name into {self._folder}, or delete it"
+        )
+
+    def _opened(self) -> Iterator[Any]:
+        for files in self._files.values():
+            yield from files.values()
+
+    def _problem(self, part: int) -> str | None:
+        """Why this node's folder does not have ``part``; it is open if it does."""
+        try:
+            folder = self._folder / self._name
+            if not (folder / f"rank-{part}.json").exists():
+                raise CheckpointError(
+                    f"it is incomplete: the miner stopped while writing it, or the disk lost "
+                    f"rank-{part}.json"
+                )
+            files = dict.fromkeys(BY_STEP, _open(folder, part))
+            files |= dict.fromkeys(BY_EPOCH, _open(self._epoch, part))
+            for kind, file in files.items():
+                present = set(file.keys())
+                if not any(key.startswith(f"{kind}/") for key in present):
+                    continue
+                for name, shape in self._schema:
+                    first, last = row_range(shape[0], self._count, part)
+                    if file.get_slice(f"{kind}/{name}").get_shape() != [last - first, *shape[1:]]:
+                        raise CheckpointError(f"{name} has another shape: it is of another model")
+            self._files[part] = files
+        except DAMAGE as error:
+            return in_words(error)
+        return None
+
+    def _wanted_by(self, rank: int) -> list[int]:
+        """The parts that hold rows of ``rank``, and its own."""
+        parts = {part for _, shape in self._schema for part, _, _ in self._pieces(shape[0], rank)}
+        own = rank % self._layout.shards
+        return sorted(parts | ({own} if self.same_layout else set()) or {0})
+
+    def _pieces(self, rows: int, rank: int) -> list[tuple[int, int, int]]:
+        """Where the rows of ``rank`` are: part, first and one past the last row in it."""
+        start, stop = row_range(rows, self._layout.shards, rank % self._layout.shards)
+        pieces = []
+        for part in range(self._count):
+            first, last = row_range(rows, self._count, part)
+            low, high = max(start, first), min(stop, last)
+            if low < high:
+                pieces.append((part, low - first, high - first))
+        return pieces
+
+    def _source(self, part: int, rank: int) -> int:
+        return rank if rank in self._holders[part] else self._holders[part][0]
+
+    def _has_own(self, rank: int) -> bool:
+        """Whether ``rank`` can read what was its alone: a copy has parts of the same numbers."""
+        return rank in self._holders[rank % self._layout.shards]
+
+    # --- what is in them -----------------------------------------------------------------------
+
+    def rows(self) -> dict[str, list[Tensor] | None]:
+        """This rank's rows of every parameter, by kind of state; None for a kind not there."""
+        return {
+            kind: [self._rows_of(kind, *each) for each in self._schema]
+            if kind in self._kinds
+            else None
+            for kind in (*BY_STEP, *BY_EPOCH)
+        }
+
+    def _rows_of(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+        me, group, mine = self._stream.rank, self._stream.group, []
+        for rank in range(self._layout.world_size):
+            for part, low, high in self._pieces(shape[0], rank):
+                source = self._source(part, rank)
+                if me == source:
+                    rows = self._files[part][kind].get_slice(f"{kind}/{name}")[low:high]
+                    if rank != me:
+                        dist.send(rows.contiguous(), group=group, group_dst=rank)
+                elif me == rank:
+                    rows = torch.empty((high - low, *shape[1:]))
+                    dist.recv(rows, group=group, group_src=source)
+                if me == rank:
+                    mine.append(rows)
+        return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
+
+    def own(self) -> dict[str, Any]:
+        """``extra`` and, if :attr:`exact`, the random states and unfinished step of this rank."""
+        if not self.exact:
+            try:
+                path = self._folder / self._name / f"rank-{self._layout.shard}.json"
+                return {"extra": manifest_of(path)["extra"]}
+            except DAMAGE:
+                return {"extra": self.manifest.get("first", {})}
+        return self._read_own(self._layout.shard)
+
+    def _read_own(self, part: int) -> dict[str, Any]:
+        manifest = manifest_of(self._folder / self._name / f"rank-{part}.json")
+        found = {key: manifest["state"][key] for key in ("python_rng", "numpy_rng")}
+        file = self._files[part][BY_STEP[0]]
+        present = set(file.keys())
+        for key in ("rng", "cuda_rng", "pending"):
+            found[key] = file.get_tensor(key) if key in present else None
+        return {**found, "extra": manifest.get("extra", {})}
+
+
+def state_of(trainer: Trainer) -> dict[str, Any]:
+    """This rank's part of a checkpoint, in host memory; later steps do not change it.
+
+    The micro-batches of an unfinished step are in it, so that none is lost or trained twice.
+    """
+    outer, optimizer, step = trainer.outer, trainer.optimizer, trainer.step
+    on_gpu = trainer.device.type == "cuda"
+    copies = trainer.copier.take()
+    return {
+        "tensors": {
+            "weights": copies.weights,
+            "exp_avg": copies.exp_avg,
+            "exp_avg_sq": copies.exp_avg_sq,
+            "epoch_start": outer.epoch_start,
+            "momentum": outer.momentum,
+            "residual": outer.feedback.residual,
+        },
+        "copies": copies,  # kept until all is written
+        "pending": step.pending(),
+        "domains": list(step.domains),
+        "steps": optimizer.step_count,
+        "schedule": trainer.schedule.state(),
+        "outer_learning_rate": outer.learning_rate,
+        "outer_momentum": outer.mu,
+        "epoch_id": outer.epoch_id,
+        "outer_step": trainer.outer_step,
+        "inner_step": trainer.inner_step,
+        "total_inner_steps": trainer.total_inner_steps,
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
+    }
+
+
+@torch.no_grad()
+def load_state(trainer: Trainer, state: Mapping[str, Any], *, same_world_size: bool) -> bool:
+    """Back to a :func:`state_of`, its tensors already cut to this rank's rows. All ranks.
+
+    Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
+    The random state is restored only at the same world size: otherwise ranks would share one.
+    """
+    outer, tensors = trainer.outer, state["tensors"]
+    trainer.drop_step()
+    for item, rows in zip(trainer.sharded.shards, tensors["weights"], strict=True):
+        item.local.copy_(rows)
+    trainer.optimizer.load(tensors["exp_avg"], tensors["exp_avg_sq"], int(state["steps"]))
+    outer.epoch_start = tensors["epoch_start"]
+    outer.momentum = tensors["momentum"]
+    outer.learning_rate = float(state["outer_learning_rate"])
+    outer.mu = float(state["outer_momentum"])
+    outer.epoch_id = state["epoch_id"]
+    outer.feedback.load(tensors["residual"])
+    trainer.schedule.load(state["schedule"])
+    trainer.outer_step = int(state["outer_step"])
+    trainer.inner_step = int(state["inner_step"])
+    trainer.total_inner_steps = int(state["total_inner_steps"])
+    if same_world_size:
+        torch.set_rng_state(state["rng"])
+        if state["cuda_rng"] is not None and trainer.device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda_rng"])
+    if state["pending"] is None:
+        return True
+    return _run_again(trainer, state["pending"], state["domains"])
+
+
+def _run_again(trainer: Trainer, pending: Tensor, domains: list[int]) -> bool:
+    """Batches were stored, not gradients. Returns False if they fit no step with these flags."""
+    shape = (trainer.micro_batch_size, trainer.settings.sequence_length)
+    a_step = trainer.micro_batches_per_step
+    if tuple(pending.shape[1:]) != shape or len(pending) >= a_step:
+        log.info(
+            "%d micro-batch(es) of the inner step under way are dropped: they are of %s tokens, "
+            "the flags say %s and %d a step",
+            len(pending),
+            tuple(pending.shape[1:]),
+            shape,
+            a_step,
+        )
+        return False
+    with torch.enable_grad():
+        for i, batch in enumerate(pending):
+            trainer.add_micro_batch(batch, domain=domains[i])
+    return True
+
 
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
@@ -66,7 +376,7 @@ class Checkpointer:
 
     ``folder`` is on a file system that the ranks of this node share. ``keep``: complete checkpoints
     to leave there. ``owner``: the miner whose they are. ``ranks_timeout`` covers the wait for the
-    other ranks' files before older ones are deleted, and each message between nodes.
+    other ranks' files before older ones are deleted.
     """
 
     def __init__(
@@ -84,7 +394,7 @@ class Checkpointer:
         self.exact = True  # the last restore: nothing of an unfinished step was lost
         self._trainer = trainer
         self._layout = trainer.stream.layout
-        self._lead = self._layout.shard == self._layout.shards_here.start  # of this folder
+        self._lead = self._layout.shard == 0  # of this folder
         self._folder = folder
         self._keep = max(1, keep)
         self._owner = owner
@@ -93,8 +403,6 @@ class Checkpointer:
         self._skip = 0  # checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps
         self._hurry = threading.Event()  # training waits for the thread
-        shared = self._layout.shards > self._layout.local
-        self._courier = Courier(self._layout, ranks_timeout) if shared else None
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
         """Copy everything to host memory, then write in a thread. Collective.
@@ -143,12 +451,12 @@ class Checkpointer:
         ``skip``: so many of the newest are left out, as long as there is an older one.
 
         One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
-        layout random states stay, the micro-batches of an unfinished step are dropped
-        (:attr:`exact` is False then), and the ``extra`` of a rank that did not exist is rank 0's.
-        Raises ConfigError if the only ones are partly on nodes that are not here.
+        layout random states stay, the micro-batches of an unfinished step are dropped, and the
+        ``extra`` of a rank that did not exist is rank 0's. Flags of another micro-batch drop them
+        too. :attr:`exact` is False when they were.
         """
         self.wait()
-        stream, elsewhere = self._trainer.stream, ""
+        stream = self._trainer.stream
         names = self._names_anywhere()
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
@@ -160,22 +468,15 @@ class Checkpointer:
                 log.warning(
                     "Checkpoint %s is skipped, the one before is tried: %s", name, in_words(error)
                 )
-                if isinstance(error, ElsewhereError):
-                    elsewhere = elsewhere or f"checkpoint {name} cannot be loaded: {error}"
                 continue
-            load_state(self._trainer, state, same_world_size=parts.exact)
-            self.exact = parts.exact or not parts.unfinished
+            kept = load_state(self._trainer, state, same_world_size=parts.exact)
+            self.exact = (parts.exact and kept) or not parts.unfinished
             if parts.exact:
                 version, numbers, gauss = state["python_rng"]
                 random.setstate((version, tuple(numbers), gauss))
                 kind, keys, *rest = state["numpy_rng"]
                 np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
             return progress, own["extra"]
-        if elsewhere:
-            raise ConfigError(
-                f"{elsewhere}. Start all nodes that it is of, or copy their folders of that name "
-                f"into {self._folder} here; delete it to train from the global state instead"
-            )
         return None
 
     def _names_anywhere(self) -> list[str]:
@@ -211,10 +512,10 @@ class Checkpointer:
     # --- writing --------------------------------------------------------------------------------
 
     def _write(self, name: str, state: dict[str, Any], content: str) -> None:
+        enter_thread(self._trainer.device)
         started = time.perf_counter()
-        files: list[Path] = []
         try:
-            files = self._write_files(self._folder / name, state, json.loads(content))
+            self._write_files(self._folder / name, state, json.loads(content))
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
@@ -228,13 +529,9 @@ class Checkpointer:
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
-        if self._courier is not None:
-            try:
-                self._courier.to_next_node(self._folder, files)
-            except (OSError, RuntimeError) as error:
-                log.warning("Checkpoint %s has no copy on another node: %s", name, error)
-        if self.last_error is not None:
             return
+        finally:
+            state.clear()  # the next copies wait for these; the thread's arguments have it too
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:
@@ -244,9 +541,7 @@ class Checkpointer:
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 
-    def _write_files(
-        self, folder: Path, state: dict[str, Any], content: dict[str, Any]
-    ) -> list[Path]:
+    def _write_files(self, folder: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
         rank, world = self._layout.shard, self._layout.shards
         epoch = self._folder / f"epoch-{state['epoch_id']}-of-{world}"
         if not (epoch / f"rank-{rank}.json").exists():
@@ -266,13 +561,11 @@ class Checkpointer:
         scalars["numpy_rng"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
         self._write_part(folder, tensors, {"state": scalars, "owner": self._owner, **content})
         sync_folder(self._folder)
-        kinds = "safetensors", "json"
-        return [place / f"rank-{rank}.{kind}" for place in (epoch, folder) for kind in kinds]
 
     def _write_part(self, folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         layout = self._layout
-        rank, here = layout.shard, layout.shards_here
+        rank = layout.shard
         path = folder / f"rank-{rank}.safetensors"
         digest = write_safetensors(path, tensors)
         manifest = {
@@ -280,7 +573,7 @@ class Checkpointer:
             "rank": rank,
             "world_size": layout.shards,
             "replicas": layout.replicas,
-            "here": [here.start, here.stop],
+            "here": [0, layout.shards],
             "size": path.stat().st_size,
             "sha256": digest,
         }
@@ -299,10 +592,8 @@ class Checkpointer:
     def _prune(self, newest: str) -> None:
         """Once ``newest`` is complete: leave ``keep`` complete ones and what they refer to."""
         deadline = time.monotonic() + self._timeout
-        expected = list(self._layout.shards_here)
-        if self._courier is not None:
-            expected += [(r - self._layout.local) % self._layout.shards for r in expected]
-        while not all((self._folder / newest / f"rank-{r}.json").exists() for r in expected):
+        ranks = range(self._layout.shards)
+        while not all((self._folder / newest / f"rank-{r}.json").exists() for r in ranks):
             if self._hurry.is_set():
                 deadline = min(deadline, time.monotonic() + _HURRIED)
                 self._hurry.clear()

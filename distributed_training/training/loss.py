@@ -11,7 +11,6 @@ compiled into two kernels (:func:`fused_logit_gradient`); eagerly it takes a doz
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from distributed_training.common.memory import LOSS_CHUNK
-
-log = logging.getLogger(__name__)
 
 CHUNK_ELEMENTS = LOSS_CHUNK  # of float32 logits alive at once: 64 MiB, and as much for the gradient
 
@@ -137,33 +134,6 @@ class ChunkedLoss:
     def uncompile(self) -> None:
         """Eager from here."""
         self._of_logits = logit_gradient
-
-
-def choose_loss_kernel(
-    wanted: str, device: torch.device, *, chunk: int = LOSS_CHUNK, compiled: bool = False
-) -> tuple[Any, str]:
-    """The function to use in place of :func:`linear_cross_entropy`, and a line saying which.
-
-    ``auto`` is the built-in one everywhere. liger-kernel's takes fewer tokens at once the larger
-    the vocabulary is, and reads the number of labels back from the device.
-    """
-    built_in = ChunkedLoss(chunk=chunk, compiled=compiled and device.type == "cuda")
-    if wanted != "liger":
-        return built_in, "cross-entropy: chunked (built in)"
-    if device.type != "cuda":
-        return built_in, "cross-entropy: chunked; liger-kernel needs CUDA"
-    try:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        # Without it the gradient of the head is added up in bf16.
-        fused = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=torch.float32)
-    except (ImportError, TypeError) as error:  # not there, or too old for accum_dtype
-        return built_in, f"cross-entropy: chunked; liger-kernel is not usable: {error}"
-
-    def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return fused(weight, hidden, labels).float()
-
-    return liger, "cross-entropy: liger-kernel, its gradients added up in float32"
 
 
 class CausalLoss(nn.Module):

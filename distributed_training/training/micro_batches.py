@@ -1,26 +1,127 @@
-"""The micro-batches of the inner step under way: forward, backward, and gradients of the whole.
+"""The micro-batches of one inner step: forward, backward, and gradients of the whole.
 
-FSDP adds the gradients up where they are computed and reduces them over ranks once, with the last
-micro-batch; with ``--neuron.gradient_sync every`` at each. When memory runs out, the whole step is
-run again in smaller pieces (one rank), or all ranks start again with them (several).
+FSDP adds gradients up where they are computed and reduces them over ranks once, with the last
+micro-batch; with ``--neuron.gradient_sync every`` at each. ``--neuron.local_batch_size_train auto``
+measures the micro-batch size instead of guessing it.
+
+Running out of memory is no reason to lose a day. One rank alone runs the step again in pieces of
+half the size. With several ranks the others wait in a collective that the failed rank left, so all
+end and start again from the last checkpoint; :class:`KnownSize` remembers the smaller size for
+them. Both train on the same micro-batches as before, each in pieces, so nothing else changes.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .known_size import OUT_OF_MEMORY_ADVICE, KnownSize
-from .plan import BatchPlan
+from distributed_training.common.files import read_json_object, write_json
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError
+
+from .collectives import RowStream
+from .memory_plan import BatchPlan, plan_batch
 from .sharding import ShardedModel
-from .shards import RowStream
 
 log = logging.getLogger(__name__)
+
+OUT_OF_MEMORY_ADVICE = (
+    "lower --neuron.local_batch_size_train (or give auto), add --neuron.activation_checkpointing "
+    "full or --neuron.offload_optimizer on; --neuron.local_batch_size_train_effective does not "
+    "change memory"
+)
+
+
+class KnownSize:
+    """What was found out about this model on this GPU, in a file of the run folder.
+
+    ``path`` None: nothing is remembered. ``facts``: what it depends on; of another model, length or
+    GPU nothing is known. ``most``: sequences at once that fit, None while it never ran out.
+    ``fastest``: what ``auto`` found.
+    """
+
+    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+        self._path = path
+        self._facts = dict(facts)
+        content = {} if path is None else read_json_object(path) or {}
+        same = content.get("facts") == self._facts
+        self.most = _positive(content.get("most")) if same else None
+        self.fastest = _positive(content.get("fastest")) if same else None
+
+    def agree(self, stream: RowStream) -> None:
+        """Take the smallest of what all ranks know. All of them call this.
+
+        Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
+        for some of them only. A rank that alone measures would wait for the others forever.
+        """
+        answers = stream.answers((self.most, self.fastest))
+        most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
+        self.most = min(most, default=None)
+        # One rank that knows nothing: all measure.
+        self.fastest = min(fastest) if len(fastest) == len(answers) else None
+
+    def ran_out(self, sequences: int) -> int:
+        """``sequences`` at once did not fit; how many are to be tried. Any rank may call it."""
+        self.most = max(1, sequences // 2)
+        self.fastest = None if self.fastest is None else min(self.fastest, self.most)
+        self._write()
+        return self.most
+
+    def measured(self, fastest: int) -> None:
+        self.fastest = fastest
+        self._write()
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        content = {"facts": self._facts, "most": self.most, "fastest": self.fastest}
+        try:
+            write_json(self._path, content)
+        except OSError as error:
+            log.warning("%s cannot be written (%s): a restart finds out again", self._path, error)
+
+
+# Of a trial. A size that an older one found is measured again: up to 1 neither the reduction of
+# gradients nor the optimizer's step was in it, so what it found may not fit.
+_METHOD = 2
+
+
+def facts_of(sharded: ShardedModel, settings: TrainingSettings) -> dict[str, Any]:
+    """What the size that fits depends on."""
+    device, hardware, size = sharded.device, "cpu", 0
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+        size = torch.cuda.get_device_properties(device).total_memory
+    return {
+        "measured": _METHOD,
+        "device": hardware,
+        "device_bytes": size,
+        "model": [[name, list(shape)] for name, shape in sharded.schema[:12]]
+        + [len(sharded.schema)],
+        "ranks": sharded.mesh.size(),
+        "sequence_length": settings.sequence_length,
+        "activation_checkpointing": settings.activation_checkpointing,
+        "offload_optimizer": sharded.plan.offload_optimizer,
+        "keep_unsharded": sharded.plan.keep_unsharded,
+        "reduces_each": sharded.plan.sync_every,
+        "precision": str(sharded.compute_dtype),
+        "compiled": sharded.compiled,
+        "torch": torch.__version__,
+    }
+
+
+def _positive(value: Any) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+_TIMED = 3  # passes of a trial that are timed
 
 
 class MicroBatches:
@@ -76,9 +177,7 @@ class MicroBatches:
         except torch.OutOfMemoryError as error:
             self._out_of_memory(error, plan)
         except _compiler_errors(self.compiled) as error:
-            self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
-            self.sharded.uncompile()
-            self.compiled = self._tell_compiled = False
+            self._uncompile(error)
         self.discard()
         if self.sharded.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -87,18 +186,36 @@ class MicroBatches:
         for each, where in again:
             self.add(each, where, plan)
 
-    def seconds_per_sequence(self, sequences: int, length: int) -> float:
-        """Of a forward and backward of (sequences, length); nothing is reduced or kept."""
+    def seconds_per_sequence(
+        self, sequences: int, length: int, *, end_step: Callable[[], None] = lambda: None
+    ) -> float:
+        """Run a step of (sequences, length) as a trial; return the seconds of a sequence in it.
+
+        The time is the median of three forward and backward passes. After them comes what ends a
+        step, for the memory it takes: a backward that reduces, and ``end_step``. Nothing is kept.
+        """
+        try:
+            return self._trial(sequences, length, end_step)
+        except _compiler_errors(self.compiled) as error:
+            self._uncompile(error)
+            return self._trial(sequences, length, end_step)
+
+    def _trial(self, sequences: int, length: int, end_step: Callable[[], None]) -> float:
         device = self.sharded.device
-        ids = torch.zeros((sequences, length), dtype=torch.int64)
+        ids = torch.zeros((sequences, length), dtype=torch.int64).to(device)
+        seconds = []
         try:
             self._set_last(False)
-            for _ in range(2):  # the first one warms up
+            for _ in range(1 + _TIMED):  # the first one warms up
                 started = time.perf_counter()
-                self.sharded.root(ids.to(device)).backward()
+                self.sharded.root(ids).backward()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
-            return (time.perf_counter() - started) / sequences
+                seconds.append(time.perf_counter() - started)
+            self._set_last(True)
+            self.sharded.root(ids).backward()
+            end_step()
+            return statistics.median(seconds[1:]) / sequences
         finally:
             self.drop()
             if self.compiled:
@@ -108,10 +225,23 @@ class MicroBatches:
         """Once all micro-batches ran. ``seed``: equal on all ranks, another for each step."""
 
     def gradients(self) -> list[Tensor]:
-        """This rank's rows of every parameter's gradient, reduced over ranks."""
+        """Return this rank's rows of every parameter's gradient, reduced over ranks.
+
+        Raises RuntimeError if a parameter has none once all micro-batches ran.
+        """
         result = []
         for shard in self.sharded.shards:
             grad: Any = shard.dtensor.grad
+            if grad is None and shard.local.numel():
+                # A zero in its place would end learning without a sign: weight decay goes on, and
+                # the loss barely moves. After a restart FSDP is as new.
+                raise RuntimeError(
+                    f"{shard.name} has no gradient after the last micro-batch, so this step would "
+                    "train nothing: the miner stops and starts again from its last checkpoint. If "
+                    "this line comes back, the model has a parameter that its loss does not use, "
+                    f"or torch {torch.__version__} is not one of the versions this miner was "
+                    "tested with"
+                )
             result.append(torch.zeros_like(shard.local) if grad is None else grad.to_local())
         return result
 
@@ -157,6 +287,11 @@ class MicroBatches:
         log.warning(line)
         self.notes.append(line)
 
+    def _uncompile(self, error: Exception) -> None:
+        self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
+        self.sharded.uncompile()
+        self.compiled = self._tell_compiled = False
+
     def _at_once(self, micro_batch: int) -> int:
         """Sequences of a micro-batch that are run together; all, unless memory ran out before."""
         return min(micro_batch, self.known.most or micro_batch)
@@ -192,3 +327,186 @@ def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
     from torch._dynamo.exc import TorchDynamoException
 
     return (TorchDynamoException,)
+
+
+# Of the memory that is free; the rest is for what comes later: the codes of a snapshot, a preview.
+_MARGIN = 0.85
+
+
+class DeviceBudget:
+    """Bytes of a CUDA device that micro-batches may fill; made once the model is there."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        free, _ = torch.cuda.mem_get_info(device)
+        self.limit = round((free + torch.cuda.memory_reserved(device)) * _MARGIN)
+
+    def forget_peak(self) -> None:
+        torch.cuda.empty_cache()  # what other sizes left in the allocator's pools
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int:
+        """Return what the allocator held: FSDP's streams have pools that share nothing."""
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+# At 1024 tokens so many sequences fill any GPU. A block of data has about 300 of them: larger
+# micro-batches lose more of its end, leave none to hold back for previews, and one larger than a
+# block would train on nothing.
+AUTO_AT_MOST = 32
+_BLOCK_LENGTH = 1024  # tokens of a sequence; of longer ones a block has fewer
+
+# Rounding up what an inner step trains on changes the training itself.
+_EXCESS = 0.03
+
+
+def sizes_to_try(settings: TrainingSettings, world_size: int) -> tuple[list[int], str]:
+    """Return the sizes that ``auto`` may choose, 1, 2, 4, ..., and why there is none larger."""
+    effective = settings.local_batch_size_train_effective
+    most = min(AUTO_AT_MOST, AUTO_AT_MOST * _BLOCK_LENGTH // settings.sequence_length)
+    sizes = [1]
+    while True:
+        size = 2 * sizes[-1]
+        if size * world_size > effective:
+            return sizes, "that is the effective batch"
+        if size > most:
+            return sizes, f"{size} would waste too much of each block of data"
+        # What a size rounds up to, each larger one rounds up to at least: none is left out.
+        plan = plan_batch(micro_batch=size, effective=effective, world_size=world_size)
+        if plan.effective > effective * (1 + _EXCESS):
+            return sizes, f"{size} would make the effective batch {plan.effective}"
+        sizes.append(size)
+
+
+def measured_micro_batch(
+    step: MicroBatches,
+    settings: TrainingSettings,
+    *,
+    say: Callable[[str], None],
+    end_step: Callable[[], None] = lambda: None,
+) -> int:
+    """Return what an earlier start found for ``auto``, or the result of trying.
+
+    All ranks call this. ``end_step``: norm and optimizer, on the gradients of a trial.
+    Raises ConfigError if not even one sequence fits, RuntimeError if a size ran out of memory while
+    other ranks went on (they start again then, and it is known).
+    """
+    known = step.known
+    sizes, why = sizes_to_try(settings, step.stream.world_size)
+    if known.fastest in sizes:  # the effective batch may be another now
+        say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
+        return known.fastest
+    stream, device = step.stream, step.sharded.device
+
+    def seconds(sequences: int) -> float:
+        try:
+            return step.seconds_per_sequence(sequences, settings.sequence_length, end_step=end_step)
+        except torch.OutOfMemoryError as error:
+            if stream.world_size > 1 and sequences > 1:
+                fits = known.ran_out(sequences)
+                raise RuntimeError(
+                    f"{sequences} sequences at once ran out of memory on rank {stream.rank}: the "
+                    f"ranks start again and try at most {fits}"
+                ) from error
+            raise
+
+    largest = sizes[-1]
+    if known.most is not None and known.most < largest:
+        largest, why = known.most, f"more than {known.most} ran out of memory before"
+    found = find_micro_batch(
+        seconds,
+        device=device,
+        vote=stream.first_error,
+        say=say,
+        largest=largest,
+        why=why,
+        budget=DeviceBudget(device) if device.type == "cuda" else None,
+    )
+    if stream.rank % stream.layout.local == 0:
+        known.measured(found)
+    return found
+
+
+def find_micro_batch(
+    seconds_per_sequence: Callable[[int], float],
+    *,
+    device: torch.device,
+    vote: Callable[[str | None], str | None],
+    say: Callable[[str], None],
+    largest: int,
+    why: str = "no larger one is wanted",
+    budget: DeviceBudget | None = None,
+) -> int:
+    """The fastest micro-batch that fits, of 1, 2, 4, ... up to ``largest`` (on a CPU 16).
+
+    ``why`` there is none larger, for the line that is said.
+
+    ``seconds_per_sequence(n)`` runs one of ``n`` sequences. All ranks call this; all take the same
+    size. Memory grows by the same amount for each sequence, so from the third size on it is known
+    before it is tried whether it would fit ``budget``: a rank that ran out would leave the others
+    in a collective. A doubling that gains less than 2 % is not worth its memory and ends the
+    search. Raises ConfigError if not even one sequence fits.
+    """
+    found: dict[int, float] = {}
+    peaks: dict[int, int] = {}
+    limit = min(largest, 16) if device.type == "cpu" else largest
+    size, ended = 1, why if limit == largest else "enough for a CPU"
+    slower = False
+    while size <= limit:
+        problem = vote(_too_large(size, peaks, budget))
+        if problem is None:
+            problem, seconds = _try(seconds_per_sequence, size, peaks, budget)
+            problem = vote(problem)
+        if problem is not None:
+            ended = problem
+            break
+        found[size] = seconds
+        gain = 1.0 if size == 1 else 1.0 - seconds / found[size // 2]
+        if vote("slower" if gain < 0.02 else None) is not None:
+            ended, slower = f"{size} is not faster than {size // 2}", True
+            break
+        size *= 2
+    if not found:
+        raise ConfigError(
+            f"--neuron.local_batch_size_train auto: not even one sequence fits: "
+            f"{OUT_OF_MEMORY_ADVICE}"
+        )
+    best = max(1, max(found) // 2 if slower else max(found))
+    rates = ", ".join(f"{n}: {1 / s:.2f}" for n, s in found.items())
+    say(
+        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: "
+        f"{rates}; {ended})"
+    )
+    return best
+
+
+def _too_large(size: int, peaks: Mapping[int, int], budget: DeviceBudget | None) -> str | None:
+    """By the two sizes before, since the peak is a straight line."""
+    if budget is None or size // 4 not in peaks:
+        return None
+    expected = 3 * peaks[size // 2] - 2 * peaks[size // 4]
+    if expected <= budget.limit:
+        return None
+    return f"{size} would take {expected / 1e9:.1f} of {budget.limit / 1e9:.1f} GB"
+
+
+def _try(
+    seconds_per_sequence: Callable[[int], float],
+    size: int,
+    peaks: dict[int, int],
+    budget: DeviceBudget | None,
+) -> tuple[str | None, float]:
+    if budget is not None:
+        budget.forget_peak()
+    try:
+        seconds = seconds_per_sequence(size)
+    except torch.OutOfMemoryError:
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        return f"{size} does not fit the GPU's memory", 0.0
+    if budget is not None:
+        peaks[size] = budget.peak()
+        if peaks[size] > budget.limit:
+            share = peaks[size] / budget.limit
+            return f"{size} would fill {share:.0%} of what may be filled", 0.0
+    return None, seconds

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distributed_training.config.flags import ConfigError
+from distributed_training.config.types import ConfigError
 
 Schema = list[tuple[str, tuple[int, ...]]]
 

@@ -21,10 +21,9 @@ from torch import Tensor
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
-from .feedback import ErrorFeedback
-from .host_copies import on_host, to_host
-from .outer import load_outer_optimizer, nesterov_sgd
-from .shards import ParameterShard, RankFailedError, RowStream
+from .collectives import ParameterShard, RankFailedError, RowStream
+from .error_feedback import ErrorFeedback, on_host, to_host
+from .nesterov import load_outer_optimizer, nesterov_sgd
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +86,7 @@ class OuterStep:
             elif self._stream.rank == 0:
                 window = list(buffers or ())
             elif not self._stream.layout.on_node_0:
-                window = []  # a copy of node 0's rows, or no memory in common
-                if self._stream.layout.replicas == 1:
-                    problem = "ranks are sharded across nodes"
+                window = []  # its rows come from its peer on node 0
             else:
                 window = _map(shared, [shard.shape for shard in self._shards])
         except (OSError, RuntimeError) as error:

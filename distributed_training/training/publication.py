@@ -10,36 +10,24 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .feedback import Direction
-from .hand_over import hand_over
-from .host_copies import to_host
-from .inner_optimizer import InnerOptimizer
+from .collectives import RowStream
+from .error_feedback import BoundaryCopier, BoundaryCopies, Direction
+from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .local_evaluation import Choice, Preview
 from .outer_step import OuterStep
-from .preview import Choice, Preview
-from .schedule import CosineSchedule
 from .sharding import ShardedModel
-from .shards import RowStream
-from .snapshot import (
-    SnapshotHandle,
-    SnapshotState,
-    prepare_folder,
-    publish_instead,
-    tell_failure,
-    write_snapshot,
-)
+from .snapshot import SnapshotHandle, SnapshotState, prepare_folder, publish_instead, write_snapshot
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +49,7 @@ class Publication:
         optimizer: InnerOptimizer,
         schedule: CosineSchedule,
         outer: OuterStep,
+        copier: BoundaryCopier,
     ) -> None:
         self._settings = settings
         published: Any = sharded.model.config
@@ -70,6 +59,7 @@ class Publication:
         self._optimizer = optimizer
         self._schedule = schedule
         self._outer = outer
+        self._copier = copier
         self._preview = Preview(
             sharded=sharded,
             stream=stream,
@@ -77,10 +67,7 @@ class Publication:
             search=settings.step_length == "search",
         )
         self._held: Tensor | None = None
-        self._last: SnapshotHandle | None = None
-        layout, self._beside = stream.layout, None
-        if layout.shards > layout.local:  # to other nodes, beside training
-            self._beside = dist.new_group(backend="gloo", timeout=PARTS_TIMEOUT)
+        self._others_held = False  # since the last preview
 
     @torch.no_grad()
     def snapshot(
@@ -93,13 +80,11 @@ class Publication:
         only (with DCT for all codes). Raises OSError on all ranks alike when ``folder`` cannot be
         made; what fails later is in the handle.
         """
-        if self._beside is not None and self._last is not None:
-            self._last.join()  # its messages to another node come first
         started = time.perf_counter()
         start = self._outer.epoch_start
         if start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        current = self._outer.current()
+        copies = self._copier.take()
         problem = None
         if self._stream.rank == 0:
             try:
@@ -116,28 +101,18 @@ class Publication:
             "loss": float(last_loss),
         }
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
-        directions = self._outer.feedback.directions(start, current, self._outer.learning_rate)
-        state = self._state(directions, current, steps, config, metadata)
+        directions = self._outer.feedback.directions(
+            start, copies.weights, self._outer.learning_rate
+        )
+        state = self._state(directions, copies, steps, config, metadata)
         handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
-        handle.start(partial(self._write, state))
-        self._last = handle
+        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
         return handle
-
-    def _write(self, state: SnapshotState, handle: SnapshotHandle) -> None:
-        states = [state]
-        if self._beside is not None:
-            layout = self._stream.layout
-            with ExitStack() as stack:
-                if layout.on_node_0:
-                    stack.push(lambda _, error, __: tell_failure(handle.folder, layout.rank, error))
-                states = hand_over(state, layout, self._beside, handle.check)
-        for each in states:
-            write_snapshot(each, handle, parts_timeout=PARTS_TIMEOUT)
 
     def _state(
         self,
         directions: Sequence[Direction],
-        current: Sequence[Tensor],
+        copies: BoundaryCopies,
         steps: int,
         config: Mapping[str, Any],
         metadata: Mapping[str, Any],
@@ -150,22 +125,21 @@ class Publication:
             world_size=layout.shards,
             writes=layout.rank < layout.shards,
             shards=shards,
-            weights=current,
+            copies=copies,
             directions=directions,
             codec=self._outer.feedback.codec,
             config=config,
             gradients_metadata=metadata,
             mesh=self._sharded.mesh,
-            exp_avg=to_host(optimizer.exp_avg),
-            exp_avg_sq=to_host(optimizer.exp_avg_sq),
             steps=optimizer.step_count,
             param_group=optimizer.published_group(names, rate, self._schedule.peak),
             scheduler_state=self._schedule.published_state(steps),
         )
 
     def hold_back(self, sequences: Tensor | None) -> None:
-        """int64 (n, sequence) of this rank that are never trained on; None: it has none."""
+        """int64 (n, sequence) of this rank that are left out of training; None: it has none."""
         self._held = sequences
+        self._others_held = True
 
     def preview(self, handle: SnapshotHandle, *, micro_batch: int, batches: int) -> float | None:
         """Loss with minus without the gradient of a finished snapshot, on what is held back.
@@ -180,11 +154,14 @@ class Publication:
         wanted = batches * micro_batch
         usable = self._held is not None and len(self._held) >= wanted > 0
         problem = float(not handle.codes or handle.epoch_id != self._outer.epoch_id)
-        there, problems = self._stream.sum([float(usable), problem])
+        there, problems, others = self._stream.sum([float(usable), problem, self._others_held])
         if not there or problems:
             handle.forget()
             return None
         assert self._outer.epoch_start is not None
+        if others:  # on any rank; all of them forget, since measuring is collective
+            self._preview.forget()
+            self._others_held = False
         held = self._held if usable else None
         if held is None:
             held = torch.zeros((wanted, self._settings.sequence_length), dtype=torch.int64)
@@ -218,6 +195,10 @@ class Publication:
         try:
             publish_instead(handle, choice.direction, choice.factor)
         except OSError as error:
-            log.warning("%s: the gradient is published as it was written before", error)
+            log.warning(
+                "%s: the gradient is published as it was written before, or not at all if its "
+                "files do not agree any more",
+                error,
+            )
             return False
         return True

@@ -1,35 +1,37 @@
 """The model as a rank trains it: sharded by FSDP2, compiled, its loss fused to its head.
 
 FSDP2 (``fully_shard``) splits every parameter along its rows over the ranks and gathers it when it
-is used. The order in which a model is put together matters: activation checkpointing wraps blocks,
-torch.compile compiles what was wrapped, FSDP hooks go around both, and only then the shards get
-memory (:func:`build_sharded_model`).
+is used. The order in which a model is put together matters: activation checkpointing wraps decoder
+layers, torch.compile compiles what was wrapped, FSDP hooks go around both, and only then the shards
+get memory (:func:`build_sharded_model`). Weights come from a safetensors file or from a seed.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from distributed_training.common.memory import loss_chunk
-from distributed_training.config.flags import ConfigError
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError
 
 from . import attention
-from .layout import Layout
-from .loss import CausalLoss, ChunkedLoss, choose_loss_kernel
+from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
+from .loss import CausalLoss, ChunkedLoss
+from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
 from .model import Schema, blocks_of, build_meta_model, schema_of, tied_names
-from .plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
-from .shards import ParameterShard, shards_of
 from .throughput import flops_per_token
 
 
@@ -84,8 +86,6 @@ def build_sharded_model(
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
-        for line in set_up_gpu(device):
-            say(line)
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
     dropout = float(model_config.get("attention_dropout") or 0.0)
@@ -93,6 +93,9 @@ def build_sharded_model(
     model = build_meta_model(model_config, attention=kind)
     config: Any = model.config
     check_sequence_length(settings.sequence_length, config)
+    if device.type == "cuda":
+        for line in set_up_gpu(device, model, dtype):
+            say(line)
     schema, tied = schema_of(model), tied_names(model)
     flops = flops_per_token(model, settings.sequence_length)
     plan = plan_memory(
@@ -111,10 +114,7 @@ def build_sharded_model(
         compiled = problem is None
         how = f"each block, mode {settings.compile_mode}, for the one shape of a micro-batch"
         say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
-    kernel, line = choose_loss_kernel(
-        settings.loss_kernel, device, chunk=loss_chunk(memory), compiled=compiled
-    )
-    say(line)
+    kernel = ChunkedLoss(chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
     root = CausalLoss(model, kernel)
     mesh = _make_mesh(device, layout)
     modules = _shard(root, model, mesh=mesh, device=device, plan=plan, compute_dtype=dtype)
@@ -136,17 +136,27 @@ def build_sharded_model(
     )
 
 
-def set_up_gpu(device: torch.device) -> list[str]:
-    """What is set for a GPU as a whole, and a line for each."""
-    torch.set_float32_matmul_precision("high")
-    tf32 = torch.cuda.get_device_capability(device) >= (8, 0)
+def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtype) -> list[str]:
+    """Set what holds for a GPU as a whole; return a line for each.
+
+    In bf16 TF32 would touch one product only, the rotary embedding's, of position and frequency: it
+    would round an angle at position 1,000 by up to a quarter of a radian, and no validator or peer
+    does that. There it stays off. In float32 it is on, except in that product.
+    """
     allocator = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    return [
-        "✓ Enabled TF32 for the products that stay in float32"
-        if tf32
-        else "TF32: this GPU has none; products that stay in float32 are slow",
-        f"GPU memory allocator: {allocator or 'torch default; PYTORCH_CUDA_ALLOC_CONF is empty'}",
-    ]
+    allocator = allocator or "torch default; PYTORCH_CUDA_ALLOC_CONF is empty"
+    lines = [f"GPU memory allocator: {allocator}"]
+    if compute_dtype != torch.float32:
+        return [*lines, "TF32: off: the computation is bf16, and what stays in float32 is exact"]
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return [*lines, "TF32: this GPU has none; products in float32 are slow"]
+    precision = torch.set_float32_matmul_precision
+    precision("high")
+    for name, module in model.named_modules():
+        if name.endswith("rotary_emb"):
+            module.register_forward_pre_hook(lambda *_: precision("highest"))
+            module.register_forward_hook(lambda *_: precision("high"), always_call=True)
+    return [*lines, "✓ Enabled TF32 for products in float32, the rotary embedding's excepted"]
 
 
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
@@ -191,8 +201,15 @@ def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     if layout.replicas == 1:
         return init_device_mesh(device.type, (layout.world_size,))
-    return init_device_mesh(
-        device.type, (layout.replicas, layout.shards), mesh_dim_names=("replicate", "shard")
+    ranks = torch.arange(layout.world_size).view(layout.replicas, layout.shards)
+    # Groups that a mesh makes for itself have torch's timeout of 30 minutes, not the default
+    # group's: a rank that hangs would be found by --neuron.hang_timeout first, without a name.
+    groups = [
+        dist.new_subgroups_by_enumeration(lists, timeout=COLLECTIVE_TIMEOUT)[0]
+        for lists in (ranks.T.tolist(), ranks.tolist())
+    ]
+    return DeviceMesh.from_group(
+        groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
 
 
@@ -235,23 +252,129 @@ def _shard(
 
 
 def _discard_gradients(modules: list[FSDPModule]) -> None:
-    root = modules[-1]
+    root: Any = modules[-1]
     if root._get_fsdp_state()._is_root is None:
         return  # no forward yet: FSDP sets itself up in the first one, and there is nothing to drop
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
+    else:
+        _reset_iter_state(root)
     for module in modules:
-        # torch < 2.12 has no reset_iter_state, and a gradient kept in the gathered parameter
-        # survives a reshard in every version.
-        state = module._get_fsdp_state()
+        # A gradient kept in the gathered parameter survives a reset and a reshard.
+        state: Any = module._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:
+        if groups is None:  # torch 2.11 has one at most
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
         for group in groups:
             for param in group.fsdp_params:
-                param.unsharded_accumulated_grad = None
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
+                # In torch 2.15 this only reads the gradient above; before, it is one more.
+                if param.unsharded_accumulated_grad is not None:
+                    param.unsharded_accumulated_grad = None
         module.reshard()
-    for parameter in root.parameters():  # type: ignore[attr-defined]
+    for parameter in root.parameters():
         parameter.grad = None
+
+
+def _reset_iter_state(root: Any) -> None:
+    """Do in torch 2.11 what ``reset_iter_state`` of torch 2.12 does after a failed backward.
+
+    FSDP clears its flags in a callback at the end of a backward. One that raised never gets there:
+    the callback stays marked as queued and every state as in its backward, so that all later hooks
+    return early. Nothing is then accumulated or reduced again, and the step's gradient is zero.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = root._get_fsdp_state()
+    shared, transfers = state._state_ctx, state._comm_ctx
+    # The memory of a gather or reduction under way must not be given to others before it ends.
+    for under_way in (transfers.all_gather_state, transfers.reduce_scatter_state):
+        if under_way is not None and under_way.event is not None:
+            state._device_handle.current_stream().wait_event(under_way.event)
+    transfers.all_gather_state = transfers.reduce_scatter_state = None
+    transfers.post_forward_order.clear()
+    for each in shared.all_states:
+        each._training_state = TrainingState.IDLE
+        each._modules_to_run_forward.clear()
+        group = each._fsdp_param_group
+        if group is not None:
+            group.finalize_backward()  # waits for the group's own transfers and forgets them
+            group._partial_reduce_output = None
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    shared.iter_forward_root = None
+    shared.post_backward_final_callback_queued = False
+
+
+@torch.no_grad()
+def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
+    """Collective; ``path`` is rank 0's, None for initial weights. The ranks of its node read their
+    own rows there, and other nodes have theirs from them. Raises ValueError on all ranks alike,
+    changing nothing."""
+    shards, tied = sharded.shards, sharded.tied
+    shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
+    if shared is None:
+        spread = getattr(sharded.model.config, "initializer_range", 0.02)
+        _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
+        return
+    error, problem, layout = None, None, stream.layout
+    try:
+        if layout.on_node_0:
+            with safe_open(shared, "pt") as file:
+                problem = _mismatch(shards, file, tied)
+    except (OSError, SafetensorError) as failure:
+        problem = f"{type(failure).__name__}: {failure}"
+    if problem is not None:
+        error = f"{shared} was not loaded: {problem}. Fetch the global state again"
+    error = stream.first_error(error)
+    if error is not None:
+        raise ValueError(error)
+    with safe_open(shared, "pt") if layout.on_node_0 else nullcontext() as opened:
+        _copy(sharded, opened, stream)
+
+
+def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
+    """``file``: open on node 0, None elsewhere."""
+    present = set(file.keys()) if file is not None else set()
+    for shard in sharded.shards:
+        # safetensors refuses an empty slice at the end, where a rank has no rows.
+        if file is None or shard.start == shard.stop:
+            rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]))
+        else:
+            stored = _stored_name(shard.name, present, sharded.tied)
+            rows = file.get_slice(stored)[shard.start : shard.stop].float()
+        stream.replicate(rows)
+        shard.local.copy_(rows)
+
+
+def _stored_name(name: str, present: set[str], tied: Mapping[str, str]) -> str:
+    """A tied weight may be stored under another of its names."""
+    if name in present:
+        return name
+    return next((other for other, first in tied.items() if first == name), name)
+
+
+def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str]) -> str | None:
+    present = set(file.keys())
+    for shard in shards:
+        name = _stored_name(shard.name, present, tied)
+        if name not in present:
+            return f"it holds no {shard.name}"
+        shape = tuple(file.get_slice(name).get_shape())
+        if shape != shard.shape:
+            return f"{name} is {shape}, the model has {shard.shape}"
+    unknown = present - {s.name for s in shards} - set(tied)
+    return f"the model has no {min(unknown)}" if unknown else None
+
+
+@torch.no_grad()
+def _initialize(shards: Sequence[ParameterShard], std: float, seed: int) -> None:
+    """Normal matrices, zero biases, unit norms: the same for every world size and device."""
+    for index, shard in enumerate(shards):
+        if len(shard.shape) == 1:
+            shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
+            continue
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        whole: Tensor = torch.empty(shard.shape).normal_(0.0, std, generator=generator)
+        shard.local.copy_(whole[shard.start : shard.stop])

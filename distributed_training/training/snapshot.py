@@ -1,42 +1,195 @@
-"""A snapshot: everything a miner publishes, of one step boundary, written beside training.
+"""A snapshot: everything a miner uploads, of one step boundary, written beside training.
 
-Training waits only for the copy to host memory. After that a thread of each rank writes; no
-collective is used, since training goes on with its own. All ranks of a miner share one file
-system: each writes its rows of ``model.safetensors`` at their place in the one file, so that the
-whole model is in nobody's memory. Files appear under their names only when complete;
-``rank-r.done.json`` of a rank comes after its files.
+Training waits only for the copy to host memory. After that a thread of each rank writes; it uses no
+collective, since training goes on with its own. All ranks of a miner share one file system: each
+writes its rows of ``model.safetensors`` at their place in the one file, so no process holds the
+whole model. Files appear under their names only when complete; ``rank-r.done.json`` of a rank comes
+after its files.
+
+One rank's AdamW state has the public network's form (protocol page, section 3). Validators load
+these shards under torch 2.5.1, with ``weights_only`` and an allow-list of five classes: DTensor,
+DTensorSpec, TensorMeta, DeviceMesh, Shard. A newer torch pickles DeviceMesh, DTensorSpec and Shard
+with other classes inside (``_MeshLayout`` and others), which that list does not have. So these
+three are written as torch 2.5.1 writes them: their class by name, and the attributes that its
+``__init__`` sets (its sources: ``torch/distributed/device_mesh.py`` and
+``torch/distributed/tensor/{_dtensor_spec,placement_types}.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import hashlib
 import json
+import math
 import os
+import pickle
 import shutil
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from distributed_training.common.files import atomic_file, sha256_of, sync_folder, write_json
+from distributed_training.common.files import atomic_file, sync_folder, write_json
 from distributed_training.protocol import keys
 
-from .feedback import Code, Codec, Direction
-from .published_optimizer import shard_content, write_shard
-from .shards import ParameterShard
-from .tensor_files import SafetensorsLayout, tensor_bytes, write_safetensors
+from .collectives import ParameterShard
+from .error_feedback import BoundaryCopies, Code, Codec, Direction, enter_thread
+
+_NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy."""
+    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+@dataclass(frozen=True)
+class SafetensorsLayout:
+    """Where each tensor of a safetensors file lies, so that several ranks can write it at once.
+
+    The format is the public one: eight bytes little-endian header size, a JSON header, raw data.
+    """
+
+    header: bytes
+    offsets: dict[str, int]  # of the first byte, from the start of the file
+    size: int
+
+    @classmethod
+    def of(
+        cls,
+        entries: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SafetensorsLayout:
+        table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+        position = 0
+        starts: dict[str, int] = {}
+        for name, dtype, shape in entries:
+            size = math.prod(shape) * dtype.itemsize
+            table[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [position, position + size],
+            }
+            starts[name] = position
+            position += size
+        text = json.dumps(table, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
+    """Write ``tensors`` (CPU) durably; returns the SHA-256, computed on the way."""
+    entries = [(name, t.dtype, tuple(t.shape)) for name, t in tensors.items()]
+    layout = SafetensorsLayout.of(entries)
+    digest = hashlib.sha256(layout.header)
+    with atomic_file(path) as handle:
+        handle.write(layout.header)
+        for tensor in tensors.values():
+            data = tensor_bytes(tensor)
+            digest.update(data)
+            handle.write(data)
+    return digest.hexdigest()
+
+
+def shard_content(
+    *,
+    shards: Sequence[ParameterShard],
+    mesh: DeviceMesh,
+    exp_avg: Sequence[Tensor],
+    exp_avg_sq: Sequence[Tensor],
+    steps: int,
+    param_group: Mapping[str, Any],
+    scheduler_state: Mapping[str, Any],
+    outer_step: int,
+) -> dict[str, Any]:
+    """What one ``inner_optimizer.rank000R-of-W.pt`` holds. ``exp_avg``, ``exp_avg_sq``: host row
+    blocks like the shards."""
+
+    def sharded(shard: ParameterShard, rows: Tensor) -> Tensor:
+        # Not DTensor.from_local: that would move host rows to the mesh's device.
+        meta = TensorMeta(torch.Size(shard.shape), shard.dtensor.stride(), torch.float32)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
+
+    entries = {}
+    for shard, first, second in zip(shards, exp_avg, exp_avg_sq, strict=True):
+        entries[shard.name] = {
+            "step": torch.tensor(float(steps)),
+            "exp_avg": sharded(shard, first),
+            "exp_avg_sq": sharded(shard, second),
+        }
+    return {
+        "optimizer_state_dict": {"state": entries, "param_groups": [dict(param_group)]},
+        "learning_rate": float(param_group["lr"]),
+        "scheduler_state": dict(scheduler_state),
+        "epoch": outer_step,
+    }
+
+
+def write_shard(path: Path, content: Mapping[str, Any]) -> None:
+    """Durably, in the form torch 2.5.1 loads. Raises OSError."""
+    with atomic_file(path) as file:
+        torch.save(dict(content), file, pickle_module=_AS_TORCH_2_5)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the three classes whose state changed since torch 2.5.1 as that version does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is DeviceMesh:
+            state = _mesh_state(obj)
+        elif type(obj) is DTensorSpec:
+            state = {
+                "mesh": obj.mesh,
+                "placements": tuple(obj.placements),
+                "tensor_meta": obj.tensor_meta,
+                "_hash": None,
+            }
+        elif type(obj) is Shard:
+            state = {"dim": obj.dim}
+        else:
+            return NotImplemented
+        return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
+
+
+def _mesh_state(mesh: DeviceMesh) -> dict[str, Any]:
+    """A mesh of one dimension over all ranks. Validators compare it with theirs, by ranks, device
+    type and names; theirs is of GPUs."""
+    ranks = mesh.mesh.flatten().tolist()
+    return {
+        "device_type": "cuda",
+        "mesh": mesh.mesh.detach().to("cpu", torch.int),
+        "mesh_dim_names": None,
+        "_flatten_mesh_list": tuple(ranks),
+        "_thread_id": None,
+        "_dim_group_infos": [("ptd:0", ranks, "0")],  # the default process group
+        "_coordinate_on_dim": list(mesh.get_coordinate() or ()),
+    }
+
+
+_AS_TORCH_2_5 = ModuleType("pickle_as_torch_2_5")  # torch.save wants a module
+_AS_TORCH_2_5.Pickler = _Pickler  # type: ignore[attr-defined]
 
 _PARTS = ".parts"
+_PIECE = 1 << 22  # elements that are summed up at once
 _INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page, section 4)
 
 
@@ -46,25 +199,22 @@ class SnapshotState:
 
     ``directions``: what may be published; the first is written to ``gradients.pt``. ``rank`` of
     the ``world_size`` that hold one copy of the model; ``writes``: False where another node writes
-    the same; ``own``: False for what this rank writes for one of another node.
+    the same.
     """
 
     rank: int
     world_size: int
     shards: Sequence[ParameterShard]
-    weights: Sequence[Tensor]
+    copies: BoundaryCopies
     directions: Sequence[Direction]
     codec: Codec
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
     mesh: DeviceMesh
-    exp_avg: Sequence[Tensor]
-    exp_avg_sq: Sequence[Tensor]
     steps: int
     param_group: Mapping[str, Any]
     scheduler_state: Mapping[str, Any]
     writes: bool = True
-    own: bool = True
 
 
 class SnapshotHandle:
@@ -84,6 +234,7 @@ class SnapshotHandle:
     def start(self, write: Callable[[SnapshotHandle], None]) -> None:
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._written = pool.submit(write, self)
+        self._written.add_done_callback(_drop_frames)
         pool.shutdown(wait=False)
 
     def done(self) -> bool:
@@ -126,6 +277,17 @@ class SnapshotHandle:
         self._written.result()
 
 
+def _drop_frames(written: Future[None]) -> None:
+    """Free what the frames of a failure hold: its copies, which the next snapshot waits for."""
+    errors, seen = [written.exception()], set[int]()
+    while errors:
+        error = errors.pop()
+        if error is not None and id(error) not in seen:
+            seen.add(id(error))
+            traceback.clear_frames(error.__traceback__)
+            errors += [error.__context__, error.__cause__]  # torch.save's has the disk's
+
+
 def prepare_folder(folder: Path) -> None:
     """Rank 0, before any rank writes: an empty folder."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -141,29 +303,33 @@ def write_snapshot(
     ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
     RuntimeError (another rank failed).
     """
+    enter_thread(state.shards[0].local.device)
     if not state.writes:  # the error feedback advances here as well, and previews need the codes
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
     folder = handle.folder
     parts = folder / _PARTS
-    files: list[Path] = []
+    files: dict[Path, str | None] = {}  # and what in it holds NaN or Inf
     with ExitStack() as stack:
-        stack.push(lambda _, error, __: tell_failure(folder, state.rank, error))
+        stack.push(lambda _, error, __: _tell_failure(folder, state.rank, error))
         layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
+        bad_weights = _not_finite(state.shards, state.copies.weights, handle.check)
         codes = {each.name: each.encode(handle.check) for each in state.directions}
-        if state.own:
-            handle.codes = codes
+        handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
-    write_json(_ready(parts, state.rank), {"error": None})
+    write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
     if state.rank == 0:
-        _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
+        bad_of_ranks = _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
         handle.contents = _contents(state, codes, parts)
-        _write_gradients(folder, handle.contents[state.directions[0].name])
+        handle.check()
+        bad_gradient = _write_gradients(folder, handle.contents[state.directions[0].name])
         write_json(folder / keys.CONFIG, state.config)
-        files += [folder / keys.CONFIG, folder / keys.MODEL, folder / keys.GRADIENTS]
+        files[folder / keys.CONFIG] = None
+        files[folder / keys.MODEL] = bad_of_ranks
+        files[folder / keys.GRADIENTS] = bad_gradient
     handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.world_size)
     write_shard(
@@ -171,15 +337,17 @@ def write_snapshot(
         shard_content(
             shards=state.shards,
             mesh=state.mesh,
-            exp_avg=state.exp_avg,
-            exp_avg_sq=state.exp_avg_sq,
+            exp_avg=state.copies.exp_avg,
+            exp_avg_sq=state.copies.exp_avg_sq,
             steps=state.steps,
             param_group=state.param_group,
             scheduler_state=state.scheduler_state,
             outer_step=int(state.gradients_metadata["outer_step"]),
         ),
     )
-    files.append(inner)
+    files[inner] = _not_finite(
+        [*state.shards] * 2, [*state.copies.exp_avg, *state.copies.exp_avg_sq], handle.check
+    )
     if state.rank == 0:
         shutil.rmtree(parts)
     sync_folder(folder)
@@ -187,7 +355,7 @@ def write_snapshot(
     write_json(_done_file(folder, state.rank), done)
 
 
-def tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
+def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
     """At the end of a rank's part: tell rank 0, which waits for it, if it failed."""
     if error is not None:
         parts = folder / _PARTS
@@ -198,25 +366,58 @@ def tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
 
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
     """Rank 0, once the snapshot is done: ``gradients.pt`` becomes ``factor`` times the values of
-    another ``direction``. Raises OSError; what was written before then stays."""
+    another ``direction``. Raises OSError; what was written before then stays, or nothing is
+    published."""
     chosen = handle.contents[direction]
     scaled = {
         name: value * factor if name.endswith(_VALUES) else value for name, value in chosen.items()
     }
-    _write_gradients(handle.folder, scaled)
-    path = _done_file(handle.folder, 0)
-    done = json.loads(path.read_bytes())
-    (fresh,) = _listed([handle.folder / keys.GRADIENTS])
-    done["files"] = [fresh if f["name"] == fresh["name"] else f for f in done["files"]]
-    write_json(path, done)
+    file, path = handle.folder / keys.GRADIENTS, _done_file(handle.folder, 0)
+    before, inode = json.loads(path.read_bytes()), file.stat().st_ino
+    # No file has this size, so the uploader refuses the snapshot until both files agree again.
+    _list_instead(path, before, {"name": file.name, "size": -1, "not_finite": None})
+    try:
+        bad = _write_gradients(handle.folder, scaled)
+    except OSError:
+        if file.stat().st_ino == inode:  # not replaced
+            write_json(path, before)
+        raise
+    _list_instead(path, before, *_listed({file: bad}))
+
+
+def _list_instead(path: Path, done: Mapping[str, Any], file: Mapping[str, Any]) -> None:
+    """Write ``done`` with ``file`` in place of the one of its name."""
+    files = [file if f["name"] == file["name"] else f for f in done["files"]]
+    write_json(path, {**done, "files": files})
 
 
 def _done_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.done.json"
 
 
-def _listed(files: Sequence[Path]) -> list[dict[str, Any]]:
-    return [{"name": f.name, "size": f.stat().st_size, "sha256": sha256_of(f)} for f in files]
+def _listed(files: Mapping[Path, str | None]) -> list[dict[str, Any]]:
+    return [
+        {"name": path.name, "size": path.stat().st_size, "not_finite": bad}
+        for path, bad in files.items()
+    ]
+
+
+def _not_finite(
+    shards: Sequence[ParameterShard], tensors: Sequence[Tensor], check: Callable[[], None]
+) -> str | None:
+    """Return the name of the first parameter whose rows in ``tensors`` hold NaN or Inf."""
+    for shard, rows in zip(shards, tensors, strict=True):
+        check()
+        if not _is_finite(rows):
+            return shard.name
+    return None
+
+
+def _is_finite(values: Tensor) -> bool:
+    # In float64 a sum of float32 values cannot overflow: it is finite if all of them are. Pieces,
+    # since torch copies what it sums up in another dtype.
+    pieces = values.reshape(-1).split(_PIECE)
+    return all(math.isfinite(float(piece.sum(dtype=torch.float64))) for piece in pieces)
 
 
 def _write_model_rows(
@@ -231,7 +432,7 @@ def _write_model_rows(
         os.ftruncate(handle, layout.size)  # the same size from every rank
         if state.rank == 0:
             _write_at(handle, memoryview(layout.header), 0)
-        for shard, rows in zip(state.shards, state.weights, strict=True):
+        for shard, rows in zip(state.shards, state.copies.weights, strict=True):
             check()
             start = layout.offsets[shard.name] + shard.start * shard.row_size * 4
             _write_at(handle, tensor_bytes(rows), start)
@@ -269,7 +470,9 @@ def _part_tensors(
 
 def _wait_for_parts(
     parts: Path, world_size: int, timeout: timedelta, check: Callable[[], None]
-) -> None:
+) -> str | None:
+    """Return the first parameter whose weights hold NaN or Inf, of any rank's."""
+    found: list[str | None] = []
     deadline = time.monotonic() + timeout.total_seconds()
     for rank in range(world_size):
         ready = _ready(parts, rank)
@@ -278,9 +481,13 @@ def _wait_for_parts(
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {rank} did not write its part of the snapshot in time")
             time.sleep(0.01)
-        error = json.loads(ready.read_text())["error"]
-        if error is not None:
-            raise RuntimeError(f"rank {rank} could not write its part of the snapshot: {error}")
+        answer = json.loads(ready.read_text())
+        if answer["error"] is not None:
+            raise RuntimeError(
+                f"rank {rank} could not write its part of the snapshot: {answer['error']}"
+            )
+        found.append(answer["not_finite"])
+    return next((name for name in found if name is not None), None)
 
 
 def _contents(
@@ -304,6 +511,11 @@ def _contents(
     return contents
 
 
-def _write_gradients(folder: Path, content: Mapping[str, Any]) -> None:
+def _write_gradients(folder: Path, content: Mapping[str, Any]) -> str | None:
+    """Write ``gradients.pt``. Return the name of what in it holds NaN or Inf."""
     with atomic_file(folder / keys.GRADIENTS) as handle:
         torch.save(dict(content), handle)
+    if not math.isfinite(content["metadata"]["loss"]):
+        return "loss"
+    values = (name for name in content if name.endswith(_VALUES))
+    return next((name for name in values if not _is_finite(content[name])), None)

@@ -1,4 +1,4 @@
-"""How fast training is, told truthfully: MFU against a known peak.
+"""How fast training is: MFU against a known peak, and a profiler trace on request.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
@@ -17,7 +17,9 @@ AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -97,3 +99,39 @@ class DeviceGauge:
     def mfu(self, flops_per_second: float) -> float | None:
         """0 to 1; ``flops_per_second``: the model's, of this one GPU."""
         return None if self.peak is None else flops_per_second / self.peak
+
+
+log = logging.getLogger(__name__)
+
+
+class StepProfiler:
+    """Records ``steps`` inner steps after the first ``start``; writes ``profile-rank-R.json``
+    (Chrome trace) into ``folder``. ``steps`` 0: nothing at all."""
+
+    def __init__(self, *, steps: int, start: int, rank: int, folder: Path | None = None) -> None:
+        self._steps, self._start, self._rank = steps, start, rank
+        self._folder = folder or Path.cwd()
+        self._seen = 0
+        self._profiler: Any = None
+        if steps > 0 and start == 0:
+            self._begin()
+
+    def step(self) -> None:
+        """An inner step is complete."""
+        if self._steps <= 0:
+            return
+        self._seen += 1
+        if self._seen == self._start:
+            self._begin()
+        elif self._profiler is not None and self._seen == self._start + self._steps:
+            self._profiler.stop()
+            path = self._folder / f"profile-rank-{self._rank}.json"
+            self._profiler.export_chrome_trace(str(path))
+            self._profiler = None
+            log.info("Profile of %d inner steps written to %s", self._steps, path)
+
+    def _begin(self) -> None:
+        from torch.profiler import profile
+
+        self._profiler = profile()  # all activities this build supports
+        self._profiler.start()

@@ -2,12 +2,18 @@
 
 All ranks call the same methods in the same order. Nothing here talks to a network beyond the
 process group, and nothing waits for a device more than once per inner step.
+
+A step's time is wall time: from the end of the step before to its own end. It includes whatever
+happens between two micro-batches (commands of rank 0, waiting for data, a snapshot's copy, a
+gradient check, a checkpoint), since an hour has no more steps than that. Only pauses of a round are
+left out (:meth:`StepMeter.pause`): then there is nothing to train. So is MFU.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,27 +22,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.extras import extra
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
 
-from . import weights
-from .feedback import Codec, ErrorFeedback
-from .inner_optimizer import InnerOptimizer
-from .known_size import KnownSize, facts_of
-from .layout import Layout
-from .micro_batch_size import measured_micro_batch
-from .micro_batches import MicroBatches
+from . import sharding
+from .collectives import Layout, RowStream, open_stream
+from .error_feedback import BoundaryCopier, Codec, ErrorFeedback
+from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .memory_plan import BatchPlan, plan_batch
+from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .model import Schema
 from .outer_step import OuterStep
-from .plan import BatchPlan, plan_batch
-from .profile import StepProfiler
 from .publication import Publication
-from .schedule import CosineSchedule
 from .sharding import ShardedModel, build_sharded_model
-from .shards import RowStream, open_stream
 from .snapshot import SnapshotHandle
-from .step_meter import StepMeter
-from .throughput import DeviceGauge
+from .throughput import DeviceGauge, StepProfiler
+
+
+class StepMeter:
+    """Follows one step after the other. ``flops_per_token``: of the model, all ranks together."""
+
+    def __init__(
+        self,
+        *,
+        gauge: DeviceGauge,
+        flops_per_token: float,
+        world_size: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._gauge = gauge
+        self._flops_per_token = flops_per_token
+        self._world_size = world_size
+        self._clock = clock
+        self._began: float | None = None  # when the step before ended, or the first batch was taken
+        self._paused = 0.0
+        self._waited = 0.0
+
+    def micro_batch(self, data_wait_seconds: float) -> None:
+        """One begins; ``data_wait_seconds`` were spent waiting for it."""
+        if self._began is None:
+            self._began = self._clock() - data_wait_seconds
+            self._paused = 0.0
+        self._waited += data_wait_seconds
+
+    def pause(self, seconds: float) -> None:
+        """``seconds`` in which there was nothing to train are no step's."""
+        self._paused += seconds
+
+    def drop(self) -> None:
+        """The step under way is given up; the next one begins with its first micro-batch."""
+        self._began, self._paused, self._waited = None, 0.0, 0.0
+
+    def finish(
+        self,
+        *,
+        outer_step: int,
+        inner_step: int,
+        total_inner_steps: int,
+        loss: float,
+        learning_rate: float,
+        learning_rate_share: float,
+        grad_norm: float | None,
+        plan: BatchPlan,
+        sequence_length: int,
+        note: str,
+    ) -> StepReport:
+        """The report of the step that ends now; the next one begins. ``grad_norm`` None: it was
+        skipped."""
+        now = self._clock()
+        began = now if self._began is None else self._began
+        seconds = max(now - began - self._paused, 1e-9)
+        tokens = plan.effective * sequence_length
+        flops = tokens * self._flops_per_token / self._world_size
+        report = StepReport(
+            outer_step=outer_step,
+            inner_step=inner_step,
+            loss=loss,
+            learning_rate=learning_rate,
+            learning_rate_share=learning_rate_share,
+            tokens=tokens,
+            samples=plan.effective,
+            seconds=seconds,
+            data_wait_seconds=self._waited,
+            micro_batches=plan.micro_batches,
+            grad_norm=grad_norm,
+            gpu_memory_gb=self._gauge.memory_gb(),
+            gpu_utilization=self._gauge.utilization(),
+            mfu=self._gauge.mfu(flops / seconds),
+            skipped=grad_norm is None,
+            note=note,
+            total_inner_steps=total_inner_steps,
+        )
+        self._began, self._paused, self._waited = now, 0.0, 0.0
+        return report
+
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +183,7 @@ class Trainer:
         )
         self.stream = open_stream(layout, STREAM_TIMEOUT)
         self._build_optimizers()
+        self.copier = BoundaryCopier(self.sharded.shards, self.optimizer)
         self.publication = Publication(
             settings=settings,
             model_config=model_config,
@@ -111,11 +192,13 @@ class Trainer:
             optimizer=self.optimizer,
             schedule=self.schedule,
             outer=self.outer,
+            copier=self.copier,
         )
         self._build_step(run_folder)
 
         self.outer_step = self.inner_step = self.total_inner_steps = 0
         self.skipped_in_a_row = 0
+        self._warned_of_the_end = False
         self._meter = StepMeter(
             gauge=DeviceGauge(device, utilization),
             flops_per_token=self.sharded.flops_per_token,
@@ -125,7 +208,11 @@ class Trainer:
             steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
         )
         if isinstance(wanted, str):
-            self.plan_micro_batches(measured_micro_batch(self.step, settings, say=self._say))
+            self.plan_micro_batches(
+                measured_micro_batch(
+                    self.step, settings, say=self._say, end_step=self._try_end_of_step
+                )
+            )
 
     def _build_optimizers(self) -> None:
         settings, shards = self.settings, self.sharded.shards
@@ -139,11 +226,6 @@ class Trainer:
             offload=self.sharded.plan.offload_optimizer,
         )
         self._say(self.optimizer.line)
-        if settings.error_feedback == "round":
-            self._say(
-                "--neuron.error_feedback round is not offered any more, since nothing it published "
-                "was better; 'best' takes its place: remove the flag"
-            )
         feedback = ErrorFeedback(
             mode=settings.error_feedback,
             decay=settings.momentum_decay,
@@ -162,10 +244,10 @@ class Trainer:
     def _build_step(self, run_folder: Path | None) -> None:
         kind = MicroBatches
         if self.settings.pcgrad:
-            from .pcgrad import SurgeryMicroBatches as kind
+            kind = extra("pcgrad", wanted_by="--train.pcgrad").SurgeryMicroBatches
         path = None if run_folder is None else run_folder / "micro-batch.json"
         known = KnownSize(path, facts_of(self.sharded, self.settings))
-        if self.stream.layout.nodes > 1:
+        if self.world_size > 1:
             known.agree(self.stream)
         self.step = kind(sharded=self.sharded, stream=self.stream, known=known, say=self._say)
 
@@ -205,7 +287,7 @@ class Trainer:
         AdamW and schedule stay. Raises ValueError on all ranks alike when the file is not this
         model's; nothing changes then.
         """
-        weights.load(self.sharded, path, self.stream, seed=self.settings.seed)
+        sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
         self.drop_step()
 
     def load_global(
@@ -287,6 +369,7 @@ class Trainer:
             total_inner_steps=self.total_inner_steps,
             loss=loss,
             learning_rate=rate,
+            learning_rate_share=rate / self.schedule.peak,
             grad_norm=norm if finite else None,
             plan=self.batch_plan,
             sequence_length=self.settings.sequence_length,
@@ -322,6 +405,30 @@ class Trainer:
         self.inner_step += 1
         self.total_inner_steps += 1
         self.skipped_in_a_row = 0
+        if self.schedule.nears_its_end(self.total_inner_steps):
+            self._warn_of_the_end(rate)
+
+    def _warn_of_the_end(self, rate: float) -> None:
+        """Once per start."""
+        if self.rank == 0 and not self._warned_of_the_end:
+            self._warned_of_the_end = True
+            total = self.schedule.total_steps
+            log.warning(
+                "Inner step %d of --neuron.total_steps %d: the learning rate is at %.0f %% of its "
+                "peak and stays there, so later steps learn slowly; to raise it again restart with "
+                "a larger value, such as --neuron.total_steps %d",
+                self.total_inner_steps,
+                total,
+                100 * rate / self.schedule.peak,
+                2 * total,
+            )
+
+    @torch.no_grad()
+    def _try_end_of_step(self) -> None:
+        """Norm and AdamW of a trial, before there are weights; the optimizer is as new after it."""
+        self._read_step()
+        self.optimizer.step(self.step.gradients(), 0.0)
+        self.optimizer.reset()
 
     def _skip_step(self) -> None:
         self.skipped_in_a_row += 1
@@ -350,6 +457,7 @@ class Trainer:
 
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
         """See :meth:`~.outer_step.OuterStep.prepare`."""
+        self.copier.wait()
         self.outer.prepare(averaged)
 
     def commit_outer_step(self) -> None:
@@ -383,7 +491,8 @@ class Trainer:
     @property
     def preview_micro_batches(self) -> int:
         """Micro-batches that a preview runs on each rank."""
-        return -(-self.settings.preview_sequences // self.micro_batch_size)
+        at_once = self.micro_batch_size * self.world_size
+        return -(-self.settings.preview_sequences // at_once)
 
     def preview(self, handle: SnapshotHandle) -> float | None:
         """See :meth:`~.publication.Publication.preview`; None in the middle of a step."""

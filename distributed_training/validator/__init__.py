@@ -1,7 +1,6 @@
-"""The reference validator: owns the global bucket, leads the rounds, scores the uploads.
+"""The reference validator: publishes the global state, leads the rounds, scores the uploads.
 
-``program`` (start and stop), ``outside`` (what lies beyond the room, from the configuration),
-``validator`` (the loop), ``rounds`` (one all-reduce), ``publisher`` (the global state),
-``scorer`` and ``evaluator`` (uploads), ``ledger`` (what is known of miners over time), ``events``
-(what others follow it by). Nothing is imported here.
+``program`` (start and stop, from the configuration), ``validator`` (the loop), ``rounds`` (one
+all-reduce), ``global_state`` (the published state, and the first one), ``scorer`` (scoring passes
+and the standings that they add up to), ``events`` (for other programs). Nothing is imported here.
 """

@@ -1,4 +1,9 @@
-"""The validator as a program: from its configuration to an exit status."""
+"""The validator as a program: from its configuration to an exit status.
+
+Hotkey, buckets, text and swarm may take long to open, or fail. They are opened before a model is
+built, so that a missing key or an unregistered hotkey is reported at once. Tests hand over parts of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +12,105 @@ import random
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from distributed_training.chain.base import ChainError
+from distributed_training.chain.client import SignedClient
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import Config, ConfigError, describe, exit_with
+from distributed_training.config import Config, ConfigError, describe
+from distributed_training.data.block_builder import open_source
+from distributed_training.data.pipeline import held_out_batches
+from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.signals import Stopped, StopSignals
-from distributed_training.node.start import make_run_folder, start_log
-from distributed_training.scoring.evaluator import Evaluator
-from distributed_training.scoring.model import EvaluationModel, evaluation_device
-from distributed_training.store.errors import StoreError
+from distributed_training.node.start import (
+    fetch_tokenizer,
+    make_run_folder,
+    start_log,
+    write_settings,
+)
+from distributed_training.protocol.payload import Schema
+from distributed_training.scoring.evaluator import (
+    EvaluationModel,
+    Evaluator,
+    Pages,
+    evaluation_device,
+)
+from distributed_training.scoring.upload import OpenBucket, PageReader
+from distributed_training.store.s3 import S3ObjectStore, StoreError
+from distributed_training.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.outer import OUTER_LEARNING_RATE, OUTER_MOMENTUM
+from distributed_training.training.nesterov import OUTER_LEARNING_RATE, OUTER_MOMENTUM
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalState,
     GlobalStateError,
+    initial_weights,
+    read_model_config,
+    small_llama,
 )
-from distributed_training.validator.initial import initial_weights, read_model_config, small_llama
-from distributed_training.validator.parts import Parts, connect
-from distributed_training.validator.rounds import RoundCaller
-from distributed_training.validator.run import Run
-from distributed_training.validator.scorer import Scorer
-from distributed_training.validator.standings import Standings
+from distributed_training.validator.rounds import RoundCaller, Run
+from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Validator
+
+
+@dataclass(frozen=True)
+class Parts:
+    """``store``: the global bucket, to write. ``swarm`` is called once the model's schema is known.
+    ``vocabulary``: words a new model needs."""
+
+    member: Member
+    client: SignedClient
+    store: S3ObjectStore
+    open_bucket: OpenBucket
+    pages: Pages
+    held_out: Tensor
+    swarm: Callable[[Schema], HivemindSwarm]
+    vocabulary: int
+    eos_id: int
+
+
+def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+    """What must be closed is left to ``stack``. Raises ConfigError, NetworkFailure."""
+    member = join_subnet(config, stack)
+    store = open_own(config.store, config.store.global_model_name)
+    check_own(store)
+    commit(member, own_commitment(config.store, store.bucket))
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    held_out = held_out_batches(
+        tokenizer_path=tokenizer_path,
+        eos_id=eos_id,
+        sequences=config.validator.held_out_sequences,
+        sequence_length=config.training.sequence_length,
+    )
+    return Parts(
+        member=member,
+        client=SignedClient(wallet=member.wallet, scheme=config.chain.client_scheme),
+        store=store,
+        open_bucket=PeerBuckets(config.store, member.chain).of_miner,
+        pages=PageReader.from_settings(
+            config, open_source(config.data), TextTokenizer(tokenizer_path, eos_id=eos_id)
+        ),
+        held_out=held_out,
+        swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
+        vocabulary=_vocabulary(tokenizer_path),
+        eos_id=eos_id,
+    )
+
+
+def _vocabulary(tokenizer_path: Path) -> int:
+    """Words of the tokenizer, rounded up to a multiple of 8."""
+    from tokenizers import Tokenizer
+
+    return -(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8
+
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +118,16 @@ log = logging.getLogger(__name__)
 def run_validator(
     config: Config, *, connect: Callable[[Config, Path, ExitStack], Parts] = connect
 ) -> int:
-    """Exit status: 0 stopped as asked, 1 a fault (pm2 restarts), 2 bad configuration.
+    """Return the exit status: 0 stopped as asked, 1 a fault, after which pm2 starts it again.
 
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
     """
     try:
         print("\n".join(describe(config)), flush=True)
+        start_log(config, None, name="validator")  # the run folder may not be there yet
         folder = make_run_folder(config)
         start_log(config, folder, name="validator")
+        write_settings(config, folder)
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
             validator, found, initial = build(
@@ -57,11 +136,9 @@ def run_validator(
             validator.start(found, initial)
             signals.interrupts = False
             validator.run()
-    except ConfigError as error:
-        return exit_with(error)
     except Stopped:
         log.info("Stopped before the start was complete")
-    except (NetworkFailure, GlobalStateError, StoreError, ChainError) as error:
+    except (ConfigError, NetworkFailure, GlobalStateError, StoreError, ChainError) as error:
         log.error("%s", error)
         return ExitStatus.FAULT
     return ExitStatus.STOPPED

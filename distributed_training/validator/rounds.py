@@ -1,27 +1,28 @@
 """One all-reduce round as the validator leads it (protocol page, section 6).
 
-Sweep with IsAlive until enough miners stand at our outer step; order them by published inner step;
+Sweep with IsAlive until enough miners stand at our outer step; order them by uploaded inner step;
 load the best one's checkpoint as our own contribution; start our averager, then call the miners.
-What comes back is an average; whether it becomes an outer step is decided elsewhere.
+The result is an average; whether it becomes an outer step is decided by the validator.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import MOST_CALLED, SignedClient
-from distributed_training.config.swarm import SwarmSettings
-from distributed_training.config.validator import ValidatorSettings
-from distributed_training.node.peers import Reader
+from distributed_training.config.settings import SwarmSettings, ValidatorSettings
+from distributed_training.node.buckets import Reader
 from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import (
@@ -31,12 +32,22 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.model import load_weights, model_bytes
-from distributed_training.scoring.repository import OpenBucket
-from distributed_training.store.errors import StoreError
+from distributed_training.scoring.evaluator import load_weights, model_bytes
+from distributed_training.scoring.upload import OpenBucket
+from distributed_training.store.s3 import StoreError
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.validator.global_state import GlobalState
-from distributed_training.validator.run import Run
+
+
+@dataclass(frozen=True)
+class Run:
+    """``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
+    ``events``); ``stop`` is set when the program should end."""
+
+    folder: Path
+    record: Callable[..., None]
+    stop: threading.Event
+
 
 log = logging.getLogger(__name__)
 

@@ -18,22 +18,20 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
-from distributed_training.config.validator import ValidatorSettings
-from distributed_training.node.chain import Member, miners_of
+from distributed_training.config.settings import ValidatorSettings
+from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
-from distributed_training.training.outer import nesterov_sgd
+from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalState,
     GlobalStateError,
 )
-from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome
-from distributed_training.validator.run import Run
-from distributed_training.validator.scorer import Scorer
-from distributed_training.validator.standings import Standings
+from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
+from distributed_training.validator.scorer import Scorer, Standings
 
 log = logging.getLogger(__name__)
 

@@ -1,13 +1,48 @@
 # Runs the miner with the flags in "$@" on the nodes of this job, until it ends for good.
 #
-# Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints and ends with status 0.
-# To Slurm the job is over then, so this script queues it again. Before the job's time is over
-# (--signal above, 180 s) it does the same. Exit status 1 is a fault: the miner is started again, as pm2
-# does; 2 (bad configuration) and 3 (deregistered) end the job.
+# Each node's task starts its own launcher and starts it again whatever ends it, as pm2 does; not after
+# 2 (bad configuration) or 3 (deregistered), which end the job, nor after a stop that was asked for.
+#
+# Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints and ends. To Slurm the
+# job is over then, so this script queues it again. Before the job's time is over (--signal above, 180 s)
+# it does the same.
 
-again=""
+export DT_PAUSE=${DT_PAUSE:-10}
+
+# Waits for $child and sets $status, to 0 once a stop was $asked for: bash does not have the status of a
+# child whose wait a signal ended early.
+ended() {
+    wait "$child"
+    status=$?
+    [ -n "$asked" ] || return 0
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+    status=0
+}
+
+# %n in a flag is the number of the node. SLURM_NNODES and SLURM_NODEID are read by the launcher itself.
+task="$(declare -f ended)"'
+asked=""
+ask() { asked=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
+trap ask TERM
+while :; do
+    "${@//%n/$SLURM_NODEID}" & child=$!
+    [ -z "$asked" ] || ask
+    ended
+    [ -z "$asked" ] || exit 0
+    case $status in 2 | 3) break ;; esac
+    echo "The launcher of node $SLURM_NODEID ended with status $status; it is started again in $DT_PAUSE s"
+    sleep "$DT_PAUSE" & child=$!
+    ended
+    [ -z "$asked" ] || exit 0
+done
+# The other nodes would wait for this one until the time limit.
+[ "$SLURM_NNODES" = 1 ] || scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID"
+exit "$status"
+'
+
+asked=""
 save() {
-    again=yes
+    asked=yes
     scancel --signal=TERM "$SLURM_JOB_ID.$step"
 }
 trap save USR1
@@ -15,18 +50,16 @@ trap save USR1
 step=-1
 while :; do
     step=$((step + 1))
-    # Each task is one node's launcher, and reads SLURM_NNODES and SLURM_NODEID by itself. %n in a
-    # flag is the number of its node.
-    srun --kill-on-bad-exit=0 --wait=0 bash -c 'exec "${@//%n/$SLURM_NODEID}"' miner \
-        ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
-    # USR1 ends a wait before srun has ended: wait again until it has.
-    until wait $!; status=$?; ! kill -0 $! 2>/dev/null; do :; done
-    if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then again=yes; fi
-    if [ -n "$again" ] || [ "$status" != 1 ]; then break; fi
-    echo "The miner failed; it is started again in ${DT_PAUSE:-10} s"
-    sleep "${DT_PAUSE:-10}"
+    srun --kill-on-bad-exit=0 --wait=0 bash -c "$task" miner ${DT_MINER:-.venv/bin/python neurons/miner.py} "$@" &
+    child=$!
+    ended
+    if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then asked=yes; fi
+    # The tasks end for good with these alone; anything else is srun's own failure, or a step was lost.
+    case $asked$status in yes* | 0 | 2 | 3) break ;; esac
+    echo "srun ended with status $status; the miner is started again in $DT_PAUSE s"
+    sleep "$DT_PAUSE"
 done
-if [ -n "$again" ] && [ "$status" -lt 2 ]; then
+if [ -n "$asked" ] && [ "$status" != 2 ] && [ "$status" != 3 ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

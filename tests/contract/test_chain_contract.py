@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
+from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.local import LocalChain
 from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.chain.wallet import Wallet, create_wallet
-from distributed_training.config.chain import ChainSettings
-from distributed_training.telemetry.catalogue import CHAIN_COUNTS
+from distributed_training.config.settings import ChainSettings
+from distributed_training.telemetry.metrics import CHAIN_COUNTS
 from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.chain_server_thread import LocalChainServer
 from tests.chain_substrate import LedgerSubstrate

@@ -13,17 +13,17 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.node import peers
-from distributed_training.node.peers import BucketReader
-from distributed_training.store.errors import (
+from distributed_training.node import buckets
+from distributed_training.node.buckets import BucketReader
+from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
+    S3ObjectStore,
     StoreError,
     TransientError,
 )
-from distributed_training.store.s3 import S3ObjectStore
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import settings_for
 
@@ -71,7 +71,7 @@ def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) ->
 def test_objects_come_whole(
     make: Callable[[], S3ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "RANGE", 1000)
+    monkeypatch.setattr(buckets, "RANGE", 1000)
     store, data = make(), os.urandom(2500)
     store.put("epoch-0/a", data)
     reader = _reader(store)
@@ -126,7 +126,7 @@ def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreSe
 def test_a_store_that_stumbles_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "RANGE", 1000)
+    monkeypatch.setattr(buckets, "RANGE", 1000)
     stumbles = {"get_range": 2, "get": 1, "head": 1}
 
     def before(operation: str, key: str) -> None:
@@ -143,14 +143,14 @@ def test_a_store_that_stumbles_is_asked_again(
 
 def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little comes each time, it is over when the named time is."""
-    monkeypatch.setattr(peers, "RANGE", 1)
+    monkeypatch.setattr(buckets, "RANGE", 1)
     now = 0.0
 
     def before(operation: str, key: str) -> None:
         nonlocal now
         now += 1.0
 
-    monkeypatch.setattr(peers.time, "monotonic", lambda: now)
+    monkeypatch.setattr(buckets.time, "monotonic", lambda: now)
     store = MemoryObjectStore(before=before)
     store.put("a", bytes(1000))
     with pytest.raises(DeadlineError, match="of 1000 bytes came in 30 s"):
@@ -159,7 +159,7 @@ def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_object_replaced_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "RANGE", 1000)
+    monkeypatch.setattr(buckets, "RANGE", 1000)
     ranges = []
 
     def before(operation: str, key: str) -> None:

@@ -15,20 +15,23 @@ from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store import s3
-from distributed_training.store.errors import (
+from distributed_training.store.bucket_reader import WritableReadKeyError, check_read_key
+from distributed_training.store.s3 import (
     AccessDeniedError,
     BucketMissingError,
     DeadlineError,
     IntegrityError,
     ObjectMissingError,
+    PartInfo,
     PreconditionError,
+    S3ObjectStore,
+    Section,
+    StoreError,
     TransientError,
+    Uplink,
     UploadMissingError,
 )
-from distributed_training.store.read_key import WritableReadKeyError, check_read_key
-from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.uplink import Section, Uplink
-from distributed_training.store.upload import multipart_etag
+from distributed_training.store.transfer import multipart_etag
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import new_bucket, server, settings_for
 from tests.waiting import wait_for
@@ -107,6 +110,27 @@ def test_multipart(store: S3ObjectStore, tmp_path: Path) -> None:
         store.list_parts("big", other)
     with pytest.raises(UploadMissingError):
         store.complete_multipart("big", other, parts[:1])
+
+
+def test_parts_that_cannot_be_put_together_are_refused(store: S3ObjectStore) -> None:
+    """At Complete, and the upload stays; only its last part may be smaller than 5 MiB."""
+    upload_id = store.create_multipart("big")
+    least, last = b"a" * 5 * MIB, b"b"
+    with pytest.raises(StoreError, match="MalformedXML"):
+        store.complete_multipart("big", upload_id, [])
+    small = [store.upload_part("big", upload_id, n, least[n:]) for n in (1, 2)]
+    with pytest.raises(StoreError, match="EntityTooSmall"):
+        store.complete_multipart("big", upload_id, small)
+    parts = [store.upload_part("big", upload_id, n, data) for n, data in ((1, least), (2, last))]
+    with pytest.raises(StoreError, match="InvalidPartOrder"):
+        store.complete_multipart("big", upload_id, parts[::-1])
+    for wrong in (small[0], PartInfo(3, 1, parts[1].etag)):
+        with pytest.raises(StoreError, match="InvalidPart"):
+            store.complete_multipart("big", upload_id, [wrong, *parts[1:]])
+    assert store.head("big") is None
+    assert store.list_parts("big", upload_id) == parts
+    assert store.complete_multipart("big", upload_id, parts) == multipart_etag(parts)
+    assert store.get("big", limit=len(least) + 1) == least + last
 
 
 def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import report
-from distributed_training.doctor.outside import check_chain_clock
+from distributed_training.doctor.network_checks import check_chain_clock
 from distributed_training.doctor.reach import host_and_port, probe
 
 pytestmark = pytest.mark.timeout(300)
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EVERY = {
     "configuration", "python", "torch", "gpu", "batch", "model", "host memory", "disk",
     "disk speed", "descriptors", "shared memory", "port axon.port", "port dht.port", "clock",
-    "chain clock",
+    "chain clock", "network",
     "hotkey", "commitment", "endpoint", "bucket", "line", "bootstrap", "calls", "tokenizer",
     "data", "step time",
 }  # fmt: skip
@@ -77,6 +77,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     for name in (
         "clock",
         "chain clock",
+        "network",
         "commitment",
         "endpoint",
         "bucket",

@@ -16,7 +16,7 @@ import pytest
 from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
-from distributed_training.miner.process import mark_of
+from distributed_training.miner.run_folder import mark_of
 from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
 from tests.r2_keys import KEYS
 from tests.waiting import wait_for

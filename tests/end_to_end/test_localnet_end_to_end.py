@@ -28,7 +28,7 @@ from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
-from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
 from tests import chromium
 from tests.subnet_tools import paced
@@ -111,13 +111,28 @@ def test_no_secret_on_a_command_line_or_in_a_log(run: Run) -> None:
             assert not [secret for secret in run.secrets if secret in text], path
 
 
+def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> None:
+    for miner in run.subnet.miners:
+        plan = miner.plan
+        text = (plan.folder / "log.txt").read_text()
+        who = rf"Miner \S+: uid {plan.uid}, hotkey 5\w+, netuid \d+, bucket \S+-{plan.uid:03d}"
+        begins = re.search(rf"{who}$", text, re.M)
+        model = re.search(r"Global state of outer step \d+: a model of [0-9.]+ M param", text)
+        first = text.index("Inner Step: 1 ")
+        assert begins and model and begins.start() < model.start() < first
+        assert text.index("Configuration of this miner") < begins.start()
+        assert len(text[: begins.start()].splitlines()) < 40, "not all settings"
+        assert "--neuron.checkpoint_steps" in (plan.folder / "config.txt").read_text()
+
+
 #: What a miner without a GPU, without a score preview, of an hour's run at most cannot have.
 NOT_MEASURED = re.compile(r"train_mfu|gpu_.*|rank_gpu_.*|score_.*|memory_growth_bytes_per_hour")
 
 
 def test_every_metric_is_written_by_a_real_miner(run: Run) -> None:
     for miner in run.subnet.miners:
-        text = (miner.plan.folder / "metrics.prom").read_text()
+        files = ("metrics.prom", "launcher.prom")
+        text = "".join((miner.plan.folder / name).read_text() for name in files)
         written = {family.name for family in text_string_to_metric_families(text)}
         # The parser takes _total off a counter's name.
         missing = {n for n in METRICS if f"dt_{n.removesuffix('_total')}" not in written}

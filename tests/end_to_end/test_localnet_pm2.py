@@ -1,7 +1,8 @@
 """A real miner of a local subnet under a real pm2, and what happens to it in a life.
 
 A restart in mid-upload, a stop in mid-round, a killed launcher, a reboot. After each it takes the
-next round with everybody. At last it is deregistered, and pm2 leaves it down. That it trains,
+next round with everybody. At last it is deregistered for longer than it waits, and pm2 leaves it
+down. That it trains,
 resumes and stops under pm2 is in test_update_pm2.py.
 """
 
@@ -19,10 +20,11 @@ import pytest
 from bench import kills
 from distributed_training.chain.local import LocalChain
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import kill_tree
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
-from distributed_training.miner.process import launcher_pid, mark_of
+from distributed_training.miner.run_folder import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
 from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
@@ -43,7 +45,7 @@ class LocalMiner(Pm2):
         environ = {
             **subnet.services.environment(self.miner.plan),
             "DT_PRESET": "local",
-            "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
+            "DT_FLAGS": " ".join(subnet.services.flags(self.miner.plan)),
         }
         super().__init__(folder, environ)
 
@@ -59,7 +61,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
         folder=tmp_path / "subnet",
         ranks=(1,),
         blocks_per_allreduce=40,
-        miner_flags=gather,
+        miner_flags=(*gather, "--neuron.deregistered_wait", "10s"),
         validator_flags=gather,
     )
     with LocalSubnet(options=options) as subnet:
@@ -152,8 +154,9 @@ def lose_the_registration(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     assert services is not None
     with closing(LocalChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))) as us:
         us.deregister()
-    wait_for(lambda: pm2.state[0] != "online", "the end", 60)
-    assert pm2.events("stop")[-1]["exit_status"] == ExitStatus.DEREGISTERED
+    wait_for(lambda: pm2.state[0] != "online", "the end", 120)
+    written = read_json_object(miner.plan.folder / "exit_status.json")
+    assert written is not None and written["status"] == ExitStatus.DEREGISTERED
     pm2.outlast_a_restart()
     status, restarts = pm2.state
     assert status != "online" and restarts == 0

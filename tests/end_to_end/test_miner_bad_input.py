@@ -1,6 +1,8 @@
-"""Bad input: one line naming cause, consequence and remedy, status 2, nothing left behind.
+"""Bad input: one line naming cause, consequence and remedy, nothing left behind.
 
-Against real services of a local subnet, through the real launcher.
+Settings that cannot be right end the miner with status 2. What the chain, the store or the machine
+refuse is tried again until it works. Against real services of a local subnet, through the real
+launcher.
 """
 
 from __future__ import annotations
@@ -11,13 +13,14 @@ import secrets
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from distributed_training.chain.wallet import create_wallet
+from distributed_training.chain.identity import create_wallet
 from distributed_training.common.processes import Mark
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import MARK
@@ -45,16 +48,42 @@ class World:
 
     def miner(self, *more: str, drop: tuple[str, ...] = (), **environ: str) -> Run:
         """Run the miner with the plan's flags, ``more`` after them."""
+        with self.started(*more, drop=drop, **environ) as process:
+            output, _ = process.communicate(timeout=100)
+        return Run(process.returncode, output)
+
+    def refused(self, *more: str, **environ: str) -> Run:
+        """The same, of a miner that something outside refuses: it runs until that was tried three
+        times, and is stopped then."""
+        output = ""
+        with self.started(*more, **environ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                output += line
+                if "(attempt 4)" in line:
+                    process.terminate()
+        return Run(process.returncode, output)
+
+    @contextlib.contextmanager
+    def started(
+        self, *more: str, drop: tuple[str, ...] = (), **environ: str
+    ) -> Iterator[subprocess.Popen[str]]:
         environment = self.services.environment(self.plan) | environ
-        done = subprocess.run(
+        process = subprocess.Popen(
             [sys.executable, *self.services.arguments(self.plan), *more],
             env={k: v for k, v in environment.items() if k not in drop},
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
             cwd=self.folder,
         )
-        return Run(done.returncode, done.stdout + done.stderr)
+        late = threading.Timer(100, process.kill)
+        late.start()
+        try:
+            with process:
+                yield process
+        finally:
+            late.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +108,17 @@ def assert_one_line(run: Run, *words: str) -> None:
     assert len({re.sub(r"^.*error:", "", line) for line in run.errors}) == 1, run.output[-3000:]
     for word in words:
         assert word in run.errors[-1]
+
+
+def assert_tried_again(run: Run, *words: str) -> None:
+    """The one reason is repeated, on one line each; a stop ends the miner."""
+    assert run.status == 0, run.output[-3000:]
+    assert "Traceback" not in run.output, run.output[-3000:]
+    reasons = re.findall(r"Cannot train: (.*)\. Trying again in", run.output)
+    assert len(reasons) == 3 and len(set(reasons)) == 1, run.output[-3000:]
+    assert "| ERROR |" not in run.output
+    for word in words:
+        assert word in reasons[0]
 
 
 def leaves_nothing(world: World) -> bool:
@@ -110,32 +150,32 @@ def test_ports_in_use(world: World) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert_one_line(world.miner("--axon.port", port), "--axon.port", port)
-        assert_one_line(world.miner("--dht.port", port), "--dht.port", port)
+        assert_tried_again(world.refused("--axon.port", port), "--axon.port", port)
+        assert_tried_again(world.refused("--dht.port", port), "--dht.port", port)
     assert leaves_nothing(world)
 
 
 def test_a_hotkey_that_is_not_registered(world: World) -> None:
     create_wallet(world.folder / "wallets", "stranger")
-    run = world.miner("--wallet.name", "stranger")
-    assert_one_line(run, "not registered", "btcli subnet register")
+    run = world.refused("--wallet.name", "stranger")
+    assert_tried_again(run, "not registered", "btcli subnet register")
     assert leaves_nothing(world)
 
 
 def test_a_hotkey_that_is_not_there(world: World) -> None:
-    assert_one_line(world.miner("--wallet.hotkey", "nobody"), "nobody", "--wallet")
+    assert_tried_again(world.refused("--wallet.hotkey", "nobody"), "nobody", "--wallet")
     assert leaves_nothing(world)
 
 
 def test_no_bucket(world: World) -> None:
-    run = world.miner("--neuron.global_model_name", "no-such-model")
-    assert_one_line(run, "no-such-model-000", "does not exist")
+    run = world.refused("--neuron.global_model_name", "no-such-model")
+    assert_tried_again(run, "no-such-model-000", "does not exist")
     assert leaves_nothing(world)
 
 
 def test_wrong_write_key(world: World) -> None:
-    run = world.miner(R2_WRITE_SECRET_ACCESS_KEY="0" * 64)
-    assert_one_line(run, "R2_WRITE")
+    run = world.refused(R2_WRITE_SECRET_ACCESS_KEY="0" * 64)
+    assert_tried_again(run, "R2_WRITE")
     assert "0" * 64 not in run.output
 
 
@@ -146,8 +186,8 @@ def test_a_read_key_that_can_write_is_never_committed(world: World) -> None:
         for a, b in (("READ", "WRITE"), ("WRITE", "READ"))
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
     }
-    run = world.miner(**swapped)
-    assert_one_line(run, "R2_READ_ACCESS_KEY_ID can write", "nothing was committed", "Read only")
+    run = world.refused(**swapped)
+    assert_tried_again(run, "R2_READ_ACCESS_KEY_ID can write", "nothing was committed", "Read only")
     assert "Logged To Chain" not in run.output
     assert leaves_nothing(world)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from datetime import timedelta
 from pathlib import Path
@@ -22,12 +24,15 @@ import pytest
 import yaml
 
 from bench.server import SETTINGS, start_server
+from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import MinerState, Mode
-from distributed_training.miner.gauges import MachineGauges, limits
-from distributed_training.miner.process import INSTANCE, write_pid_file
-from distributed_training.miner.reporter import Metrics, Reporter
+from distributed_training.config import load_config
+from distributed_training.miner import services
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.launcher import Outages
+from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter, limits
+from distributed_training.miner.run_folder import INSTANCE, write_pid_file
+from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
@@ -37,8 +42,10 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, unix_time
-from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
+from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.chain_world import MINER, VALIDATOR
 from tests.waiting import wait_for
 
 PROMETHEUS = shutil.which("prometheus")
@@ -49,14 +56,6 @@ pytestmark = [
 ]
 OPS = Path(__file__).parents[2] / "ops"
 TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
-SCORES = {
-    "line": "a line",
-    "random_relative": 0.02,
-    "assigned_relative": 0.03,
-    "rank": 1,
-    "train_share": 0.5,
-    "repo_valid": True,
-}
 
 
 class Miner:
@@ -118,6 +117,7 @@ class Miner:
         report = StepReport(
             self.step, 1, 2.5, 1e-3, 256, 8, 0.2, 0.0, 2,
             grad_norm=1.0, gpu_memory_gb=70.0, gpu_utilization=98.0, mfu=0.5,
+            learning_rate_share=0.5,
         )  # fmt: skip
         self.reporter.see(ev.InnerStepDone(report), TRAINING)
 
@@ -144,7 +144,6 @@ class Miner:
             finished_at=time.monotonic(),
         )
         see(ev.PublicationEnded(published), TRAINING)
-        see(ev.ScorePreviewed(SCORES), TRAINING)
 
 
 class Prometheus:
@@ -197,6 +196,7 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv(INSTANCE, "ops")
+        Outages(folder, threading.Event()).report()  # as the launcher does at its start
         miner = Miner(folder, stack)
         miner.train()
         stack.enter_context(PageProcess([folder], told=said.append))
@@ -248,3 +248,40 @@ def test_every_metric_of_the_catalogue_arrives(prometheus: Prometheus) -> None:
     assert missing <= {"dt_registered"}, missing  # written with the last figures, at a stop
     described = prometheus.get("metadata")
     assert all(described[name][0]["help"] for name in names if name.startswith("dt_train"))
+
+
+def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The waiting start of the product writes the file that the page serves."""
+    ledger = MemoryLedger()
+    ledger.register(VALIDATOR.ss58)
+    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+    argv = ["--neuron.master_ss58_address", VALIDATOR.ss58]
+    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    monkeypatch.setattr(services, "pause", lambda wanted: time.sleep(0.05))
+    record = RegistrationRecord(MINER.ss58, 7)
+    waits = (config, chain, record, tmp_path, lambda: True)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
+        stack.enter_context(PageProcess([tmp_path], told=said.append))
+        address = wait_for(lambda: said, "the page")[0].removeprefix("page: http://").rstrip("/")
+        prometheus = stack.enter_context(closing(Prometheus(tmp_path, address)))
+
+        def firing() -> list[str]:
+            groups = prometheus.get("rules")["groups"]
+            return [r["name"] for g in groups for r in g["rules"] if r["state"] == "firing"]
+
+        wait_for(prometheus.answers, "a scrape before there are figures", seconds=60)
+        assert firing() == []
+        start = pool.submit(services._registered_again, *waits)
+        stack.callback(ledger.register, MINER.ss58)  # or the start would wait on
+        wait_for(lambda: firing() == ["Deregistered"], "the alert", seconds=60)
+        scrapes = "count_over_time(dt_registered[5m]) >= 5"
+        wait_for(lambda: prometheus.query(scrapes), "more scrapes", seconds=60)
+        assert firing() == ["Deregistered"], "the series stays while the miner waits"
+        ledger.register(MINER.ss58)
+        assert start.result(60) == chain.uid(MINER.ss58)
+        metrics = Metrics(file=MetricsFile(tmp_path / "metrics.prom"), counts={}, gauges={})
+        metrics.write()
+        wait_for(lambda: firing() == [], "the end of the alert", seconds=60)

@@ -143,9 +143,87 @@ def test_it_shows_what_happens_and_survives_a_restart(
     step(events, 42, loss=1.4)
     with closing(Page(folder, port=port)):
         wait_for(lambda: "3 . 42" in card(browser, "Step"), "what happened in between")
-        wait_for(lambda: browser.find_element("id", "connection").text == "live", "live again")
+        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it again")
     problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
+
+
+def test_a_killed_miner_is_dead_within_ten_seconds(
+    browser: Any, run_folder: tuple[Path, EventLog]
+) -> None:
+    """By its process and files, with the page's server still there."""
+    folder, events = run_folder
+    with subprocess.Popen(["sleep", "600"]) as miner, closing(Page(folder)) as page:
+        (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": miner.pid}))
+        events.write("state", before="awaiting_global", after="training")
+        browser.get(page.url)
+        wait_for(lambda: "training" in card(browser, "State"), "that it trains")
+        began = time.time()
+        wait_for(lambda: time.time() > began + 8, "eight seconds without an event")
+        assert "training" in card(browser, "State"), "a long step is no death"
+        miner.kill()
+        miner.wait()
+        killed = time.time()
+        wait_for(lambda: "dead" in card(browser, "State"), "that it is dead", every=0.2)
+        assert time.time() - killed < 10
+        assert "no sign of life for" in card(browser, "State")
+        assert browser.title.startswith("⚠")
+        assert "old" in browser.find_element("id", "now").get_attribute("class").split()
+        assert browser.execute_script(CHECKS) == []
+        events.write("stop", reason="asked to stop", exit_status=0)
+        wait_for(lambda: "stopped" in card(browser, "State"), "a stop that was asked for")
+        assert "asked to stop" in card(browser, "State") and browser.title == folder.name
+
+
+def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
+    folder, _ = run_folder
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it")
+        assert not browser.title.startswith("⚠")
+        os.kill(page.process.pid, signal.SIGSTOP)  # as behind a tunnel that broke: no error comes
+        try:
+            wait_for(lambda: browser.title.startswith("⚠"), "the warning", seconds=30)
+        finally:
+            os.kill(page.process.pid, signal.SIGCONT)
+        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it again")
+    wait_for(lambda: browser.title.startswith("⚠"), "that it is away")
+    text = browser.find_element("id", "connection").text
+    assert "the miner, its machine or the tunnel" in text and "figures of" in text
+
+
+def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "miner-017"
+    folder.mkdir()
+    (folder / "metrics.prom").write_text(
+        "# TYPE dt_start_timestamp_seconds gauge\n"
+        f"dt_start_timestamp_seconds {time.time() - 5000}\n"
+        "# TYPE dt_publication_age_limit_seconds gauge\ndt_publication_age_limit_seconds 4800\n"
+    )
+    with EventLog(folder / "events.jsonl") as events, closing(Page(folder)) as page:
+        step(events, 7, loss=3.0)
+        browser.get(page.url)
+        wait_for(lambda: "nothing yet" in card(browser, "Published"), "the card")
+        assert "83 min" in card(browser, "Published")
+        bad = browser.execute_script(
+            "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
+        )
+        assert bad == ["Published"]
+
+
+def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
+    """The page counts ages on each second; what did not change must not be drawn again."""
+    folder, _ = run_folder
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        wait_for(lambda: "2.000" in card(browser, "Loss"), "the history on the page")
+        browser.execute_script("""
+            const value = [...document.querySelectorAll('.card')]
+                .find((card) => card.querySelector('h2').textContent === 'Loss').querySelector('p');
+            getSelection().selectAllChildren(value);""")
+        seen: set[str] = set()
+        wait_for(lambda: seen.add(card(browser, "Step")) or len(seen) > 3, "an age that grows")
+        assert browser.execute_script("return getSelection().toString()") == "2.000"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -8,12 +8,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from distributed_training.chain.base import find
 from distributed_training.chain.local import LocalChain
 from distributed_training.common.files import read_json_object
 from distributed_training.doctor.command import main
@@ -23,13 +25,18 @@ from distributed_training.telemetry import read_events
 from tests.end_to_end.test_doctor import doctor
 from tests.subnet_tools import paced
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @pytest.fixture(scope="module")
 def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
     folder = tmp_path_factory.mktemp("running") / "subnet"
-    options = SubnetOptions(folder=folder, ranks=(1,), blocks_per_allreduce=100_000)
+    options = SubnetOptions(
+        folder=folder,
+        ranks=(1,),
+        blocks_per_allreduce=100_000,
+        miner_flags=("--neuron.deregistered_wait", "60s"),
+    )
     with LocalSubnet(options=paced(options)) as running:
         (miner,) = running.miners
         running.wait_until(lambda: bool(miner.state.losses), timedelta(seconds=180), "a step")
@@ -45,7 +52,7 @@ def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) 
         timedelta(seconds=60),
         "a call in the metrics",
     )
-    flags = subnet.services.arguments(miner.plan)[1:]
+    flags = subnet.services.flags(miner.plan)
     status, checks, _ = doctor(
         *flags,
         "--diagnostics.measure=0",
@@ -91,16 +98,109 @@ def test_a_second_miner_with_the_same_hotkey_is_refused(
     assert miner.child.running
 
 
-def test_deregistration_ends_the_miner_with_status_3(subnet: LocalSubnet) -> None:
+def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
+    subnet: LocalSubnet,
+) -> None:
+    """The machine goes down in an outage; what it needs to train lies on its disk."""
+    (miner,) = subnet.miners
+    folder = miner.plan.folder
+    known = timedelta(seconds=60)
+    subnet.wait_until(lambda: (folder / "chain.json").exists(), known, "the kept chain")
+    subnet.wait_until(
+        lambda: any(folder.glob("checkpoints/checkpoint-*/rank-0.json")), known, "a checkpoint"
+    )
+    subnet.kill_miner(0)
+    last = list(read_events(miner.plan.events, "step"))[-1]
+    away = [
+        process
+        for process in subnet.mark.processes()
+        if any(name in " ".join(process.cmdline()) for name in ("object_store", "chain_server"))
+    ]
+    assert len(away) == 2
+    starts, steps = len(list(read_events(miner.plan.events, "start"))), len(miner.state.losses)
+    for process in away:
+        process.suspend()
+    try:
+        subnet.restart_miner(0)
+        subnet.wait_until(
+            lambda: len(miner.state.losses) > steps, timedelta(seconds=240), "an inner step"
+        )
+    finally:
+        for process in away:
+            process.resume()
+    start = list(read_events(miner.plan.events, "start"))[starts]
+    assert start["resumed"] and start["outer_step"] == last["outer_step"]
+    assert start["uid"] == miner.plan.uid
+    log = (folder / "log.txt").read_text()
+    for words in (
+        "No chain endpoint answers: starting with what the chain showed",
+        "starting without a look into it",
+        "starting from the disk with outer step",
+    ):
+        assert words in log, words
+    # All of it is asked again: the bucket's outer step is the one that it has.
+    subnet.wait_until(
+        lambda: any(
+            state["after"] == "training" for state in read_events(miner.plan.events, "state")
+        ),
+        timedelta(seconds=120),
+        "a look at the global bucket",
+    )
+
+
+@contextmanager
+def our_chain(subnet: LocalSubnet) -> Iterator[LocalChain]:
     (miner,) = subnet.miners
     assert subnet.services is not None
     wallet = subnet.services.wallet(miner.plan)
     with closing(LocalChain(url=subnet.services.chain_endpoint, wallet=wallet)) as chain:
-        chain.deregister()
+        yield chain
+
+
+def lose_the_uid(subnet: LocalSubnet, chain: LocalChain) -> None:
+    """Until the miner has stopped for it, and waits."""
+    (miner,) = subnet.miners
+    metrics = miner.plan.folder / "metrics.prom"
+    chain.deregister()
+    subnet.wait_until(
+        lambda: "dt_registered 0" in metrics.read_text(), timedelta(seconds=90), "the wait"
+    )
+    stop = list(read_events(miner.plan.events, "stop"))[-1]
+    assert stop["exit_status"] == 1 and "no longer registered" in stop["reason"]
+
+
+def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
+    subnet: LocalSubnet,
+) -> None:
+    """With another uid, so it publishes to another bucket; its weights are what they were."""
+    (miner,), services = subnet.miners, subnet.services
+    assert services is not None
+    with our_chain(subnet) as chain:
+        lose_the_uid(subnet, chain)
+        steps = len(miner.state.losses)
+        last = list(read_events(miner.plan.events, "step"))[-1]
+        starts = len(list(read_events(miner.plan.events, "start")))
+        other = replace(miner.plan, uid=41)
+        with closing(services.open_bucket(other, write=True)) as bucket:
+            bucket.create_bucket()
+        assert len(miner.state.losses) == steps, "nothing is trained meanwhile"
+        chain.register(uid=41)
+        subnet.wait_until(lambda: len(miner.state.losses) > steps, timedelta(seconds=120), "a step")
+        start = list(read_events(miner.plan.events, "start"))[starts]
+        assert start["uid"] == 41 and start["resumed"]
+        assert start["inner_step"] >= last["inner_step"]
+        assert "dt_registered 1" in (miner.plan.folder / "metrics.prom").read_text()
+        me = find(chain.neurons(), start["hotkey"])
+        assert me is not None and me.port == miner.plan.axon_port
+
+
+def test_the_wait_for_a_registration_ends_with_status_3(subnet: LocalSubnet) -> None:
+    (miner,) = subnet.miners
+    with our_chain(subnet) as chain:
+        lose_the_uid(subnet, chain)
     with pytest.raises(SubnetFailure):  # the orchestrator sees a neuron end by itself
-        subnet.wait_until(lambda: False, timedelta(seconds=120), "the miner's end")
+        subnet.wait_until(lambda: False, timedelta(seconds=150), "the miner's end")
     assert miner.child.exit_status == 3
     status = read_json_object(miner.plan.folder / "exit_status.json")
     assert status is not None and status["status"] == 3
-    assert "no longer registered" in status["reason"]
-    assert list(read_events(miner.plan.events, "stop"))[-1]["exit_status"] == 3
+    assert "--neuron.deregistered_wait" in status["reason"]

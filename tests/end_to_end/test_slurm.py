@@ -16,7 +16,24 @@ from tests.multiprocess.test_nodes import FLAGS, LAUNCH, ROOT
 from tests.slurm_world import Slurm, slurm
 from tests.waiting import wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.timeout(600)]
+
+
+#: A launcher that notes each start and stop of it, and ends as its node's list says; then it runs.
+LAUNCHER = """
+notes=$NOTES-$SLURM_NODEID
+stop=""
+trap stop=yes TERM
+echo started >>$notes
+declare -n plan=ENDS$SLURM_NODEID
+ends=($plan)
+end=${ends[$(grep -c started $notes) - 1]:-runs}
+case $end in
+runs) while [ -z "$stop" ]; do sleep 0.1; done; echo stopped >>$notes ;;
+[0-9]*) exit $end ;;
+*) trap - TERM; kill -$end $$ ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -51,6 +68,13 @@ def _submit(cluster: Slurm, script: str, **more: str) -> str:
     return cluster.run(*command, *flags.split(), **environment)
 
 
+def _finish(cluster: Slurm, job: str, folder: Path, steps: int) -> None:
+    """Once it has taken all its steps, stop it: by itself a miner never ends for good."""
+    wait_for(lambda: len(_losses(folder)) >= steps, f"{steps} steps", seconds=240, every=0.5)
+    cluster.run("scancel", "--signal=TERM", job)
+    _ended(cluster, job)
+
+
 def _losses(folder: Path) -> dict[int, float]:
     events = folder / "events.jsonl"
     found = read_events(events, "step") if events.exists() else []
@@ -71,6 +95,7 @@ def _ended(cluster: Slurm, job: str) -> None:
     assert cluster.job(job)["JobState"] == "COMPLETED", _output(cluster)[-5000:]
 
 
+@pytest.mark.long
 def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slurm) -> None:
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"  # n0 is no name that this machine resolves
     job = _submit(cluster, "several-nodes", RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
@@ -80,7 +105,7 @@ def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slur
     wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", seconds=90, every=0.5)
     saved = max(_losses(folder))
     assert saved < 60
-    _ended(cluster, job)
+    _finish(cluster, job, folder, 60)
     assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
     output = _output(cluster)
     assert f"Resumed at outer step 0, inner step {saved}" in output
@@ -88,6 +113,7 @@ def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slur
     assert (cluster.folder / "runs" / "miner-node1" / "checkpoints").is_dir()
 
 
+@pytest.mark.long
 def test_a_preempted_job_saves_in_its_grace_time_and_goes_on_later(cluster: Slurm) -> None:
     """By Slurm itself: a job of a partition with a higher priority takes both nodes."""
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"
@@ -102,15 +128,60 @@ def test_a_preempted_job_saves_in_its_grace_time_and_goes_on_later(cluster: Slur
     saved = max(_losses(folder))
     assert saved < 60, "the urgent job came first"
     assert cluster.job(job)["Restarts"] == "1", "queued again by Slurm"
-    _ended(cluster, job)
+    _finish(cluster, job, folder, 60)
     assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
     output = _output(cluster)
     assert "SIGTERM received: stopping" in output and "Not stopped after" not in output
     assert f"Resumed at outer step 0, inner step {saved}" in output
 
 
+@pytest.mark.long
 def test_an_array_runs_a_miner_for_each_hotkey(cluster: Slurm) -> None:
     job = _submit(cluster, "one-node", NODE_STEPS="4")
     for index in range(2):
-        _ended(cluster, f"{job}_{index}")
-        assert len(_losses(cluster.folder / "runs" / f"miner-h{index}")) == 4
+        _finish(cluster, f"{job}_{index}", cluster.folder / "runs" / f"miner-h{index}", 4)
+
+
+def _submit_launchers(cluster: Slurm, *, node0: str = "", node1: str = "") -> str:
+    """Two nodes, whose launchers end as said, in turn: with a status or by a signal."""
+    (cluster.folder / "launcher").write_text(LAUNCHER)
+    environment = {
+        "DT_MINER": f"bash {cluster.folder / 'launcher'}",
+        "NOTES": str(cluster.folder / "notes"),
+        "DT_PAUSE": "0.2",
+        "ENDS0": node0,
+        "ENDS1": node1,
+    }
+    script = ("--cpus-per-task=1", "ops/slurm/several-nodes.sbatch")
+    return cluster.run("sbatch", "--parsable", *script, **environment)
+
+
+def _notes(cluster: Slurm, node: int) -> list[str]:
+    path = cluster.folder / f"notes-{node}"
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.slow
+def test_every_node_starts_its_own_launcher_again_whatever_ended_it(cluster: Slurm) -> None:
+    """As pm2 does: after a kill for want of memory, an abort of NCCL, a rank that was ended."""
+    job = _submit_launchers(cluster, node1="KILL TERM ABRT 0 1 137")
+    wait_for(lambda: len(_notes(cluster, 1)) == 7, "the seventh start", seconds=60)
+    assert _notes(cluster, 1) == ["started"] * 7 and _notes(cluster, 0) == ["started"]
+    assert cluster.job(job)["JobState"] == "RUNNING"
+    cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", seconds=60, every=0.5)
+    for node in (0, 1):
+        wait_for(lambda n=node: _notes(cluster, n)[-2:] == ["stopped", "started"], "a start", 60)
+    cluster.run("scancel", "--signal=TERM", job)
+    _ended(cluster, job)
+    assert _notes(cluster, 0)[3:] == ["stopped"], "stopped, not started again"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [2, 3])
+def test_what_a_start_cannot_help_ends_the_job_on_all_nodes(cluster: Slurm, status: int) -> None:
+    job = _submit_launchers(cluster, node1=f"KILL {status}")
+    wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", "the job's end", 60, every=0.5)
+    assert cluster.job(job)["ExitCode"] == f"{status}:0"
+    assert _notes(cluster, 0) == ["started", "stopped"]
+    assert _notes(cluster, 1) == ["started", "started"]

@@ -32,7 +32,7 @@ GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core
 
 NO_NETWORK = "https://nowhere.invalid/miner.git"
 
-#: In neurons/miner.py of every version: they train at the pace of the subnet's own miner.
+#: In the miner's program of every version: they train at the pace of the subnet's own miner.
 PACE = """
 from distributed_training.miner import rank_group
 rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
@@ -64,7 +64,7 @@ def make_repository(folder: Path) -> None:
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    insert(folder / "neurons" / "miner.py", PACE)
+    insert(folder / "distributed_training" / "miner" / "__main__.py", PACE)
     git(folder, "init", "--quiet")
     git(folder, "remote", "add", "origin", NO_NETWORK)
     git(folder, "add", "--all", "--force")
@@ -106,7 +106,7 @@ class Machine:
             **subnet.services.environment(self.miner.plan),
             "PYTHONPATH": "",
             "DT_PRESET": "local",
-            "DT_FLAGS": " ".join(subnet.services.arguments(self.miner.plan)[1:]),
+            "DT_FLAGS": " ".join(subnet.services.flags(self.miner.plan)),
         }
         self.pm2 = Pm2(folder / "pm2", environ)
 
@@ -297,8 +297,14 @@ def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> 
     (stop, *_) = reversed(list(read_events(machine.miner.plan.events, "stop")))
     (start, *_) = reversed(list(read_events(machine.miner.plan.events, "start")))
     assert stop["exit_status"] == 0 and start["resumed"]
+    before = machine.pm2.app()
+    done = machine.update("v2", setup="sh -c 'rm .venv; exit 1'")  # to itself
+    assert_left_alone(machine, before, done, "v2 is the version that runs already")
+    assert (version / ".venv" / "bin" / "python").exists()
     done = machine.update("v1", "--first-step", "3m")  # and back
     assert done.returncode == 0, done.stdout + done.stderr
+    # Those that failed or did not start are gone, the one before is not.
+    assert {path.name for path in version.parent.iterdir()} == {"v1", "v2"}
     machine.await_steps()
 
 

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.chain import admission as admission_module
+from distributed_training.chain import callers as admission_module
 from distributed_training.chain import server as server_module
-from distributed_training.chain.admission import Admission, Buckets
-from distributed_training.chain.trust import TrustedAddresses, normalize
+from distributed_training.chain.callers import Admission, Buckets, TrustedAddresses, normalize
 from tests.chain_memory import MemoryChain
 from tests.chain_raw import connect, request, send, status, still_answers
 from tests.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain import http as http_module
+from distributed_training.chain import http_server as http_module
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.chain_raw import connect, request, send, status, still_answers
 from tests.chain_world import (

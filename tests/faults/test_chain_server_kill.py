@@ -50,9 +50,9 @@ def test_a_replay_after_sigkill_is_refused(tmp_path: Path, scheme: str, route: s
         reply = httpx.post(url, content=b"{}", headers=headers, trust_env=False, verify=False)
         return reply.status_code
 
-    # As far ahead as a caller's clock may be: fresh for as long as possible.
-    nonce = time.time_ns() + 3 * 10**9
     with server(tmp_path) as (port, pid):
+        # As far ahead as a caller's clock may be: fresh for as long as possible.
+        nonce = time.time_ns() + 3 * 10**9
         headers = sign(scheme, VALIDATOR, route, b"{}", nonce=nonce)
         assert call(port, headers) == 200
         os.kill(pid, signal.SIGKILL)

@@ -15,15 +15,16 @@ import pytest
 
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.newest import ASK_AGAIN, NewestBlocks
+from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.registration import (
+    MISSING_FOR,
+    MISSING_FOR_ALONE,
     Change,
     RegistrationEvent,
     RegistrationWatcher,
 )
-from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.chain.wallet import create_wallet
-from distributed_training.config.chain import ChainSettings
+from distributed_training.chain.subtensor import ASK_AGAIN, BittensorChain, NewestBlocks
+from distributed_training.config.settings import ChainSettings
 from tests.chain_memory import MemoryLedger
 from tests.chain_substrate import LedgerSubstrate
 from tests.chain_world import VALIDATOR
@@ -237,7 +238,9 @@ def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) ->
 
 def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    nodes = Nodes(tmp_path, clock=FastClock())
+    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
+    nodes = Nodes(tmp_path, settings=settings, clock=FastClock())
+    assert nodes.clock is not None
     events: list[RegistrationEvent] = []
     watcher = RegistrationWatcher(
         chain=nodes.chain,
@@ -246,6 +249,7 @@ def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> N
         on_event=events.append,
         ours={},
         interval=timedelta(milliseconds=2),
+        clock=nodes.clock.monotonic,
     )
     try:
         assert nodes.chain.wait_ready(timedelta(seconds=40))
@@ -278,6 +282,7 @@ def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monk
         on_event=events.append,
         ours={},
         interval=timedelta(milliseconds=2),
+        clock=clock.monotonic,
     )
     try:
         assert nodes.chain.wait_ready(timedelta(seconds=40))
@@ -420,4 +425,63 @@ def test_a_node_whose_block_stands_still_is_left_for_the_next(
         assert clock.now - 1000.0 >= subtensor.STANDSTILL
         assert any(f"stands still at {nodes.ledger.height}" in m for m in caplog.messages)
     finally:
+        nodes.chain.close()
+
+
+def test_a_node_without_neurons_is_no_answer_and_another_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SDK makes an empty list of a field that the answer lacks."""
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
+    nodes = Nodes(tmp_path, settings=settings, clock=FastClock())
+    chain, ours = nodes.chain, nodes.wallet.ss58
+    try:
+        assert chain.wait_ready(timedelta(seconds=40)) and chain.answered_by() == FIRST
+        nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
+        wait_for(lambda: chain.answered_by() == SECOND)
+        assert chain.uid(ours) == 0
+        nodes.second.ledger = nodes.first.ledger  # and now there is no other
+        failures = chain.counters()["failures"]
+        wait_for(lambda: chain.counters()["failures"] > failures + 5)
+        assert chain.uid(ours) == 0, "the last list that was one"
+        assert "shows no neuron at all on subnet" in caplog.text
+    finally:
+        chain.close()
+
+
+def test_two_nodes_disagree_and_the_other_one_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node's answer, however often, is no deregistration while another one shows us."""
+    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
+    clock = FastClock()
+    nodes = Nodes(tmp_path, settings=settings, clock=clock)
+    events: list[RegistrationEvent] = []
+    watcher = RegistrationWatcher(
+        chain=nodes.chain,
+        hotkey=nodes.wallet.ss58,
+        uid=0,
+        on_event=events.append,
+        ours={},
+        interval=timedelta(milliseconds=2),
+        clock=clock.monotonic,
+    )
+    try:
+        assert nodes.chain.wait_ready(timedelta(seconds=40)) and nodes.chain.endpoints() == 2
+        nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
+        nodes.first.ledger.register(VALIDATOR.ss58)
+        watcher.start()
+        wait_for(lambda: nodes.chain.answered_by() == SECOND)
+        until = clock.now + 2 * MISSING_FOR_ALONE.total_seconds()
+        wait_for(lambda: clock.now > until)
+        assert events == [] and nodes.chain.uid(nodes.wallet.ss58) == 0
+        nodes.ledger.register(VALIDATOR.ss58, uid=0)  # now the other one says it too
+        began = clock.now
+        wait_for(lambda: events)
+        assert [e.change for e in events] == [Change.DEREGISTERED]
+        assert clock.now - began >= MISSING_FOR.total_seconds()
+    finally:
+        watcher.close()
         nodes.chain.close()

@@ -16,7 +16,7 @@ import pytest
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainUnavailable, wait_ready
 from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.config.chain import ChainSettings
+from distributed_training.config.settings import ChainSettings
 from tests.chain_memory import MemoryLedger
 from tests.chain_node import Node, NodeSubstrate
 from tests.chain_world import MINER, VALIDATOR

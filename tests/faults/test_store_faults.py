@@ -22,20 +22,18 @@ from pydantic import SecretStr
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import retry
-from distributed_training.store.claim import OWNER_KEY, claim_bucket, instance_of
+from distributed_training.store import s3
+from distributed_training.store.bucket_lease import OWNER_KEY, claim_bucket, instance_of
 from distributed_training.store.cleanup import stuck_uploads, sweep_uploads, upload_sizes
 from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.publication import Publication
-from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.uplink import Uplink
-from distributed_training.store.upload import MIB, Sender
+from distributed_training.store.s3 import S3ObjectStore, Uplink
+from distributed_training.store.transfer import MIB, Sender
 from distributed_training.store.uploader import Uploader
 from tests.store_shim import DROP, Call, Shim, make_certificate, through
 from tests.support_store import (
     PEER_ID,
     assert_published,
-    digest,
     new_bucket,
     publish,
     server,
@@ -125,8 +123,8 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
 
     with Shim(server.endpoint, hold) as shim:
         settings, store = through(shim, base, direct.bucket)
-        uplink = WatchedUplink()
-        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me", uplink)
+        s3 = WatchedUplink()
+        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me", s3)
         reports: list[PublicationReport] = []
         submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
         thread = threading.Thread(
@@ -134,12 +132,12 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
         )
         thread.start()
         wait_for(lambda: shim.count("part") == settings.concurrency, "parts under way")
-        uplink.pause()
+        s3.pause()
         go_on.set()
-        wait_for(lambda: uplink.waiting == settings.concurrency, "an uplink that nobody uses")
+        wait_for(lambda: s3.waiting == settings.concurrency, "an uplink that nobody uses")
         assert direct.list_parts(*_only_upload(direct)) == [], "they were broken off"
         parts = shim.count("part")
-        uplink.resume()
+        s3.resume()
         thread.join(100)
     assert shim.count("part") > parts
     assert reports[0].ok, reports[0].reason
@@ -154,7 +152,7 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
     away: list[Call] = []  # each try takes five minutes
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 300 * len(away))
-    monkeypatch.setattr(retry, "time", clock)
+    monkeypatch.setattr(s3, "time", clock)
 
     def outage(call: Call) -> int | None:
         if call.what != "part" or call.count < 3:
@@ -225,12 +223,13 @@ def test_a_part_at_the_store_with_other_bytes_is_not_kept(
     upload_id = store.create_multipart("model")
     store.upload_part("model", upload_id, 1, os.urandom(part))
     store.upload_part("model", upload_id, 2, content[part : 2 * part])
-    sha256 = digest(path)
-    journal.put(UploadRecord(store.bucket, "model", upload_id, size, sha256, part))
+    status = path.stat()
+    identity = f"{status.st_ino}:{status.st_mtime_ns}"
+    journal.put(UploadRecord(store.bucket, "model", upload_id, size, identity, part))
     with Sender(
         store=store, journal=journal, deadline=time.monotonic() + 30, part_size=part
     ) as sender:
-        sender.publish(sender.stage("model", path, sha256=sha256))
+        sender.publish(sender.stage("model", path))
     assert (sender.sent.parts_kept, sender.sent.parts) == (1, 2)
     assert store.get("model", limit=size) == content
 
@@ -291,7 +290,7 @@ def test_a_wrong_clock_is_called_a_wrong_clock(
 ) -> None:
     import botocore.auth
 
-    from distributed_training.store.errors import ClockSkewError
+    from distributed_training.store.s3 import ClockSkewError
 
     store = new_bucket(server, settings_for(server))
     real = botocore.auth.get_current_datetime
@@ -357,7 +356,7 @@ def test_over_tls_no_trailers_are_sent(
 
 
 def _section(body: Any) -> Any:
-    from distributed_training.store.uplink import Section
+    from distributed_training.store.s3 import Section
 
     return Section(body.fileno(), 0, 1024)
 
@@ -367,16 +366,15 @@ def test_a_full_disk_blocks_the_download_and_keeps_what_is_there(
 ) -> None:
     import shutil
 
-    from distributed_training.store.errors import IntegrityError
-    from distributed_training.store.remote_state import download
-    from distributed_training.store.retry import deadline_in
+    from distributed_training.store.s3 import NoRoomError
+    from distributed_training.store.transfer import deadline_in, download
 
     store = new_bucket(server, settings_for(server))
     store.put("a", b"x" * 1000)
     (tmp_path / "a").write_bytes(b"old")
     full = shutil._ntuple_diskusage(10, 10, 500)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    with pytest.raises(IntegrityError, match="no room"):
+    with pytest.raises(NoRoomError, match="free the disk"):
         download(store, "a", tmp_path / "a", limit=9999, deadline=deadline_in(timedelta(seconds=5)))
     assert (tmp_path / "a").read_bytes() == b"old"
 

@@ -23,10 +23,9 @@ import pytest
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
-from distributed_training.store.errors import IntegrityError
-from distributed_training.store.remote_state import download
-from distributed_training.store.retry import deadline_in
-from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store import upload_rules
+from distributed_training.store.s3 import NoRoomError, S3ObjectStore
+from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
 from tests.store_shim import Call, Shim
 from tests.support_store import (
@@ -204,9 +203,10 @@ def fill(folder: Path, *, leave: int) -> Path:
 
 
 def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
-    server: ObjectStoreServer, tmp_path: Path
+    server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There was room when it began; something else filled the disk meanwhile."""
+    """There was room when it began; something else filled the disk meanwhile, reserve and all."""
+    monkeypatch.setattr(upload_rules, "DISK_RESERVE", 0)
     settings = settings_for(server)
     store = new_bucket(server, settings)
     content = os.urandom(12_000_000)
@@ -224,7 +224,7 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
 
         store.get_range = get_range  # type: ignore[method-assign]
         deadline = deadline_in(timedelta(seconds=20))
-        with pytest.raises(IntegrityError, match="no room to download model"):
+        with pytest.raises(NoRoomError, match="no room to download model"):
             download(store, "model", disk / "model", limit=10**8, deadline=deadline)
         assert (disk / "model").read_bytes() == b"last good"
         filled[0].unlink()

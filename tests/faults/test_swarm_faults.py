@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import HivemindSwarm, SwarmUnavailable, keeper
+from distributed_training.swarm import HivemindSwarm, SwarmUnavailable, supervisor
 from tests.swarm_world import (
     LARGE,
     REQUEST,
@@ -166,7 +166,7 @@ def test_the_address_of_the_flags_is_announced(tmp_path: Path) -> None:
 def test_a_port_that_is_taken_is_told_with_the_flag(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

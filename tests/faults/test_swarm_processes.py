@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from distributed_training.common import processes as processes_of_ours
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import HivemindSwarm, host_process, keeper
+from distributed_training.swarm import HivemindSwarm, supervisor
 from tests.swarm_world import (
     REQUEST,
     SMALL,
@@ -97,14 +98,14 @@ def test_a_host_that_cannot_be_started_again_ends_the_round_and_not_the_miner(
     pair: list[HivemindSwarm], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm, _ = pair
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     tree = processes(swarm)
     with monkeypatch.context() as full_disk:
 
         def full() -> str:
             raise OSError(28, "No space left on device")
 
-        full_disk.setattr(keeper, "make_socket_folder", full)
+        full_disk.setattr(supervisor, "make_socket_folder", full)
         rounds = Rounds(swarm, request=everybody(pair))
         wait_for(swarm._keeper._in_use.locked, "the round runs")
         tree["host"].kill()
@@ -122,7 +123,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(
     pair: list[HivemindSwarm], victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swarm, _ = pair
-    monkeypatch.setattr(host_process, "HANG", 6.0)
+    monkeypatch.setattr(supervisor, "HANG", 6.0)
     swarm.restart()
     tree = processes(swarm)
     tree[victim].suspend()
@@ -185,7 +186,7 @@ def test_the_host_of_a_closed_swarm_is_gone_with_its_sockets(pair: list[Hivemind
     swarm, _ = pair
     tree = processes(swarm)
     sockets = Path(swarm._keeper.host._sockets)
-    assert {path.suffix for path in sockets.iterdir()} == {".sock"}
+    assert {path.suffix or path.name for path in sockets.iterdir()} == {".sock", "owner"}
     began = time.monotonic()
     swarm.close()
     assert time.monotonic() - began < 8
@@ -199,11 +200,12 @@ def test_leftovers_of_dead_processes_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, alive = tmp_path / "swarm-sockets-4194305-a", tmp_path / f"swarm-sockets-{os.getpid()}-b"
-    for folder in (dead, alive):
+    dead, unknown = tmp_path / "swarm-sockets-4194305-a", tmp_path / "swarm-sockets-4194305-b"
+    for folder, kernel in ((dead, processes_of_ours._boot_id()), (unknown, "another machine's")):
         folder.mkdir()
-    made = host_process.make_socket_folder()
-    assert not dead.exists() and alive.exists()
+        (folder / "owner").write_text(kernel)
+    alive, made = Path(supervisor.make_socket_folder()), supervisor.make_socket_folder()
+    assert not dead.exists() and unknown.exists() and alive.exists()
     assert Path(made).stat().st_mode & 0o777 == 0o700
 
 

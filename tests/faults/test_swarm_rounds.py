@@ -1,9 +1,9 @@
 """Rounds in a row with faults drawn from a seed: all survivors end with equal weights.
 
 Four peers, each with a host process of its own. Peer 0 stands for the validator: what it holds
-after a round is the global state. The others follow the miner's rules: commit what was averaged,
-load the global state when their epoch is another, and take it as well when parts of the average
-failed or a sample of the weights differs.
+after a round is the global state. What the others do with a round and with the global state is
+decided by the product (``miner/state_machine.py``, ``miner/global_state.py``), and so is the outer
+step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,75 +21,63 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.miner.drift import TOLERANCE, Rows, drift
-from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
+from distributed_training.miner.global_state import TOLERANCE, Rows, drift
+from distributed_training.miner.state_machine import Mode
+from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm import HivemindSwarm
-from distributed_training.training.outer import nesterov_sgd
+from distributed_training.training.nesterov import nesterov_sgd
+from tests.decided_miner import DecidedMiner, Published
 from tests.swarm_world import REQUEST, everybody, open_swarms, signal_host
 
 SHAPES = [(1500, 1000)] * 4
 PEERS = 4
-SHORT = {"none": 2, "kill": 2, "stop": 1, "nan": 1, "late": 1, "absent": 1}
+SHORT = {"none": 2, "kill": 1, "nan": 1, "absent": 1}
 LONG = {"none": 4, "kill": 6, "stop": 3, "nan": 3, "late": 2, "absent": 2}
 TROUBLED = replace(REQUEST, timeout=timedelta(seconds=8), allreduce_timeout=timedelta(seconds=6))
 LATE = 3.0  # seconds: the others have begun
 STOPPED = 2.5
 
 
-@dataclass
-class Peer:
-    swarm: HivemindSwarm
-    weights: list[torch.Tensor]
-    momentum: list[torch.Tensor] | None = None
-    epoch: int = 0
-    outcome: AllReduceResult | AllReduceError | None = None
-    averaged: list[torch.Tensor] = field(default_factory=list)
+class Peer(DecidedMiner):
+    """Weights are the tensors and their momentum; its rounds are the swarm's."""
+
+    def __init__(self, swarm: HivemindSwarm, weights: list[torch.Tensor]) -> None:
+        super().__init__((weights, None))
+        self.swarm = swarm
+        self.averaged: list[torch.Tensor] = []
+        self._drawn = (0, False, REQUEST)
 
     def round(self, seed: int, *, delay: float, spoil: bool, request: RoundRequest) -> None:
-        """What the miner does with a call: write, average, check, commit or leave everything."""
+        """Take a call after ``delay``."""
         time.sleep(delay)
+        self._drawn = (seed, spoil, request)
+        self.call()
+
+    def average(self) -> AllReduceResult:
+        seed, spoil, request = self._drawn
         generator = torch.Generator().manual_seed(seed)
         for buffer in self.swarm.buffers:
             buffer.copy_(torch.randn(buffer.shape, generator=generator))
         if spoil:
             self.swarm.buffers[0][0, 0] = float("nan")
-        try:
-            self.outcome = self.swarm.average(request)
-        except AllReduceError as error:
-            self.outcome = error
-            return
+        result = self.swarm.average(request)
         self.averaged = [buffer.clone() for buffer in self.swarm.buffers]
-        old = self.momentum or [None] * len(self.weights)
-        new = [
-            nesterov_sgd(w, a, m) for w, a, m in zip(self.weights, self.averaged, old, strict=True)
-        ]
-        self.weights, self.momentum = [w for w, _ in new], [m for _, m in new]
-        self.epoch += 1
+        return result
 
-    def take(self, other: Peer) -> None:
-        self.weights = [w.clone() for w in other.weights]
-        self.momentum = None if other.momentum is None else [m.clone() for m in other.momentum]
-        self.epoch = other.epoch
+    def outer_step(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        weights, momentum = self.weights
+        old = momentum or [None] * len(weights)
+        new = [nesterov_sgd(w, a, m) for w, a, m in zip(weights, self.averaged, old, strict=True)]
+        return [w for w, _ in new], [m for _, m in new]
 
+    def same(self, weights: tuple[list[torch.Tensor], object]) -> bool:
+        file = save({str(i): w for i, w in enumerate(weights[0])})
+        ours = [Rows(str(i), 0, w) for i, w in enumerate(self.weights[0])]
 
-def follow(peer: Peer, validator: Peer) -> str:
-    """The miner's rules once the validator has published."""
-    if peer.epoch != validator.epoch:
-        peer.take(validator)
-        return "loaded"
-    if isinstance(peer.outcome, AllReduceResult) and peer.outcome.partial:
-        peer.take(validator)
-        return "took the global state: parts failed"
-    file = save({str(i): w for i, w in enumerate(validator.weights)})
-    ours = [Rows(str(i), 0, w) for i, w in enumerate(peer.weights)]
+        def read(first: int, count: int) -> bytes:
+            return file[first : first + count]
 
-    def read(first: int, count: int) -> bytes:
-        return file[first : first + count]
-
-    if drift(ours, read, size=len(file), seed=peer.epoch) > TOLERANCE:
-        peer.take(validator)
-        return "took the global state: weights differed"
-    return "agreed"
+        return drift(ours, read, size=len(file), seed=self.state.outer_step) <= TOLERANCE
 
 
 def strike(victim: Peer, kind: str, when: str, draw: random.Random) -> threading.Thread | None:
@@ -176,24 +164,30 @@ def test_rounds_with_faults_leave_all_survivors_equal(
         peers = [Peer(swarm, [w.clone() for w in first]) for swarm in swarms]
         validator = peers[0]
         for number, kind in enumerate(kinds):
-            before = [[w.clone() for w in p.weights] for p in peers]
-            epochs = [p.epoch for p in peers]
+            before = [[w.clone() for w in p.weights[0]] for p in peers]
+            steps = [p.state.outer_step for p in peers]
             play(peers, number, kind, draw)
             for i, peer in enumerate(peers):
                 if not isinstance(peer.outcome, AllReduceResult):  # as if there had been no round
-                    assert peer.epoch == epochs[i]
-                    assert all(map(torch.equal, peer.weights, before[i]))
-                assert all(bool(torch.isfinite(w).all()) for w in peer.weights)
+                    assert peer.state.outer_step == steps[i]
+                    assert all(map(torch.equal, peer.weights[0], before[i]))
+                assert all(bool(torch.isfinite(w).all()) for w in peer.weights[0])
             if kind == "none":
                 assert_one_average_a_group(peers)
             outcomes = [type(peer.outcome).__name__ for peer in peers]
-            did = [follow(peer, validator) for peer in peers[1:]]
+            published = Published(validator.state.outer_step, validator.weights)
+            for peer in peers:
+                peer.loads.clear()
+                peer.follow(published)
+            assert validator.loads == [], "it holds what it published"
+            did = [peer.loads[0].name if peer.loads else "agreed" for peer in peers[1:]]
             seen.update(did)
             history.append(f"{number}: {kind}, {outcomes}, {did}")
-            for peer in peers[1:]:
-                assert peer.epoch == validator.epoch, history
-                for ours, theirs in zip(peer.weights, validator.weights, strict=True):
+            for peer in peers:
+                assert peer.state.mode is Mode.TRAINING, history
+                assert peer.state.outer_step == validator.state.outer_step, history
+                for ours, theirs in zip(peer.weights[0], validator.weights[0], strict=True):
                     assert torch.allclose(ours, theirs, rtol=0, atol=1e-3), history
     print("\n".join(history))
-    assert validator.epoch >= len(kinds) // 4, history
-    assert seen["agreed"] >= 2 * faults["none"] and seen["loaded"], history
+    assert validator.state.outer_step >= len(kinds) // 4, history
+    assert seen["agreed"] >= 2 * faults["none"] and seen["LOAD"], history

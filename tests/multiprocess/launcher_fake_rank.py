@@ -9,9 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from distributed_training.common.processes import die_with_parent
-from distributed_training.common.stacks import write_stacks_on_signal
-from distributed_training.miner.process import (
+from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
+from distributed_training.miner.run_folder import (
     rank_environment,
     write_exit_status,
     write_pid_file,
@@ -50,11 +49,9 @@ def main() -> int:
             file.write(".")
         starts = (folder / "starts").stat().st_size
         if starts in (2, 3):
-            write_exit_status(folder, 2, "the bucket answers 403")
-            return 2
-        if starts == 1:  # as after hours
-            (folder / "checkpoints").mkdir()
-            (folder / "checkpoints" / "last.json").write_text("{}")
+            write_exit_status(folder, 1, "the bucket answers 403", outside=True)
+            return 1
+        if starts == 1:
             return 1
     if mode == "hang-at-start" and not (folder / "hung").exists():
         (folder / "hung").touch()

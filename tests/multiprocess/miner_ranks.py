@@ -28,12 +28,12 @@ from training_world import tiny, whole_weights
 from distributed_training.common.processes import leave
 from distributed_training.config import load_config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
-from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner.decide import MinerState
-from distributed_training.miner.network import Facts, Published
+from distributed_training.miner import state_machine as ev
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.miner.services import Facts, Published
+from distributed_training.miner.state_machine import MinerState
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -43,7 +43,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.swarm.memory import SharedTensors
+from distributed_training.swarm.host_link import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.multiprocess import jumping_clock
 from tests.multiprocess.small_miner import FLAGS
@@ -245,8 +245,8 @@ class Miner:
                 network.publisher,
                 network.server,
             )
-            self.rank_zero.leader._tick = 0.001
-            self.rank_zero.leader.subscribe(self.see)
+            self.rank_zero.controller._tick = 0.001
+            self.rank_zero.controller.subscribe(self.see)
 
     def see(self, event: ev.Event, state: MinerState) -> None:
         match event:

@@ -17,9 +17,9 @@ from training_world import tiny, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
-from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner.network import Facts
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.services import Facts
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol.types import RoundRequest
 
@@ -31,8 +31,6 @@ def connect(config: Any, folder: Path, stack: Any, *, wanted: Any) -> Any:
     tokenizer, eos = fetch_tokenizer(config, folder)
     model = tiny(vocab=BYTE_VOCABULARY)
     network.facts = Facts(3, model, str(tokenizer), eos, hotkey="5Miner")
-    if config.training.shard_across_nodes:
-        miner_ranks.SHARDS = miner_ranks.WORLD
     return network
 
 
@@ -43,8 +41,8 @@ class Miner(start.Miner):
         if self.rank_zero is not None:
             blocks = self.rank_zero.blocks
             outside.last_requested = lambda: blocks._last_requested
-            self.rank_zero.leader._tick = 0.001
-            self.rank_zero.leader.subscribe(self.see)
+            self.rank_zero.controller._tick = 0.001
+            self.rank_zero.controller.subscribe(self.see)
 
     def see(self, event: ev.Event, state: Any) -> None:
         if not isinstance(event, ev.InnerStepDone):
@@ -71,6 +69,6 @@ class Miner(start.Miner):
 
 
 if __name__ == "__main__":
-    start.network.connect = connect  # type: ignore[assignment]
+    start.services.connect = connect  # type: ignore[assignment]
     start.Miner = Miner  # type: ignore[misc]
     leave(start.run_rank(sys.argv[1:]))

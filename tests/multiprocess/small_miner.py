@@ -13,6 +13,8 @@ FLAGS = {
     "neuron.warmup_steps": "3",
     "neuron.total_steps": "100",
     "neuron.checkpoint_steps": "5",
+    "neuron.checkpoint_interval": "0",
+    "neuron.preview_sequences": "8",
     # small blocks, one ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
     "data.pages_per_block": "1",

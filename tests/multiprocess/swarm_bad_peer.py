@@ -18,9 +18,9 @@ import torch
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
-from distributed_training.swarm import all_reduce, averager, frames
-from distributed_training.swarm.messages import HostConfig, RoundOrder
-from distributed_training.swarm.streams import Stream
+from distributed_training.swarm import all_reduce, averager, wire
+from distributed_training.swarm.host_link import HostConfig, RoundOrder
+from distributed_training.swarm.wire import Stream
 
 KINDS = (
     "short",  # fewer parts than its group needs of it
@@ -49,7 +49,7 @@ class BadAllReduce(all_reduce.AllReduce):
 
     async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
         middle, kind = len(share) // 2, self.kind
-        encode: Any = frames.encode
+        encode: Any = wire.encode
         for i, part in enumerate(share):
             fields: dict[str, Any] = {"weight": 1.0}
             if not i:
@@ -76,7 +76,7 @@ class BadAllReduce(all_reduce.AllReduce):
         if kind == "long":
             for part in share:
                 await stream.send(*encode(part, weight=1.0))
-        await stream.send(frames.END)
+        await stream.send(wire.END)
 
     async def _exchange(self, index: int) -> bool:
         return False if self.kind == "silent" else await super()._exchange(index)
@@ -86,12 +86,12 @@ class BadAllReduce(all_reduce.AllReduce):
             await asyncio.Event().wait()
         await super()._take_differences(stream, left)
 
-    async def serve(self, stream: Stream, first: frames.Arriving) -> None:
+    async def serve(self, stream: Stream, first: wire.Arriving) -> None:
         if self.kind != "early averages":
             await super().serve(stream, first)
             return
         for part in self._shares[self._mine]:
-            await stream.send(*frames.encode(torch.zeros_like(part), code=5))
+            await stream.send(*wire.encode(torch.zeros_like(part), code=5))
         await asyncio.Event().wait()
 
     async def _answer(self, stream: Stream, sums: Any, collecting: Any) -> None:
@@ -102,13 +102,13 @@ class BadAllReduce(all_reduce.AllReduce):
         await first.done.wait()
         match self.kind:
             case "short averages":
-                await stream.send(*frames.encode(first.values, code=5))
+                await stream.send(*wire.encode(first.values, code=5))
                 return
             case "misframed averages":
                 await stream.send(b"\x07" * 5000)
                 return
             case "unknown averages":
-                await stream.send(*frames.encode(first.values, code=99))
+                await stream.send(*wire.encode(first.values, code=99))
                 return
             case "damaged averages":
                 await stream.send(b"\x01" + (5).to_bytes(8, "big") + b"\xff" * 5)
@@ -118,7 +118,7 @@ class BadAllReduce(all_reduce.AllReduce):
         pending = first
         while pending is not None:
             await pending.done.wait()
-            await stream.send(*frames.encode(pending.values * float("nan"), code=5))
+            await stream.send(*wire.encode(pending.values * float("nan"), code=5))
             pending = await sums.get()
 
 

@@ -11,7 +11,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, RoundRequest
 from distributed_training.swarm import HivemindSwarm
 

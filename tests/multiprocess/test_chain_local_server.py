@@ -15,8 +15,8 @@ import pytest
 from bittensor import http_auth
 
 from distributed_training.chain.base import ChainError
+from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.local import LocalChain
-from distributed_training.chain.wallet import Wallet, create_wallet
 from tests.chain_program import chain_program
 from tests.chain_server_thread import LocalChainServer
 from tests.chain_world import PEER, VALIDATOR

@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from distributed_training.common.processes import (
     Mark,
     kill_tree,
+    process_folder,
     reap_orphans,
     send,
 )
@@ -185,3 +187,75 @@ def test_a_process_of_a_fork_server_ends_with_who_asked_for_it(
     )
     asker.kill()
     wait_for(lambda: not mark.processes(), "the end of all")
+
+
+HOLDS_A_FOLDER = """
+import sys
+from distributed_training.common.processes import process_folder
+print(process_folder("dt-"), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_folder_is_removed_only_when_its_process_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A temporary folder that containers or nodes share: a pid says nothing of who lives there."""
+
+    def holder() -> tuple[subprocess.Popen[str], Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDS_A_FOLDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    living, made = holder()
+    no_pid_here = f"dt-{2**22 + 7}-"
+    elsewhere = made.rename(tmp_path / f"{no_pid_here}elsewhere")
+    killed, left = holder()
+    killed.kill()
+    killed.communicate()
+    other_machine = tmp_path / f"{no_pid_here}machine"
+    other_machine.mkdir()
+    (other_machine / "owner").write_text("another kernel's boot id\n")
+    just_made = tmp_path / f"{no_pid_here}new"
+    just_made.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    try:
+        assert left.is_dir()
+        own = Path(process_folder("dt-"))
+        assert {elsewhere, other_machine, just_made, own} == set(tmp_path.iterdir())
+    finally:
+        living.kill()
+        living.communicate()
+
+
+LIMITED = """
+import os, resource, subprocess, sys
+from distributed_training.common.processes import limit_resources
+_, hard = resource.getrlimit(resource.RLIMIT_CORE)
+resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+_, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, files), files))
+limit_resources()
+_, status = os.waitpid(subprocess.Popen([sys.executable, "-c", "import os; os.abort()"]).pid, 0)
+print(os.WIFSIGNALED(status), os.WCOREDUMP(status))
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(files, 1 << 20))
+"""
+
+
+def test_what_aborts_leaves_no_core_and_files_are_as_many_as_allowed(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["True False", "True"], done.stderr
+    assert not list(tmp_path.iterdir())

@@ -13,10 +13,10 @@ import pytest
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark
 from distributed_training.config import load_config
-from distributed_training.miner import process
+from distributed_training.miner import run_folder
 from distributed_training.miner.launcher import stop_limit
-from distributed_training.miner.process import INSTANCE
 from distributed_training.miner.rank_group import rank_environment_defaults
+from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
 
 
@@ -24,16 +24,16 @@ def test_what_an_earlier_instance_wrote_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(INSTANCE, "one")
-    process.write_pid_file(tmp_path, 0)
-    process.write_exit_status(tmp_path, 3, "deregistered")
-    assert process.listening_ranks(tmp_path, instance="one") == {0: os.getpid()}
-    written = process.read_exit_status(tmp_path, instance="one")
-    assert written == (ExitStatus.DEREGISTERED, "deregistered")
-    assert process.listening_ranks(tmp_path, instance="two") == {}
-    assert process.read_exit_status(tmp_path, instance="two") is None
-    process.forget_ranks(tmp_path)
-    assert process.listening_ranks(tmp_path, instance="one") == {}
-    assert process.read_exit_status(tmp_path, instance="one") is None
+    run_folder.write_pid_file(tmp_path, 0)
+    run_folder.write_exit_status(tmp_path, 3, "deregistered")
+    assert run_folder.listening_ranks(tmp_path, instance="one") == {0: os.getpid()}
+    written = run_folder.read_exit_status(tmp_path, instance="one")
+    assert written == (ExitStatus.DEREGISTERED, "deregistered", False)
+    assert run_folder.listening_ranks(tmp_path, instance="two") == {}
+    assert run_folder.read_exit_status(tmp_path, instance="two") is None
+    run_folder.forget_ranks(tmp_path)
+    assert run_folder.listening_ranks(tmp_path, instance="one") == {}
+    assert run_folder.read_exit_status(tmp_path, instance="one") is None
     assert not list(tmp_path.rglob("*.json*"))
 
 
@@ -43,16 +43,16 @@ def test_what_an_earlier_instance_wrote_does_not_count(
 def test_a_broken_file_is_no_file(tmp_path: Path, text: str) -> None:
     for name in ("exit_status.json", "instance.json"):
         (tmp_path / name).write_text(text)
-    assert process.read_exit_status(tmp_path, instance="x") is None
-    assert process.launcher_pid(tmp_path) is None
-    assert process.mark_of(tmp_path) in (None, Mark(INSTANCE, "x"))
+    assert run_folder.read_exit_status(tmp_path, instance="x") is None
+    assert run_folder.launcher_pid(tmp_path) is None
+    assert run_folder.mark_of(tmp_path) in (None, Mark(INSTANCE, "x"))
 
 
 def test_the_mark_of_the_last_launcher_is_kept(tmp_path: Path) -> None:
-    assert process.mark_of(tmp_path) is None
-    process.write_instance(tmp_path, Mark(INSTANCE, "abc"))
-    assert process.mark_of(tmp_path) == Mark(INSTANCE, "abc")
-    assert process.launcher_pid(tmp_path) == os.getpid()
+    assert run_folder.mark_of(tmp_path) is None
+    run_folder.write_instance(tmp_path, Mark(INSTANCE, "abc"))
+    assert run_folder.mark_of(tmp_path) == Mark(INSTANCE, "abc")
+    assert run_folder.launcher_pid(tmp_path) == os.getpid()
 
 
 def test_a_stop_gets_the_time_that_the_last_checkpoint_shows(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_a_library_that_aborts_leaves_stacks() -> None:
     """As NCCL does when a collective is never joined."""
     program = (
         "import ctypes\n"
-        "from distributed_training.common.stacks import write_stacks_on_signal\n"
+        "from distributed_training.common.processes import write_stacks_on_signal\n"
         "write_stacks_on_signal()\n"
         "def nccl_gives_up():\n"
         "    ctypes.CDLL(None).abort()\n"
@@ -108,6 +108,6 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
 
 def test_rank_environment() -> None:
     env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert process.rank_environment(env) == process.RankEnvironment(3, 1, 4)
+    assert run_folder.rank_environment(env) == run_folder.RankEnvironment(3, 1, 4)
     with pytest.raises(KeyError):
-        process.rank_environment({})
+        run_folder.rank_environment({})

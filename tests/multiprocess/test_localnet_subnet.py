@@ -16,7 +16,7 @@ import pytest
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
-from distributed_training.config.flags import ConfigError
+from distributed_training.config.types import ConfigError
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.processes import MARK

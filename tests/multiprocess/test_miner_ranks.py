@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,9 +16,11 @@ import pytest
 import torch.multiprocessing as mp
 
 from distributed_training.common.ports import free_ports
-from distributed_training.miner.orders import Command, DataOrder, Order
+from distributed_training.common.processes import process_folder
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.run_folder import RANK_STORE
+from distributed_training.miner.state_machine import Command, DataOrder, Order
 from tests import forked
 
 pytestmark = pytest.mark.timeout(120)
@@ -25,8 +32,9 @@ SCRIPT = [
 ]
 
 
-def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
+def _rank(rank: int, world_size: int, port: int, folder: str, store: str) -> None:
     os.environ.update(rank_variables(rank, world_size=world_size, port=port))
+    os.environ[RANK_STORE] = store  # "": as torchrun starts them
     ranks = join_ranks(
         environ=os.environ,
         timeout=timedelta(seconds=30),
@@ -53,10 +61,96 @@ def _rank(rank: int, world_size: int, port: int, folder: str) -> None:
     ranks.close()
 
 
-def test_all_ranks_see_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["", "a file"])
+def test_all_ranks_see_the_same(store: str, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     forked.prepare()
-    mp.start_processes(_rank, (2, port, str(tmp_path)), nprocs=2, start_method="forkserver")
+    file = store and str(tmp_path / store)
+    mp.start_processes(_rank, (2, port, str(tmp_path), file), nprocs=2, start_method="forkserver")
     first, second = ((tmp_path / name).read_text() for name in "01")
     assert first == second
     assert first.splitlines() == ["{'uid': 227}", *map(str, SCRIPT), "True", "False"]
+
+
+RANK = """
+import os, sys
+from datetime import timedelta
+from distributed_training.miner.ranks import join_ranks
+ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+print("joined", flush=True)
+if ranks.rank == 0:
+    sys.stdin.readline()
+print(ranks.share("start", {"uid": 227} if ranks.rank == 0 else None), flush=True)
+ranks.close()
+"""
+
+#: Another account of this machine: it knows the addresses, the names of the keys and of the file.
+STRANGER = """
+import os, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+os.setgroups([]); os.setgid(65534); os.setuid(65534)
+path, ports = sys.argv[1], sys.argv[2:]
+for change in (lambda: open(path, "ab"), lambda: os.listdir(os.path.dirname(path)),
+               lambda: os.unlink(path), lambda: dist.FileStore(path, 2).set("a", "b")):
+    try:
+        change()
+    except (OSError, RuntimeError):
+        continue
+    print("the file is open to all")
+answered = []
+def ask(port):
+    store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5),
+                          wait_for_workers=False)
+    store.set("miner/share/start", '{"uid": 666}')
+    answered.append((port, store.list_keys()))
+threading.excepthook = lambda _: None
+asking = [threading.Thread(target=ask, args=(int(port),), daemon=True) for port in ports]
+for thread in asking:
+    thread.start()
+end = time.monotonic() + 10
+for thread in asking:
+    thread.join(max(0, end - time.monotonic()))  # one that is no store never answers
+print(*answered, sep="", end="", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another account")
+def test_another_account_of_the_machine_cannot_reach_the_ranks_store() -> None:
+    folder = process_folder("dt-")  # as the launcher makes it
+    store, (port,) = f"{folder}/ranks-1", free_ports(1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        ranks = []
+        for rank in range(2):
+            environ = rank_variables(rank, world_size=2, port=port) | {RANK_STORE: store}
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", RANK],
+                    env=os.environ | environ | {"OMP_NUM_THREADS": "1"},
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            ranks.append(process)
+        for process in ranks:
+            assert process.stdout is not None and process.stdout.readline() == "joined\n"
+        ports = {
+            connection.laddr.port
+            for process in ranks
+            for connection in psutil.Process(process.pid).net_connections()
+            if connection.status == "LISTEN"
+        }
+        found = subprocess.run(
+            [sys.executable, "-c", STRANGER, store, str(port), *map(str, ports)],
+            cwd=tempfile.gettempdir(),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr
+        outputs = [process.communicate("go\n", timeout=60)[0] for process in ranks]
+    assert outputs == ["{'uid': 227}\n"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from distributed_training.common.ports import free_ports
-from distributed_training.miner.process import mark_of
+from distributed_training.miner.run_folder import mark_of
 from distributed_training.telemetry import read_events
 from tests.multiprocess import small_miner
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
@@ -106,6 +107,22 @@ class Node:
                 process.kill()
         self.process.kill()
         self.process.wait()
+
+    def refused(self, since: int = 0, seconds: float = 120) -> str:
+        """Stop the launcher once it logs that it cannot train; the reason it gives.
+
+        ``since``: length of the output that does not count."""
+        before, after = "| Cannot train: ", ". Trying again in "
+
+        def reason() -> str:
+            return self.output[since:].partition(before)[2].partition(after)[0]
+
+        wait_for(reason, "the refusal", seconds=seconds)
+        assert self.process is not None and self.process.poll() is None, "it goes on trying"
+        self.process.send_signal(signal.SIGTERM)
+        assert self.wait() == 0, self.output
+        assert "Traceback" not in self.output
+        return reason()
 
     def close(self) -> None:
         if self.process is not None:
@@ -382,8 +399,36 @@ def test_a_node_without_its_checkpoints_has_the_state_from_node_0(
     _copies_are_equal(pair)
 
 
-def _lines(node: Node, since: int = 0) -> list[str]:
-    return [line for line in node.output[since:].splitlines() if line.startswith("error: ")]
+@pytest.mark.long
+def test_with_a_copy_on_each_node_neither_disk_is_needed(
+    two: Callable[..., list[Node]], nodes: Nodes
+) -> None:
+    """Each node has a copy over two ranks. Nothing is held back for previews: a new disk has no
+    such sequences, and others are taken."""
+    plain = {"neuron.preview_sequences": "0"}
+    pair = two(**plain, nproc_per_node="2")
+    got: dict[int, float] = {}
+    for steps, lost in ((6, None), (12, 0), (18, 1)):
+        if lost is not None:
+            shutil.rmtree(pair[lost].folder)
+        for node in reversed(pair):
+            node.start(steps=steps)
+        for node in pair:
+            assert node.wait() == 0, node.output[-6000:]
+        got |= pair[0].inner_steps()
+    straight = nodes("one", nproc_per_node="4", **plain).start(steps=18)
+    assert straight.wait() == 0, straight.output
+    assert got == pytest.approx(straight.inner_steps(), abs=1e-4)
+    listed = [_blocks(each.folder) for each in (pair[0], straight)]
+    assert "The state comes from node 1, since another has none" in pair[0].output
+    assert listed[0] >= listed[1] > set(), "what was trained on since the last publication"
+
+
+def _blocks(folder: Path) -> set[int]:
+    manifest = json.loads(
+        (max(folder.glob("checkpoints/checkpoint-*")) / "rank-0.json").read_text()
+    )
+    return {block for block, _ in manifest["extra"]["rank_zero"]["blocks"]["blocks"]}
 
 
 #: Flags, environment (node_launch.py), and what the wrong node then says.
@@ -410,7 +455,7 @@ WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
 
 
 @pytest.mark.slow
-def test_a_node_that_is_wrong_ends_alone_with_a_line_and_the_others_wait(
+def test_a_node_that_is_wrong_says_so_and_the_others_wait(
     two: Callable[..., list[Node]],
 ) -> None:
     pair = two()
@@ -419,60 +464,7 @@ def test_a_node_that_is_wrong_ends_alone_with_a_line_and_the_others_wait(
     for flags, environ, line in WRONG:
         before = len(pair[1].output) if pair[1].log.exists() else 0
         pair[1].start(environ=environ, **flags)
-        assert pair[1].wait(60) == 2, line
-        (said,) = _lines(pair[1], before)
-        assert line in said
-        assert "Traceback" not in pair[1].output
+        assert line in pair[1].refused(before)
     assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
     pair[1].start(steps=4)
     assert [node.wait() for node in pair] == [0, 0], pair[0].output
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("closed", "nnodes"), [(0, "2"), (1, "1:2")])
-def test_a_firewall_between_ranks_is_one_line_within_seconds(
-    two: Callable[..., list[Node]], closed: int, nnodes: str
-) -> None:
-    """The launchers' port is open on both nodes, every other port is closed on ``closed``."""
-    pair = two(nnodes=nnodes, node_wait="10")
-    machine = pair[closed]._machine
-    assert machine is not None
-    machine.close_ports_but(29400)
-    pair[0].start(steps=8)
-    wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
-    pair[1].start()
-    began = time.monotonic()
-    assert pair[1].wait() == 2
-    assert time.monotonic() - began < 120  # of the 600 s of --rdzv_timeout; KNOCK takes 5
-    (said,) = _lines(pair[1])
-    assert f"no connection from node {1 - closed} to node {closed} came about within 5 s" in said
-    assert f"Node 1 is refused: {said.removeprefix('error: ')}" in pair[0].output
-    if nnodes == "1:2":
-        assert pair[0].wait() == 0, "it goes on alone"
-        return
-    machine.open_ports()
-    pair[1].start(steps=8)
-    assert [node.wait() for node in pair] == [0, 0], pair[0].output
-
-
-@pytest.mark.slow
-def test_a_firewall_on_the_interface_of_the_gradients_is_one_line_too(nodes: Nodes) -> None:
-    """The rendezvous' interface is open; GLOO_SOCKET_IFNAME names another, which is not."""
-    environ = {"GLOO_SOCKET_IFNAME": "eth1"}
-    with machines(2, second="10.9.0") as found:
-        own = {"nnodes": "2", "rdzv_endpoint": "10.0.0.1:29400", "nproc_per_node": "1"}
-        pair = [nodes(f"node{i}", m, node_rank=str(i), **own) for i, m in enumerate(found)]
-        found[0].close_ports_but(29400, device="eth1")
-        pair[0].start(steps=8, environ=environ)
-        wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
-        pair[1].start(environ={"GLOO_SOCKET_IFNAME": "eth7"})
-        assert pair[1].wait(60) == 2
-        pair[1].start(environ=environ)
-        assert pair[1].wait(60) == 2
-        missing, shut = _lines(pair[1])
-        assert "GLOO_SOCKET_IFNAME is eth7, and no network interface of this machine" in missing
-        assert "no connection from node 1 to node 0 came about within 5 s, at 10.9.0.1" in shut
-        found[0].open_ports(device="eth1")
-        pair[1].start(steps=8, environ=environ)
-        _all_ended_well(pair, steps=8)
-        nodes.close()

@@ -34,11 +34,11 @@ def _doctor(machine: Machine, command: str, *more: str) -> str:
 
 @pytest.fixture
 def two(nodes: Nodes) -> Iterator[list[Machine]]:  # noqa: F811
-    """The first one's launcher listens, as the guide starts it; its ranks would at eth1 as well."""
-    with machines(2, second="10.9.0") as found:
+    """The first one's launcher listens, as the guide starts it."""
+    with machines(2) as found:
         endpoint = f"{found[0].address}:29400"
         node_0 = nodes("node0", found[0], nnodes="2", rdzv_endpoint=endpoint, nproc_per_node="1")
-        node_0.start(environ={"NCCL_SOCKET_IFNAME": "=eth1"})
+        node_0.start()
         wait_for(lambda: "Waiting for node 1" in node_0.output, "node 0", seconds=120)
         yield found
         nodes.close()
@@ -56,11 +56,6 @@ def test_a_firewall_between_nodes_and_a_public_address_are_told(two: list[Machin
     two[0].open_ports()
     assert "✗ fail nodes node 0 answers at 10.0.0.1:29400, but not at port" in printed
     assert "let all TCP ports through from 10.0.0.2 in the firewall of node 0" in printed
-    two[0].close_ports_but(29400, device="eth1")
-    printed = " ".join(_doctor(two[1], COMMAND, *quick).split())
-    two[0].open_ports(device="eth1")
-    assert "✗ fail nodes node 0 answers at 10.0.0.1:29400, but not at port" in printed
-    assert "of 10.9.0.1, where its SOCKET_IFNAME has it listen" in printed
     public = ["ip", "-n", two[1].name, "addr", "add", "44.0.0.1/24", "dev", "eth0"]
     subprocess.run(public, check=True)
     command = "python -m distributed_training doctor --nnodes 2 --rdzv_endpoint 44.0.0.1:29400"

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -19,28 +20,34 @@ import torch
 from pydantic import SecretStr
 
 from distributed_training.chain.base import Neuron
+from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.local import LocalChain
-from distributed_training.chain.wallet import create_wallet
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
-from distributed_training.data.source import open_source
+from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.node.peers import PeerBuckets
+from distributed_training.node.buckets import PeerBuckets
 from distributed_training.protocol import gradients, keys, names
-from distributed_training.protocol.commitment import BucketCredentials, build_commitment
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.metadata import (
+    BucketCredentials,
+    ConfigExtras,
+    Metadata,
+    build_commitment,
+)
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
-from distributed_training.scoring.evaluator import Evaluator
-from distributed_training.scoring.model import EvaluationModel
-from distributed_training.scoring.pages import PageReader
+from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
+from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.model import parameter_schema
-from distributed_training.validator.global_state import GlobalPublisher, GlobalState
-from distributed_training.validator.initial import initial_weights, small_llama
-from distributed_training.validator.scorer import Scorer
-from distributed_training.validator.standings import Standings
+from distributed_training.validator.global_state import (
+    GlobalPublisher,
+    GlobalState,
+    initial_weights,
+    small_llama,
+)
+from distributed_training.validator.scorer import Scorer, Standings
 from tests.chain_program import chain_program
 from tests.forked import Program
 from tests.gradient_file import build_payload
@@ -267,3 +274,75 @@ def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
     assert done.returncode == 1 and "did not answer within 1 s" in done.stderr
     assert "the miner" not in done.stderr, "it was no miner who asked"
     assert done.stderr.count("\n") == 1
+
+
+#: nvidia-ml-py on a machine whose only GPU a miner fills.
+FULL_GPU = """
+class NVMLError(Exception): pass
+class Process: pid = 4711
+class Memory: total, used = 24 * 10**9, 23 * 10**9
+nvmlMemory_v2 = 2
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetComputeRunningProcesses(handle): return [Process]
+def nvmlDeviceGetMemoryInfo(handle, version=1): return Memory
+"""
+
+
+def test_a_gpu_that_a_miner_fills_is_left_to_it(subnet: Subnet, tmp_path: Path) -> None:
+    """It goes to the CPU, says so in one line, and stays at the lowest priority there."""
+    (tmp_path / "pynvml.py").write_text(FULL_GPU)
+    words = ("--subnet", subnet.folder, "--uid", str(UIDS[0]), "--others", "0", "--json")
+    program = subprocess.Popen(
+        [sys.executable, SCRIPT, *words, "--neuron.device", "auto"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stderr is not None
+    try:
+        line = program.stderr.readline()
+        assert line.startswith("GPU 0 is in use by process 4711 (23.0 GB), so this takes one CPU")
+        wait_for(lambda: _status(program.pid) == (19, "1000") or program.poll(), "low priority", 60)
+        out, more = program.communicate(timeout=150)
+    finally:
+        program.kill()
+    assert program.returncode == 0 and not more, more
+    assert json.loads(out)["miners"][0]["random_relative"] is not None
+
+
+def _status(pid: int) -> tuple[int, str]:
+    """Priority, and how soon the kernel ends it where memory runs out."""
+    return os.getpriority(os.PRIO_PROCESS, pid), Path(
+        f"/proc/{pid}/oom_score_adj"
+    ).read_text().strip()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0"), "the GPU's"),
+        (MemoryError(), "this machine's"),
+        (None, "this machine's"),  # torch's own
+    ],
+)
+def test_too_little_memory_is_one_line(
+    error: BaseException | None, words: str, monkeypatch: pytest.MonkeyPatch, capfd, tmp_path: Path
+) -> None:
+    from distributed_training.scoring import command as score
+    from distributed_training.scoring import score_preview
+
+    def look(*_: object) -> None:
+        if error is not None:
+            raise error
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(score_preview.Session, "__init__", lambda self, *args, **more: None)
+    monkeypatch.setattr(score_preview.Session, "look", look)
+    monkeypatch.setattr(score, "find_sources", lambda *_: (None, [5]))
+    assert score.main(["--uid", "5", "--neuron.device", "cpu", "--cache", str(tmp_path)]) == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {words} memory is not enough") and "another machine" in line

@@ -208,7 +208,7 @@ def test_a_restarted_peer_is_the_same_and_a_closed_one_starts_no_round(
 def test_bandwidth_is_what_the_round_before_moved_and_absent_before(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed_training.swarm.peer._SHORTEST_MEASURE", 0.0)
+    monkeypatch.setattr("distributed_training.swarm.swarm._SHORTEST_MEASURE", 0.0)
     first, second = pair
     first._bandwidth = None
     orders: list[Any] = []

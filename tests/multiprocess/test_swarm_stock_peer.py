@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
 

@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 from validator_world import PEER, TwinMiner, World, settings
 
 from distributed_training.chain.client import SignedClient
+from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.chain.wallet import create_wallet
 from distributed_training.config import Config
-from distributed_training.config.chain import ChainSettings
-from distributed_training.config.swarm import SwarmSettings
+from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
 from tests.chain_memory import MemoryChain

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import shutil
 import signal
 import sys
-import time
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -23,13 +21,13 @@ from safetensors.torch import save_file
 from training_world import evaluate, sequences, train, trainer, whole_weights
 
 from distributed_training.common.processes import leave
-from distributed_training.config import ConfigError
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
-from distributed_training.training import hand_over, outer_step
+from distributed_training.training import outer_step
+from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.feedback import Direction
-from distributed_training.training.outer import nesterov_sgd
+from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 
@@ -49,6 +47,10 @@ def losses_of_nodes(folder: Path) -> None:
     """WORLD nodes of one rank, each with a copy of the model."""
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=1)
     reports = train(made, 0, 20)
+    state: Any = made.sharded.modules[-1]._get_fsdp_state()  # type: ignore[operator]
+    for group in state._fsdp_param_group.mesh_info.mesh.get_all_groups():
+        backend: Any = group._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == COLLECTIVE_TIMEOUT
     evaluated = evaluate(made, sequences(99, count=3))
     if RANK == 0:
         content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
@@ -188,21 +190,15 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
     same(before, whole_weights(made))
 
 
-def snapshot_across(folder: Path) -> None:
-    """Two nodes with one rank each, and one copy of the model."""
-    snapshot(folder, local_ranks=1, across_nodes=True)
-
-
-def snapshot(folder: Path, **layout: Any) -> None:
+def snapshot(folder: Path) -> None:
     for mode in ("upload", "off", "best"):
-        made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode, **layout)
+        made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
         start = whole_weights(made)
         train(made, 0, 2)
         now = whole_weights(made)
         for _ in range(2):
-            place = folder if RANK == 0 or not layout else folder / "no file system in common"
             handle = made.snapshot(
-                place / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
+                folder / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
             )
             train(made, 2, 3)  # goes on while files are written
             handle.wait(timedelta(seconds=60))
@@ -215,36 +211,6 @@ def snapshot(folder: Path, **layout: Any) -> None:
         if RANK == 0:
             torch.save({"start": start, "now": now, "schema": made.schema}, folder / f"{mode}.pt")
         dist.barrier()
-
-
-def given_up_across(folder: Path) -> None:
-    """Two nodes with two ranks each, and one copy: a rank has no memory for what another node
-    sends, or no code to send. Nobody waits for the group's timeout; the next snapshot is whole."""
-    made = trainer(rank=RANK, world_size=WORLD, local_ranks=2, across_nodes=True)
-    train(made, 0, 1)
-    place = folder if RANK < 2 else folder / "no file system in common"
-    parts = hand_over.row_range, Direction.encode
-
-    def fails(*_: object) -> Any:
-        raise MemoryError("none left")
-
-    for failing in (1, 2, None):
-        if failing == RANK:
-            hand_over.row_range, Direction.encode = fails, fails  # type: ignore[assignment]
-        name, began = str(failing), time.monotonic()
-        handle = made.snapshot(place / name, progress=Progress(0, 1, 1, []), block=9, last_loss=1.0)
-        error = None
-        try:
-            handle.wait(timedelta(seconds=60))
-        except (MemoryError, RuntimeError) as raised:
-            error = str(raised)
-        assert time.monotonic() - began < 60
-        hand_over.row_range, Direction.encode = parts  # type: ignore[method-assign]
-        dist.barrier()
-        told = {1: ("rank 1 could", "none left", None, "rank 1 gave up"),
-                2: ("rank 2 gave up", None, "none left", None)}  # fmt: skip
-        expected = told.get(failing or 0, (None,) * 4)[RANK]
-        assert (error is None) if expected is None else expected in str(error), (RANK, error)
 
 
 def rebase(folder: Path) -> None:
@@ -285,7 +251,9 @@ def rebase(folder: Path) -> None:
 def preview(folder: Path) -> None:
     """What is published is the best of what was tried, what it says is what applying the published
     file gives, and it leaves no trace in training."""
-    made, other = (trainer(rank=RANK, world_size=WORLD, preview_sequences=3) for _ in range(2))
+    made, other = (
+        trainer(rank=RANK, world_size=WORLD, preview_sequences=4 * WORLD - 1) for _ in range(2)
+    )
     held = sequences(99, count=4 * WORLD)[RANK * 4 : (RANK + 1) * 4]
     for each in (made, other):
         each.hold_back(held)
@@ -323,8 +291,8 @@ def preview(folder: Path) -> None:
     assert abs(delta - by_hand()) < 1e-5
     listed = json.loads((folder / "preview" / "rank-0.done.json").read_text())["files"]
     for entry in listed:
-        data = (folder / "preview" / entry["name"]).read_bytes()
-        assert (entry["size"], entry["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+        size = (folder / "preview" / entry["name"]).stat().st_size
+        assert (entry["size"], entry["not_finite"]) == (size, None)
     for item, rows in zip(other.sharded.shards, now, strict=True):
         item.local.copy_(rows)  # by_hand used its weights
     other.drop_step()
@@ -369,27 +337,19 @@ def until_killed(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def disks_of_nodes(folder: Path) -> None:
-    """One copy over WORLD nodes of one rank, each with a disk of its own; one after the other is
-    replaced."""
-    own = folder / f"node{RANK}"
-    made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, across_nodes=True)
-    keeper = Checkpointer(trainer=made, folder=own, owner="me")
-    keeper.save({"rank": RANK}, Progress(0, 2, 2, [3]))
-    whole = whole_weights(made)
-    for lost in range(WORLD):
-        keeper.wait()
-        dist.barrier()
-        if lost == RANK:
-            shutil.rmtree(own)
-        made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, across_nodes=True, seed=7)
-        keeper = Checkpointer(trainer=made, folder=own, owner="me")
-        assert keeper.restore() == (Progress(0, 2, 2, [3]), {"rank": RANK}) and keeper.exact
-        same(whole, whole_weights(made))
-        keeper.save({"rank": RANK}, Progress(0, 2, 2, [3]))
-    keeper.wait()
-    if RANK == 0:
-        torch.save(whole, folder / "whole.pt")
+def unlike_gpus(folder: Path) -> None:
+    """The machine's one file holds for rank 0's GPU and not for rank 1's."""
+    real = trainer_module.facts_of
+    with mock.patch.object(
+        trainer_module, "facts_of", lambda *which: real(*which) | {"device": f"card {RANK}"}
+    ):
+        for _ in range(2):
+            made = trainer(
+                rank=RANK, world_size=WORLD, run_folder=folder, local_batch_size_train="auto"
+            )
+            sizes = made.stream.answers(made.micro_batch_size)
+            assert len(set(sizes)) == 1, sizes
+    assert json.loads((folder / "micro-batch.json").read_text())["fastest"] == sizes[0]
 
 
 def disk_of_a_copy(folder: Path) -> None:
@@ -414,22 +374,6 @@ def disk_of_a_copy(folder: Path) -> None:
         assert made.pending_micro_batches == (1 if lost is None else 0), "on all nodes alike"
         same(whole, whole_weights(made))
         dist.barrier()
-
-
-def one_of_the_nodes(folder: Path) -> None:
-    """Node 0 alone: it has its part and that of the last node."""
-    made = trainer(rank=RANK, world_size=WORLD, seed=7)
-    keeper = Checkpointer(trainer=made, folder=folder / "node0")
-    try:
-        keeper.restore()
-    except ConfigError as error:
-        assert "what rank 1 had of it is on none of the nodes" in str(error), error
-    else:
-        raise AssertionError("a part is missing")
-    shutil.copytree(folder / "node1", folder / "node0", dirs_exist_ok=True)
-    restored = keeper.restore()
-    assert restored is not None and restored[1] == {"rank": 0}
-    same(torch.load(folder / "whole.pt", weights_only=True), whole_weights(made))
 
 
 def resume(folder: Path, last: str = "10") -> None:

@@ -6,14 +6,28 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import timedelta
 
+import httpx
 import pytest
 
+from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.protocol.types import RoundRequest
-from tests.chain_world import EPOCH, MINER, PEER, STRANGER, VALIDATOR, World, world
+from tests.chain_world import (
+    EPOCH,
+    MINER,
+    PEER,
+    SETTINGS,
+    STRANGER,
+    VALIDATOR,
+    World,
+    public_miner,
+    sign,
+    world,
+)
 
 pytestmark = pytest.mark.timeout(60)
 LONG = timedelta(seconds=30)  # all of them answer, however busy the machine is
@@ -102,8 +116,33 @@ def test_an_endless_reply_is_cut_off() -> None:
         assert not thread.is_alive()
 
 
-def test_a_running_miner_with_our_hotkey_is_found(server: World) -> None:
-    assert SignedClient(wallet=MINER).answers_for_us(neuron(server), LONG)
-    # Another miner's server at the endpoint we once had is none of ours.
-    assert not SignedClient(wallet=PEER).answers_for_us(neuron(server), LONG)
-    assert not SignedClient(wallet=MINER).answers_for_us(neuron(server, port=1), LONG)
+@pytest.mark.parametrize("scheme", ["btauth", "legacy"])
+def test_a_running_miner_with_our_hotkey_proves_that_it_has_the_key(scheme: str) -> None:
+    with world(replace(SETTINGS, auth_schemes=(scheme,))) as server:
+        assert SignedClient(wallet=MINER).same_key_at(neuron(server), LONG) is True
+        # Another miner's server at the endpoint we once had is none of ours.
+        assert SignedClient(wallet=PEER).same_key_at(neuron(server), LONG) is None
+        assert SignedClient(wallet=MINER).same_key_at(neuron(server, port=1), LONG) is None
+
+
+def test_the_public_miner_with_our_hotkey_is_found_and_proves_nothing() -> None:
+    with public_miner() as port:
+        miner = Neuron(uid=7, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
+        assert SignedClient(wallet=MINER).same_key_at(miner, LONG) is False
+
+
+def test_a_proof_that_was_overheard_is_none(server: World) -> None:
+    body = b"{}"
+    headers = sign("btauth", MINER, "/IsAlive", body)
+    told = httpx.post(server.url + "/IsAlive", content=body, headers=headers, trust_env=False)
+    assert told.status_code == 403
+    proof = told.json()["proof"]
+    assert auth.proves_same_key(MINER, headers, proof)
+    with public_miner(refusal=told.json()) as port:
+        miner = Neuron(uid=7, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
+        assert SignedClient(wallet=MINER).same_key_at(miner, LONG) is False
+    # Nobody without the key can have a proof made.
+    headers = sign("btauth", STRANGER, "/IsAlive", body)
+    headers["X-Bittensor-Hotkey"] = MINER.ss58
+    forged = httpx.post(server.url + "/IsAlive", content=body, headers=headers, trust_env=False)
+    assert forged.status_code == 401 and set(forged.json()) == {"message"}

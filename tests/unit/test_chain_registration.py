@@ -8,21 +8,25 @@ from datetime import timedelta
 import pytest
 
 from distributed_training.chain.registration import (
+    ASK_ANOTHER,
+    MISSING_FOR,
+    MISSING_FOR_ALONE,
     Change,
     RegistrationEvent,
     RegistrationWatcher,
 )
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER
+from tests.chain_world import MINER, VALIDATOR
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
 
 class Watched:
-    def __init__(self) -> None:
+    def __init__(self, *, missing_for: timedelta = timedelta(0)) -> None:
         self.ledger = MemoryLedger()
         self.uid = self.ledger.register(MINER.ss58)
+        self.ledger.register(VALIDATOR.ss58)
         self.events: list[RegistrationEvent] = []
         self.lost: list[str] = []
         self.now = 0.0
@@ -34,6 +38,8 @@ class Watched:
             ours={"endpoint": ("1.2.3.4", 8091), "commitment": "ours"},
             on_event=self.events.append,
             on_lost=self.write_again,
+            master=VALIDATOR.ss58,
+            missing_for=missing_for,
             clock=lambda: self.now,
             interval=timedelta(milliseconds=10),
         )
@@ -71,6 +77,104 @@ def test_a_deregistration_is_reported_once() -> None:
     assert event.change is Change.DEREGISTERED and "btcli" in event.line
     watched.watcher.close()
     assert watched.looks() == []
+
+
+class Nodes(MemoryChain):
+    """Two chain nodes, ``a`` and ``b``, each with a state of its own; one of them answers."""
+
+    def __init__(self, a: MemoryLedger, b: MemoryLedger) -> None:
+        super().__init__(hotkey=MINER.ss58, ledger=a)
+        self.nodes = {"a": a, "b": b}
+        self.down: set[str] = set()
+        self.asked = 0
+
+    def answered_by(self) -> str:
+        return next(name for name, ledger in self.nodes.items() if ledger is self.ledger)
+
+    def endpoints(self) -> int:
+        return len(self.nodes)
+
+    def ask_another(self) -> None:
+        self.asked += 1
+        other = "b" if self.answered_by() == "a" else "a"
+        if other not in self.down:
+            self.ledger = self.nodes[other]
+
+
+def two_nodes() -> tuple[Watched, Nodes]:
+    """A watcher with the product's patience, and the nodes that it looks at."""
+    watched = Watched(missing_for=MISSING_FOR)
+    other = MemoryLedger()
+    other.entries = dict(watched.ledger.entries)
+    chain = Nodes(watched.ledger, other)
+    watched.watcher._chain = watched.watcher._missing._chain = chain
+    assert watched.looks() == []
+    return watched, chain
+
+
+def play(watched: Watched, span: timedelta, *, step: float = 30.0) -> list[Change]:
+    """Look every ``step`` seconds for as long as ``span``."""
+    seen, until = [], watched.now + span.total_seconds()
+    while watched.now < until:
+        watched.now += step
+        seen += watched.looks(1)
+    return seen
+
+
+@pytest.mark.parametrize("nobody", [True, False])
+def test_a_list_that_cannot_be_the_subnets_deregisters_nobody(
+    nobody: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A node with a broken state, or a field that a runtime upgrade renamed: no neurons at all, or
+    some, without the master hotkey. It lasts a day, on both nodes."""
+    watched, chain = two_nodes()
+    for ledger in chain.nodes.values():
+        ledger.entries = {} if nobody else {5: replace(ledger.entries[0], uid=5, hotkey="5Other")}
+    assert play(watched, timedelta(days=1)) == []
+    assert chain.asked > 100, "another node may be sound"
+    assert caplog.text.count("its list is not believed") == 1
+    watched.ledger.register(MINER.ss58, uid=41)
+    chain.ledger, chain.down = watched.ledger, {"b"}
+    assert play(watched, timedelta(minutes=2)) == [Change.UID_CHANGED]
+
+
+def test_a_node_that_lost_our_hotkey_is_outvoted_by_one_that_shows_it() -> None:
+    watched, chain = two_nodes()
+    watched.ledger.deregister(MINER.ss58)
+    assert play(watched, timedelta(hours=12)) == []
+    assert chain.answered_by() == "b" and chain.asked == 1
+    chain.ledger = chain.nodes["a"]  # the connection to b is lost, again and again
+    for _ in range(40):
+        assert play(watched, timedelta(minutes=3)) == []
+        chain.ledger = chain.nodes["a"]
+
+
+@pytest.mark.parametrize(
+    ("answering", "after"), [(2, MISSING_FOR), (1, MISSING_FOR_ALONE)], ids=["two", "one"]
+)
+def test_a_deregistration_is_believed_when_it_lasts_and_two_nodes_say_it(
+    answering: int, after: timedelta, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched, chain = two_nodes()
+    for ledger in chain.nodes.values():
+        ledger.deregister(MINER.ss58)
+    if answering == 1:
+        chain.down = {"b"}
+    assert play(watched, after - timedelta(minutes=1)) == []
+    assert caplog.text.count("does not show hotkey") == 1
+    assert play(watched, timedelta(minutes=3)) == [Change.DEREGISTERED]
+    assert chain.asked <= after / ASK_ANOTHER + 2
+
+
+def test_the_time_without_our_hotkey_begins_again_when_it_was_shown() -> None:
+    watched, chain = two_nodes()
+    for _ in range(5):
+        for ledger in chain.nodes.values():
+            ledger.deregister(MINER.ss58)
+        assert play(watched, MISSING_FOR - timedelta(minutes=2)) == []
+        for ledger in chain.nodes.values():
+            ledger.register(MINER.ss58, uid=watched.uid)
+        assert play(watched, timedelta(minutes=1)) == []
 
 
 def test_a_reorganization_is_no_deregistration() -> None:

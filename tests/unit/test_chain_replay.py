@@ -12,10 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain import replay
-from distributed_training.chain.kept import MOST_VALIDATORS, Kept, KeptFile
-from distributed_training.chain.replay import NonceMemory
-from distributed_training.chain.trust import TrustedAddresses, normalize
+from distributed_training.chain import callers
+from distributed_training.chain.callers import (
+    MOST_VALIDATORS,
+    Kept,
+    KeptFile,
+    NonceMemory,
+    TrustedAddresses,
+    normalize,
+)
 
 pytestmark = pytest.mark.timeout(60)
 NS = 10**9
@@ -113,7 +118,7 @@ def test_the_memory_is_bounded_by_time_and_by_number(monkeypatch) -> None:
         clocks.pass_(1)
         assert memory.use("a", clocks.wall)
     assert len(memory) <= 7201
-    monkeypatch.setattr(replay, "MOST", 1000)
+    monkeypatch.setattr(callers, "MOST", 1000)
     for i in range(3000):  # strangers, each with a hotkey of its own
         assert memory.use(f"stranger {i}", clocks.wall)
         assert len(memory) <= 1000

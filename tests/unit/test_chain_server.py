@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import re
 import socket
 import threading
@@ -14,11 +16,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from distributed_training.chain import kept, listener
+from distributed_training.chain import callers, http_server
 from distributed_training.chain import server as server_module
+from distributed_training.chain.callers import STRIKES, Admission, TrustedAddresses
+from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common import ports
-from distributed_training.config.flags import ConfigError
+from distributed_training.config.types import ConfigError
 from tests.chain_world import (
     EPOCH,
     MINER,
@@ -98,7 +102,7 @@ def test_a_round_nobody_ends_is_over_after_its_timeout(server: World) -> None:
 
 def _refused(server: World, reply: httpx.Response, status: int, reason: str) -> None:
     assert reply.status_code == status
-    assert set(reply.json()) == {"message"} and "Traceback" not in reply.text
+    assert reply.json().keys() - {"proof"} == {"message"} and "Traceback" not in reply.text
     assert server.refused(reason) == 1
     assert server.events == []
 
@@ -116,6 +120,62 @@ def _refused(server: World, reply: httpx.Response, status: int, reason: str) -> 
 def test_who_may_not_start_a_round(server: World, scheme, caller, status, reason) -> None:
     reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
     _refused(server, reply, status, reason)
+
+
+def test_the_least_stake_is_enough(server: World) -> None:
+    least = SETTINGS.min_stake
+    server.ledger.register(SECOND.ss58, stake=math.nextafter(least, 0.0), validator_permit=True)
+    call = lambda: post(server, "/AllReduce", REDUCE, sign("btauth", SECOND, "/AllReduce", REDUCE))
+    _refused(server, call(), 403, "low_stake")
+    server.ledger.register(SECOND.ss58, stake=least, validator_permit=True)
+    assert call().status_code == 200
+    assert [event.caller for event in server.events] == [SECOND.ss58]
+
+
+def test_the_end_of_a_round_is_not_lost_to_a_call_that_comes_with_it(server: World) -> None:
+    """The loop ends rounds in its own thread, while the server decides about a call."""
+    ending = threading.Thread(target=server.server.round_ended)
+
+    def amid_the_call() -> bool:
+        if ending.ident is None:
+            ending.start()
+            ending.join(1)  # without a lock it has its way, and the call's round is never ended
+        return True
+
+    server.due = amid_the_call
+    call = lambda w: post(server, "/AllReduce", REDUCE, sign("btauth", w, "/AllReduce", REDUCE))
+    assert call(VALIDATOR).status_code == 200
+    ending.join(10)
+    assert not ending.is_alive()
+    assert call(SECOND).json()["answer"] is None, "no round runs"
+    assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
+
+
+def test_junk_from_a_validators_address_blocks_nobody() -> None:
+    trusted = TrustedAddresses()
+    trusted.set_endpoints(["1.2.3.4"])
+    admission = Admission(
+        trusted=trusted,
+        max_connections=100,
+        max_connections_per_address=10,
+        requests_per_address=1000.0,
+    )
+
+    def junk(address: str) -> None:
+        for _ in range(5 * STRIKES):
+            if admission.connect(address):
+                admission.disconnect(address)
+            admission.strike(address)
+
+    junk("1.2.3.4")
+    assert admission.connect("1.2.3.4") and not admission.refused
+    # Nor is it held against the address when the validator has moved to another.
+    trusted.set_endpoints([])
+    assert admission.connect("1.2.3.4")
+    junk("5.6.7.8")
+    assert not admission.connect("5.6.7.8") and admission.refused["connection_blocked"]
+    trusted.add("5.6.7.8")  # a validator's call was verified from there
+    assert admission.connect("5.6.7.8")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -229,6 +289,30 @@ def test_recorded_requests_of_a_real_dendrite(server: World, request_) -> None:
     assert len(server.events) == (request_["path"] == "/AllReduce")
 
 
+def test_who_asks_for_a_sign_of_life_again_and_again_is_logged_once_a_minute(
+    server: World, caplog
+) -> None:
+    caplog.set_level(logging.INFO, logger="distributed_training.chain.server")
+
+    def ask(wallet: Wallet, times: int) -> None:
+        for _ in range(times):
+            nonce = time.time_ns() + server.offset
+            headers = sign("btauth", wallet, "/IsAlive", ALIVE, nonce=nonce)
+            assert post(server, "/IsAlive", ALIVE, headers).status_code == 200
+
+    uid = {wallet.ss58: server.chain.uid(wallet.ss58) for wallet in (PEER, VALIDATOR)}
+    ask(PEER, 5)
+    ask(VALIDATOR, 2)
+    server.later, server.offset = 61.0, 61 * SECOND_NS
+    ask(PEER, 2)
+    assert caplog.messages == [
+        f"Responded to be Active (uid {uid[PEER.ss58]}, 1 call)",
+        f"Responded to be Active (uid {uid[VALIDATOR.ss58]}, 1 call)",
+        f"Responded to be Active (uid {uid[PEER.ss58]}, 5 calls)",
+    ]
+    assert server.server.counters()["accepted.IsAlive"] == 9
+
+
 def test_is_alive_by_flags() -> None:
     headers = lambda: sign("btauth", PEER, "/IsAlive", ALIVE)
     with world(replace(SETTINGS, force_validator_permit=True)) as made:
@@ -248,7 +332,7 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
             syncing.set()
             assert done.wait(10)
 
-        monkeypatch.setattr(kept, "write_json", slow)
+        monkeypatch.setattr(callers, "write_json", slow)
         call = lambda: post(made, "/IsAlive", ALIVE, sign("btauth", PEER, "/IsAlive", ALIVE))
         try:
             assert call().status_code == 200 and syncing.wait(10)
@@ -288,10 +372,14 @@ def test_one_hotkey_may_not_flood() -> None:
         ("legacy", SECOND, False, 403),
         ("legacy", SECOND, None, 403),
         ("legacy", SECOND, True, 200),
-        ("btauth", SECOND, False, 200),
+        ("btauth", VALIDATOR, False, 200),
+        ("btauth", VALIDATOR, None, 200),
+        ("btauth", SECOND, False, 403),
+        ("btauth", SECOND, None, 403),
+        ("btauth", SECOND, True, 200),
     ],
 )
-def test_a_legacy_call_starts_a_round_only_when_one_may_be_called(
+def test_a_round_that_is_not_due_is_the_masters_alone(
     server: World, scheme: str, caller, due: bool | None, status: int
 ) -> None:
     server.due = due
@@ -354,8 +442,15 @@ def test_only_the_freshness_of_calls_and_blocks_knows_the_wall_clock() -> None:
     }
     found = {name: used for name, used in uses.items() if used}
     wall = {"time.time_ns"}  # a nonce is signed or judged
-    blocks = {"time.time"}  # they carry the time they were made at
-    assert found == {"auth.py": wall, "replay.py": wall, "server.py": wall, "newest.py": blocks}
+    # Blocks carry the time they were made at; what was known is judged by the next process.
+    day = {"time.time"}
+    assert found == {
+        "auth.py": wall,
+        "callers.py": wall,
+        "server.py": wall,
+        "subtensor.py": day,
+        "base.py": day,
+    }
 
 
 def test_where_ipv6_is_off_every_address_is_every_one_of_ipv4(
@@ -366,8 +461,8 @@ def test_where_ipv6_is_off_every_address_is_every_one_of_ipv4(
             raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
         return ports.listen(address, port, backlog=backlog)
 
-    monkeypatch.setattr(listener, "listen", listen)
-    with listener.bind(ip="[::]", port=0) as bound:
+    monkeypatch.setattr(http_server, "listen", listen)
+    with http_server.bind(ip="[::]", port=0) as bound:
         assert bound.getsockname()[0] == "0.0.0.0"
     with pytest.raises(ConfigError, match=r"cannot listen on ::1 port 0 \(Cannot assign requested"):
-        listener.bind(ip="::1", port=0)
+        http_server.bind(ip="::1", port=0)

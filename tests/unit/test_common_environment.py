@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_training.common.environment import is_secret, without_secrets
+from distributed_training.common.processes import is_secret, without_secrets
 
 pytestmark = pytest.mark.timeout(30)
 

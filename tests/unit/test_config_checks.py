@@ -17,6 +17,7 @@ def test_the_defaults_have_no_problem() -> None:
     assert problems(config()) == []
     assert problems(config("--preset", "local")) == []
     assert problems(config("--preset", "local", "--neuron.part_size_bytes", "1048576")) == []
+    assert problems(config("--r2.part_size", "5MiB")) == []
 
 
 @pytest.mark.parametrize(
@@ -38,8 +39,16 @@ def test_the_defaults_have_no_problem() -> None:
         (("--axon.external_ip", "127.0.0.1"), "--axon.external_ip 127.0.0.1 cannot be reached"),
         (("--axon.external_ip", "0.0.0.0"), "--axon.external_ip 0.0.0.0 cannot be reached"),
         (("--axon.external_ip", "[::1]"), "--axon.external_ip ::1 cannot be reached"),
+        (("--axon.external_ip", "255.255.255.255"), "255.255.255.255 cannot be reached"),
+        (("--axon.external_ip", "192.168.1.5"), "--axon.external_ip 192.168.1.5 cannot be reached"),
+        (("--axon.external_ip", "100.64.0.9"), "--axon.external_ip 100.64.0.9 cannot be reached"),
+        (("--axon.external_ip", "224.0.0.1"), "--axon.external_ip 224.0.0.1 cannot be reached"),
+        (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
         (("--dht.ip", "127.0.0.1"), "--dht.ip 127.0.0.1 cannot be reached"),
+        (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
         (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
+        (("--r2.part_size", "1KiB"), "--r2.part_size 1KiB is less than S3 and R2 take"),
+        (("--r2.part_size", "5242879"), "give 5MiB or more"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
     ],
 )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, load_config
-from distributed_training.config.schema import Setting, schema
+from distributed_training.config.loader import Setting, schema
 from distributed_training.node.start import make_run_folder
 from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
 from tests.r2_keys import KEYS

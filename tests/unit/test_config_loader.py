@@ -12,12 +12,19 @@ import pytest
 from pydantic import ByteSize, SecretStr
 
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory
-from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config import (
+    Config,
+    ConfigError,
+    all_settings,
+    describe,
+    load_config,
+    loader,
+)
+from distributed_training.config.loader import parser_of, schema
 from distributed_training.config.model import TITLES
 from distributed_training.config.presets import CARDS
-from distributed_training.config.schema import schema
 from distributed_training.protocol.names import BOOTSTRAP_PEERS
-from distributed_training.training.sizes import named_config
+from distributed_training.training.memory_plan import named_config
 from tests import r2_keys
 
 pytestmark = pytest.mark.timeout(30)
@@ -66,7 +73,7 @@ def test_defaults_are_the_public_networks() -> None:
         "neuron.global_tokenizer_name": "dstrbtd/llama-1b",
         "neuron.master_ss58_address": "5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP",
         "neuron.min_group_size": 32,
-        "neuron.local_batch_size_train": 2,
+        "neuron.local_batch_size_train": "auto",
         "neuron.local_batch_size_train_effective": 512,
         "neuron.upload_steps": 5,
         "neuron.target_chunk": 64,
@@ -97,8 +104,9 @@ nproc_per_node show_all_rank_logs
 
 
 def test_every_flag_of_the_protocol_page_is_known() -> None:
-    unknown = [name for name in SPEC_FLAGS.split() if schema("miner").get(name) is None]
-    assert not unknown
+    known = schema("miner")
+    unknown = [name for name in SPEC_FLAGS.split() if known.get(name) is None]
+    assert set(unknown) <= loader.FLAGS
 
 
 def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> None:
@@ -265,7 +273,7 @@ def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
 
 def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) -> None:
     text = refused("--neuron.influxdb_token", "t0ken-value")
-    assert "INFLUXDB_TOKEN=" in text and "t0ken" not in text
+    assert "is a secret" in text and "leave it out" in text and "t0ken" not in text
     secret = next(s for s in schema("miner") if s.env == "R2_WRITE_SECRET_ACCESS_KEY")
     text = refused(f"--{secret.name}", "hunter2hunter2")
     assert "R2_WRITE_SECRET_ACCESS_KEY=" in text and "hunter2" not in text
@@ -275,12 +283,61 @@ def test_secrets_are_refused_on_the_command_line_and_in_files(tmp_path: Path) ->
     assert "does not belong into a configuration file" in text and "hunter2" not in text
 
 
+def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("R2_WRITE_SECRET_ACCESS_KEY=" + "a" * 64 + "\n")
+    dotenv.chmod(0o600)
+    config = load("--neuron.upload_steps", "60", "--preset", "public-24gb", dotenv=dotenv)
+    first, *lines = describe(config)
+    assert len(lines) < 12 and "config.txt" in first and "preset public-24gb" in first
+    (line,) = [x for x in lines if "upload_steps" in x]
+    assert line.split() == ["--neuron.upload_steps", "60", "(command", "line)"]
+    assert not any("--neuron.error_feedback" in x for x in lines), "found by grep -i error"
+    everything = all_settings(config).splitlines()
+    named = {x.split()[0] for x in everything if x.startswith("  ")}
+    assert named == {s.env if s.secret else f"--{s.name}" for s in schema("miner")}
+    assert all(len(x.split()) > 1 for x in everything if x.startswith("  ")), "- for empty ones"
+    assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
+
+
 def test_flags_without_effect_say_so() -> None:
     config = load("--neuron.global_batch_size_train", "35200", "--neuron.dont_wandb_log")
     lines = describe(config)
-    assert any("--neuron.global_batch_size_train: no effect: no peer reads it" in x for x in lines)
-    assert any("--neuron.dont_wandb_log: no effect" in x for x in lines)
+    assert any("--neuron.global_batch_size_train has no effect: no peer" in x for x in lines)
+    assert any("--neuron.dont_wandb_log has no effect" in x for x in lines)
     assert not any("influxdb_bucket" in x for x in lines)
+
+
+@pytest.mark.parametrize("name", sorted(loader.NO_EFFECT.keys() - loader.SECRETS))
+def test_a_flag_without_effect_is_taken_in_every_spelling(name: str, tmp_path: Path) -> None:
+    toml = tmp_path / "miner.toml"
+    toml.write_text(f'"{name}" = 1\n')
+    spellings = [
+        (f"--{name}", "7"), (f"--{name}=7",), (f"--{name}",),
+        (f"--{name.replace('_', '-')}", "7"), ("--config", str(toml)),
+    ]  # fmt: skip
+    for spelling in spellings:
+        config = load(*spelling, "--neuron.upload_steps", "60")
+        assert config.get("neuron.upload_steps") == 60
+        (line,) = [x for x in describe(config) if "has no effect" in x]
+        assert name in line and loader.NO_EFFECT[name] in line
+    assert f"--{name}" not in parser_of(schema("miner")).format_help()
+
+
+def test_a_flag_whose_function_is_gone_is_refused_unless_it_was_off() -> None:
+    line = refused("--neuron.shard_across_nodes")
+    assert "--neuron.shard_across_nodes is not offered any more" in line
+    assert "each node holds a copy of the model" in line
+    config = load("--neuron.shard_across_nodes", "false")
+    assert any("--neuron.shard_across_nodes has no effect" in text for text in describe(config))
+
+
+def test_an_old_value_becomes_the_one_that_took_its_place() -> None:
+    config = load("--neuron.error_feedback", "round")
+    assert config.training.error_feedback == "best"
+    assert any(
+        "--neuron.error_feedback round is an older name of best" in x for x in describe(config)
+    )
 
 
 def test_configuration_is_frozen() -> None:
@@ -409,7 +466,7 @@ def test_settings_need_pydantic_alone() -> None:
         "import sys\n"
         "sys.modules['dotenv'] = sys.modules['psutil'] = sys.modules['numpy'] = None\n"
         "from distributed_training.config import load_config\n"
-        "from distributed_training.config.training import TrainingSettings\n"
+        "from distributed_training.config.settings import TrainingSettings\n"
         "assert load_config('miner', [], environ={}, dotenv=None, check=False)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=20)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.config.arguments import Parser
+from distributed_training.config.loader import Parser
 from tests.unit.test_config_hostile import HOSTILE
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,7 +30,7 @@ SCRIPTS = {
     "update": ("scripts.update", ("v1",)),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
-OTHERS = {"bootstrap_pip"}
+OTHERS = {"bootstrap_pip", "lock"}
 
 
 def parser_of(script: str) -> Parser:
@@ -117,7 +117,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
         (("score", "--uid", "x"), "--uid"),
         (("update", "v1", "--first-step", "soon"), "--first-step"),
-        (("update", "-v1"), "tag"),
+        (("update", "-v1"), "target"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )

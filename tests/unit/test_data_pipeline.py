@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.config.data import DataSettings
+from distributed_training.config.settings import DataSettings
 from distributed_training.data import pipeline as pipeline_module
+from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.pipeline import DataPipeline, held_out_batches
 from distributed_training.data.shards import SUFFIX
-from distributed_training.data.spec import WorkerSpec
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
 from tests.waiting import wait_for
@@ -131,6 +131,20 @@ def test_a_small_miner_trains_on_every_page_that_is_judged(
             # Where a page begins among the sequences depends on those before it: look for a run.
             middle = bytes(int(token) % 256 for token in tokens[len(tokens) // 2 :][:32])
             assert middle in flat, (owner, config, row)
+
+
+def test_other_sequences_are_held_back_when_they_are_wanted(running: DataPipeline) -> None:
+    chosen = []
+    for block, others in ((5, False), (6, False), (7, True), (8, False)):
+        running.request(block)
+        running.begin(block, wait_ready(running, block) - 4)
+        held = running.held_back(2, others=others)
+        assert held is not None and held.shape == (4, 64)
+        chosen.append(held)
+        while (batch := running.next()) is not None:
+            assert others is False or not (held[:, None] == batch).all(2).any()
+    assert torch.equal(chosen[0], chosen[1]) and torch.equal(chosen[2], chosen[3])
+    assert not torch.equal(chosen[1], chosen[2])
 
 
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:

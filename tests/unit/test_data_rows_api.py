@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from distributed_training.config.data import DataSettings
-from distributed_training.data.cache import PageCache
-from distributed_training.data.rows_api import RowsApiSource, retry_after
-from distributed_training.data.source import Counts, PageUnavailable
+from distributed_training.config.settings import DataSettings
+from distributed_training.data.dataset_server import PageCache, RowsApiSource, retry_after
+from distributed_training.data.page_source import Counts, PageUnavailable
 from tests.support_data import DATASET, Fault, RowsServer, tables
 
 pytestmark = pytest.mark.timeout(60)
@@ -44,7 +43,7 @@ def source(
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed_training.data.rows_api._FIRST_WAIT", 0.05)
+    monkeypatch.setattr("distributed_training.data.dataset_server._FIRST_WAIT", 0.05)
 
 
 def test_table_and_page() -> None:

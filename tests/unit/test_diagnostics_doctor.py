@@ -4,15 +4,20 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 
+from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
     device_memory,
     host_memory,
+    snapshot_bytes,
 )
+from distributed_training.config.settings import StoreSettings
 from distributed_training.diagnostics import nvml
 from distributed_training.diagnostics.checks import (
     Check,
@@ -21,12 +26,17 @@ from distributed_training.diagnostics.checks import (
     check_gpus,
     check_port,
     failed,
+    host_bytes,
     run_probe,
 )
 from distributed_training.diagnostics.nvml import NvmlSampler
+from distributed_training.doctor import network_checks
 from distributed_training.doctor.machine import check_memory, check_torch
+from distributed_training.doctor.network_checks import check_network
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
-from distributed_training.training.sizes import named_config
+from distributed_training.store.s3 import S3ObjectStore, Section
+from distributed_training.training.memory_plan import named_config
+from tests.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,10 +54,58 @@ def test_memory_verdicts() -> None:
         (check,) = check_memory(device, host, device_bytes=bytes_there, host_bytes=None)
         assert check.status == wanted
         assert bool(check.remedy) == (wanted != "ok")
-    there = {"fail": host.needed // 2, "warn": round(1.2 * host.needed), "ok": host.peak}
+    there = {"fail": host.needed // 2, "warn": host.needed, "ok": 2 * host.needed}
     for wanted, bytes_there in there.items():
         (check,) = check_memory(device, host, device_bytes=None, host_bytes=bytes_there)
         assert check.status == wanted
+
+
+@pytest.mark.parametrize(
+    ("group", "files", "limit"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/\n", {"memory.max": "3000000\n"}, 3_000_000),  # in a container
+        ("0::/job\n", {"job/memory.max": "2000000\n", "memory.max": "3000000\n"}, 2_000_000),
+        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096"}, 4096),
+        ("0::/../../job\n", {"memory.max": "5000"}, 5000),  # of another namespace
+        ("4:cpu,memory:/job\n1:name=systemd:/\n", {"memory/job/memory.limit_in_bytes": "6"}, 6),
+        ("4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": "7000"}, 7000),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "garbage"}, None),
+    ],
+)
+def test_memory_is_the_machines_or_less_by_the_control_group(
+    tmp_path: Path, group: str, files: dict[str, str], limit: int | None
+) -> None:
+    """Slurm, Docker and systemd: the kernel kills at their limit, whatever the machine has."""
+    there = host_bytes(tmp_path)  # without /proc
+    assert there == psutil.virtual_memory().total
+    limits = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    for name, text in {"proc/self/cgroup": group, **limits}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert host_bytes(tmp_path) == (limit or there)
+
+
+@pytest.mark.parametrize(
+    ("leader", "status"),
+    [
+        (Neuron(3, "5master", validator_permit=True), "ok"),
+        (Neuron(3, "5master"), "fail"),
+        (Neuron(3, "5another", validator_permit=True), "fail"),
+    ],
+)
+def test_a_subnet_that_is_another_network_is_no_place_to_register(
+    leader: Neuron, status: str
+) -> None:
+    """Netuid 38 is another network's since 2026."""
+    neurons = [Neuron(0, "5x", validator_permit=True), leader]
+    check = check_network(neurons, netuid=38, master="5master")
+    assert check.status == status
+    if status == "fail":
+        assert "subnet 38" in check.finding and "register no hotkey and pay nothing" in check.remedy
+        assert "btcli" not in check.line
 
 
 def test_port(tmp_path: Path) -> None:
@@ -65,6 +123,40 @@ def test_disk(tmp_path: Path) -> None:
     assert not missing.exists()
     check = check_disk(missing, needed_bytes=10**18)
     assert check.status == "fail" and "--neuron.run_folder" in check.remedy
+
+
+@pytest.mark.parametrize(
+    ("deadline", "seconds", "verdict", "said"),
+    [
+        (timedelta(0), 2000, "ok", "about 33 min"),
+        (timedelta(0), 3000, "warn", "validators refuse it after 80 min"),
+        (timedelta(minutes=40), 2000, "warn", "--r2.file_deadline gives it up after 40 min"),
+        (timedelta(hours=9), 3000, "warn", "validators refuse it after 80 min"),
+    ],
+)
+def test_a_line_is_judged_by_the_time_an_upload_really_has(
+    deadline: timedelta,
+    seconds: float,
+    verdict: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``seconds``: what an upload of the model takes."""
+    shape = ModelShape.from_config(named_config("tiny"))
+    now = 0.0
+
+    class SlowStore(MemoryObjectStore):
+        def put(self, key: str, data: bytes | Section) -> str:
+            nonlocal now
+            now += seconds * len(data) / snapshot_bytes(shape.tensors)
+            return super().put(key, data)
+
+    clock = SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(network_checks, "time", clock)
+    monkeypatch.setattr(S3ObjectStore, "from_settings", lambda *given, **fields: SlowStore())
+    config: Any = SimpleNamespace(store=StoreSettings(file_deadline=deadline))
+    check = network_checks.check_line(config, "bucket", shape)
+    assert check.status == verdict and said in check.finding
 
 
 def test_batch() -> None:
@@ -100,8 +192,12 @@ class FakeNvml:
 
     NVML_TEMPERATURE_GPU = 0
 
+    nvmlMemory_v2 = 2
+
     def __init__(self) -> None:
         self.open = 0
+        self.processes: dict[int, list[int]] = {}
+        self.used = {handle: (handle * 20 + 1) * 10**9 for handle in range(3)}
 
     def nvmlInit(self) -> None:
         self.open += 1
@@ -120,8 +216,17 @@ class FakeNvml:
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
         return {"GPU-b": 1}[uuid]
 
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(total=80 * 10**9, used=(handle * 20 + 1) * 10**9)
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{'abc'[handle]}"
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[SimpleNamespace]:
+        return [SimpleNamespace(pid=pid) for pid in self.processes.get(handle, [])]
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int, version: int = 1) -> SimpleNamespace:
+        # The first version counts what the driver reserves for itself.
+        reserved = 0 if version == 2 else 10**9
+        used = self.used[handle] - 10**9 + reserved
+        return SimpleNamespace(total=80 * 10**9, used=used)
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return f"Card {handle}".encode()
@@ -147,6 +252,24 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     monkeypatch.setattr(nvml, "_start", start)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
+
+
+def test_a_gpu_is_unused_when_nobody_computes_on_it_nor_fills_it(
+    fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert nvml.unused_gpu() == ("GPU-a", "")
+    fake_nvml.processes = {0: [4711]}  # it has just begun and holds little
+    assert nvml.unused_gpu() == (None, "GPU 2 is in use (40.0 GB)")  # by another container
+    fake_nvml.used[1] = 10**9
+    assert nvml.unused_gpu() == ("GPU-b", "")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert nvml.unused_gpu() == (None, "GPU 0 is in use by process 4711 (0.0 GB)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert nvml.unused_gpu() == (None, "no GPU is visible")
+    monkeypatch.undo()
+    assert fake_nvml.open == 0
+    monkeypatch.setattr(nvml, "_start", lambda: None)
+    assert nvml.unused_gpu()[0] is None
 
 
 def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:

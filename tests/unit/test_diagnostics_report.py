@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distributed_training.config import ConfigError
-from distributed_training.config.diagnostics import DiagnosticsSettings
+from distributed_training.config.settings import DiagnosticsSettings
 from distributed_training.diagnostics.report import (
     CudaState,
     accumulation_steps,
@@ -77,13 +77,14 @@ def test_a_cpu_that_was_asked_for_is_no_alarm() -> None:
         expect_gpu=False,
     )
     assert "✓ Model device: cpu" in lines and not any("❌" in line for line in lines)
+    assert lines[3] == "✓ No GPU: training on the CPU, as --neuron.device cpu asks"
 
 
 def test_what_is_wrong_is_found_by_a_search_for_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from distributed_training.config import load_config
-    from distributed_training.miner.device import rank_device, report_device
+    from distributed_training.miner.start import rank_device, report_device
 
     config = load_config("miner", ["--neuron.device", "auto"], environ={}, dotenv=None, check=False)
     with caplog.at_level("INFO"):

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import events as ev
+from distributed_training.miner import state_machine as ev
 from distributed_training.miner.block_list import BlockList
-from distributed_training.miner.decide import MinerState, Mode
-from distributed_training.miner.orders import DataOrder
+from distributed_training.miner.state_machine import DataOrder, MinerState, Mode
 from distributed_training.protocol.types import (
     Progress,
     PublicationReport,
@@ -42,7 +41,15 @@ class World:
         del block
         return own
 
-    def feed(self, *, prefetch: int = 2, micro_batch: int = 2, recent: int = 200) -> BlockList:
+    def feed(
+        self,
+        *,
+        prefetch: int = 2,
+        micro_batch: int = 2,
+        recent: int = 200,
+        uid: int = 3,
+        **held: Any,
+    ) -> BlockList:
         self.depth = prefetch
         stand_in: Any = self  # for the data pipeline and the other ranks
         return BlockList(
@@ -50,9 +57,37 @@ class World:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=micro_batch,
+            uid=uid,
             recent=lambda: recent,
             clock=lambda: self.now,
+            **held,
         )
+
+
+def test_sequences_are_left_out_once_for_each_outer_step() -> None:
+    world = World()
+    feed = world.feed(hold_back=2)  # micro-batches of 2, of blocks of 10
+
+    def sequences(feed: BlockList, blocks: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < blocks:
+            world.chain += 1
+            order = feed.on_boundary(may_begin=True)
+            if order.begin:
+                found.append(order.sequences)
+                feed.block_used_up()
+        return found
+
+    mode = MinerState(mode=Mode.TRAINING, outer_step=4)
+    assert sequences(feed, 3) == [6, 10, 10]
+    feed.see(ev.OuterStepEnded(False, 4), mode)
+    assert sequences(feed, 1) == [10]
+    feed.see(ev.OuterStepEnded(True, 5), mode)
+    again = world.feed(hold_back=2, holds_back=True)
+    again.restore(feed.state(), {})  # killed before the next block
+    assert sequences(again, 3).count(6) == 1
+    feed.see(ev.Loaded(5), mode)
+    assert sequences(feed, 2) == [6, 10]
 
 
 def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
@@ -66,6 +101,24 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
     for _ in range(3):
         feed.micro_batch_done()
     return feed.state(), {"block": 100, "sequences": 10, "offset": 6}
+
+
+def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A hotkey that was registered again: validators look at the pages of its new uid."""
+    caplog.set_level("INFO")
+    world = World()
+    state, cursor = saved(world)
+    state["blocks"], state["since_step"] = [[98, 1], [99, 2]], [100]
+    feed = world.feed(uid=41)
+    feed.restore(state, cursor)
+    assert feed.blocks() == [] and "another uid" in caplog.text
+    requested = [feed.on_boundary(may_begin=False).request for _ in range(3)]
+    assert requested == [100, 101, 102], "all of them from their beginning"
+    feed = world.feed()  # with the uid that it had, nothing is lost
+    feed.restore(state, cursor)
+    assert feed.blocks() == [98, 99]
 
 
 def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> None:

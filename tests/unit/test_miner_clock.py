@@ -13,9 +13,9 @@ from distributed_training import miner
 from distributed_training.miner.round_clock import RoundClock
 
 ROOM = Path(str(miner.__file__)).parent
-#: Where the time of the day is meant: it is written into a file for people, or sent and compared
-#: with another machine's, to tell clocks that are apart.
-LOG_TIMES = {"process.py", "nodes.py", "node_line.py"}
+#: Where the time of the day is meant: it is written into a file for people or Prometheus, or sent
+#: and compared with another machine's, to tell clocks that are apart.
+LOG_TIMES = {"run_folder.py", "several_nodes.py", "global_state.py", "reporter.py"}
 
 
 def wall_clocks(path: Path) -> list[int]:

@@ -10,24 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import (
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.state_machine import (
     MinerState,
     Mode,
+    Order,
     Rules,
+    Task,
     decide,
     ignores_calls,
-    publishes,
     trains,
 )
-from distributed_training.miner.orders import Order, Task
 from distributed_training.protocol.types import (
+    AllReduceError,
     AllReduceFault,
     AllReduceResult,
     Progress,
     RoundRequest,
     StepReport,
 )
+from tests.decided_miner import DecidedMiner, Published
 
 RULES = Rules(reload_seconds=2640, checkpoint_steps=10)
 CALL = RoundRequest(caller="5Validator")
@@ -64,6 +66,7 @@ def diverged(inner_step: int) -> ev.InnerStepDone:
 
 
 WANTED = ev.SnapshotWanted()
+NINE: Any = {"unsaved_steps": 9}
 CHECKPOINT, ROLL_BACK = (Order.CHECKPOINT,), (Order.ROLL_BACK,)
 
 TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = [
@@ -99,12 +102,18 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
     ),
     (
         "inner steps go on while the global state is fetched, without snapshots",
-        state(Mode.FETCHING),
+        state(Mode.FETCHING, **NINE),
         step(50),
         Mode.FETCHING,
         (Order.CHECKPOINT,),
     ),
-    ("no snapshot of an epoch that is over", state(Mode.FETCHING), WANTED, Mode.FETCHING, ()),
+    (
+        "a snapshot while the next epoch is fetched: this one is judged for a while",
+        state(Mode.FETCHING),
+        WANTED,
+        Mode.FETCHING,
+        (Order.SNAPSHOT,),
+    ),
     (
         "but the one that was taken is previewed",
         state(Mode.FETCHING),
@@ -117,7 +126,7 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
         state(Mode.LOADING),
         ev.LoadFailed("another shape", 5000.0),
         Mode.AWAITING_GLOBAL,
-        (Task.DISCARD_GLOBAL,),
+        (Task.REFUSE_GLOBAL,),
     ),
     (
         "an epoch ahead that could not be fetched is asked for later",
@@ -192,8 +201,8 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
     ),
     # --- inner steps
     ("an ordinary step", state(Mode.TRAINING), step(3), Mode.TRAINING, ()),
-    ("a step with a checkpoint", state(Mode.TRAINING), step(20), Mode.TRAINING, CHECKPOINT),
-    ("none of a step that was skipped", state(Mode.TRAINING), skipped(20), Mode.TRAINING, ()),
+    ("a step with a checkpoint", state(Mode.TRAINING, **NINE), step(20), Mode.TRAINING, CHECKPOINT),
+    ("not of a skipped step", state(Mode.TRAINING, **NINE), skipped(20), Mode.TRAINING, ()),
     ("losses are not finite", state(Mode.TRAINING), diverged(20), Mode.TRAINING, ROLL_BACK),
     ("a step that ended when a call had come", state(Mode.AVERAGING), step(20), Mode.AVERAGING, ()),
     ("a snapshot", state(Mode.TRAINING), WANTED, Mode.TRAINING, (Order.SNAPSHOT,)),
@@ -391,6 +400,42 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
 
 
 @pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0.5, 1200), (3.0, 200), (24.0, 25), (60.0, 25)],
+)
+def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> None:
+    """At least 25 steps and 10 minutes, whatever an inner step takes."""
+    rules = Rules(reload_seconds=2640, checkpoint_steps=25, checkpoint_seconds=600)
+    now, at = state(Mode.TRAINING, unsaved_steps=20, unsaved_seconds=599.0), list[int]()
+    now, orders = decide(now, diverged(1), rules)  # a roll-back: nothing is left to save
+    assert orders == ROLL_BACK
+    for number in range(1, 2 * expected + 1):
+        event = step(number)
+        event = replace(event, report=replace(event.report, seconds=seconds))
+        now, orders = decide(now, event, rules)
+        at += [number] if orders == CHECKPOINT else []
+    assert at == [expected, 2 * expected]
+    now = replace(now, unsaved_steps=24, unsaved_seconds=599.0)
+    now, _ = decide(
+        replace(now, mode=Mode.AVERAGING, round=CALL), ev.OuterStepEnded(True, 13), rules
+    )
+    assert (now.unsaved_steps, now.unsaved_seconds) == (0, 0.0)  # a commit has its checkpoint
+
+
+@pytest.mark.parametrize(("trained", "orders"), [(299.0, 1), (300.0, 2)])
+def test_a_snapshot_takes_a_checkpoint_that_is_half_due_with_it(
+    trained: float, orders: int
+) -> None:
+    """Both then share their copies in host memory."""
+    rules = Rules(reload_seconds=2640, checkpoint_steps=25, checkpoint_seconds=600)
+    before = state(Mode.TRAINING, unsaved_seconds=trained)
+    after, found = decide(before, WANTED, rules)
+    assert found == (Order.SNAPSHOT, Order.CHECKPOINT)[:orders]
+    assert after.unsaved_seconds == (0.0 if orders == 2 else trained)
+    assert decide(before, WANTED, RULES)[1] == (Order.SNAPSHOT,)
+
+
+@pytest.mark.parametrize(
     ("before", "event", "mode", "orders"),
     [row[1:] for row in TABLE],
     ids=[row[0] for row in TABLE],
@@ -481,8 +526,31 @@ def test_stop_keeps_reason_and_status() -> None:
 def test_a_call_in_each_mode_starts_a_round_or_is_repeated_or_ignored() -> None:
     for mode in Mode:
         after, orders = decide(state(mode), ev.AllReduceCalled(CALL, 1000.0), RULES)
-        assert ignores_calls(mode) == (after.mode is not Mode.AVERAGING)
+        assert ignores_calls(state(mode)) == (after.mode is not Mode.AVERAGING)
         assert bool(orders) == (after.mode is not mode)
+
+
+@pytest.mark.parametrize(
+    ("seen", "mode", "follows"),
+    [
+        (12, Mode.TRAINING, (Task.COMPARE_WEIGHTS,)),
+        (13, Mode.FETCHING, (Task.FETCH_GLOBAL,)),
+        (11, Mode.AWAITING_GLOBAL, ()),  # the validator has not published our outer step yet
+    ],
+)
+def test_a_start_from_the_disk_joins_no_round_before_the_bucket_was_seen(
+    seen: int, mode: Mode, follows: tuple[Task, ...]
+) -> None:
+    """What it holds may be of an outer step that is long over: it trains, and nothing else."""
+    call = ev.AllReduceCalled(CALL, 1000.0)
+    disk = state(Mode.AWAITING_GLOBAL, unseen=True, unpublished=True)
+    assert decide(disk, call, RULES) == (disk, ())
+    late, _ = decide(disk, ev.Tick(4000.0), RULES)
+    assert late.mode is Mode.TRAINING and decide(late, call, RULES) == (late, ())
+    after, orders = decide(disk, ev.GlobalEpochSeen(seen, 100.0), RULES)
+    assert (after.mode, orders) == (mode, follows) and not after.unseen
+    called, _ = decide(after, call, RULES)
+    assert (called.mode is Mode.AVERAGING) == (mode is not Mode.FETCHING)
 
 
 EVENTS = st.sampled_from([row[2] for row in TABLE])
@@ -506,9 +574,66 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
         # Training goes on in every mode in which no order of a round or a load is under way.
         if trains(current.mode) and trains(before.mode):
             assert not {Order.WRITE_PSEUDO_GRADIENT, Order.OUTER_STEP, Order.LOAD} & set(orders)
-        # What is published is of an epoch that is not over.
+        # A snapshot is of weights that train, never of ones that are being replaced.
         if Order.SNAPSHOT in orders:
-            assert publishes(current.mode)
+            assert trains(current.mode)
         # What makes a difference to others' weights is not forgotten before it is mended.
         if before.partial and not current.partial:
             assert isinstance(event, (ev.Loaded, ev.OuterStepEnded))
+
+
+class Counted(DecidedMiner):
+    """Weights are one number. ``fault``: what becomes of this miner's next round."""
+
+    fault = "none"
+
+    def average(self) -> AllReduceResult:
+        if self.fault == "failed":
+            raise AllReduceError(AllReduceFault.PEER_FAILED)
+        return replace(RESULT, failed_peers=("c",) if self.fault == "partial" else ())
+
+    def outer_step(self) -> float:
+        if self.fault == "vote":
+            raise RuntimeError("a rank is out of memory")
+        wrong = self.fault in ("partial", "another group")
+        return float(self.weights) + (1.5 if wrong else 1.0)
+
+    def same(self, weights: float) -> bool:
+        return bool(self.weights == weights) or self.fault == "partial"  # the sample misses it
+
+
+#: What becomes of a round here -> what is taken over of the global state that follows.
+TAKEN = {
+    "none": [],
+    "partial": [Order.REBASE],  # known here
+    "another group": [Order.REBASE],  # seen in the weights alone
+    "failed": [Order.LOAD],
+    "vote": [Order.LOAD],
+    "not called": [Order.LOAD],
+}
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(TAKEN)), st.booleans()), max_size=30))
+def test_whatever_becomes_of_rounds_each_global_state_is_followed(
+    rounds: list[tuple[str, bool]],
+) -> None:
+    """After each round the weights are those of the validator, and nothing is loaded needlessly.
+    Where the validator's own round failed, a step that was taken here is taken back."""
+    miner, outer_step, weights = Counted(0.0), 0, 0.0
+    for fault, validator in rounds:
+        before = miner.weights
+        miner.fault, miner.loads = fault, []
+        if fault != "not called":
+            miner.call()
+        stepped = fault in ("none", "partial", "another group")
+        assert miner.state.outer_step == outer_step + stepped
+        assert stepped or miner.weights == before, "as if there had been no round"
+        if validator:
+            outer_step, weights = outer_step + 1, weights + 1.0
+        miner.follow(Published(outer_step, weights))
+        assert (miner.state.mode, miner.state.outer_step) == (Mode.TRAINING, outer_step)
+        assert miner.weights == weights
+        if validator:
+            assert miner.loads == TAKEN[fault]
+        else:
+            assert miner.loads == ([Order.LOAD] if stepped else [])

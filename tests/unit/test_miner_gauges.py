@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from distributed_training.diagnostics.nvml import GpuSample
-from distributed_training.miner import gauges
-from distributed_training.miner.gauges import Growth, MachineGauges, limits
-from distributed_training.miner.process import INSTANCE, write_pid_file
+from distributed_training.miner import reporter
+from distributed_training.miner.reporter import Growth, MachineGauges, limits
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.miner.run_folder import INSTANCE, write_pid_file
 from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.telemetry.metrics import METRICS
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -70,7 +70,9 @@ def test_each_gpu_is_told_by_its_ranks_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cards = [Card(index) for index in range(3)]
-    monkeypatch.setattr(gauges.NvmlSampler, "open", lambda index: dict(enumerate(cards)).get(index))
+    monkeypatch.setattr(
+        reporter.NvmlSampler, "open", lambda index: dict(enumerate(cards)).get(index)
+    )
     machine = MachineGauges(tmp_path, needed=5, gpus=4)  # the fourth has no NVML
     found = machine.by_rank()
     assert found.keys() <= METRICS.keys()
@@ -131,7 +133,7 @@ other.wait()
 """
 RANK = """
 import pathlib, sys
-from distributed_training.miner.gauges import MachineGauges
+from distributed_training.miner.reporter import MachineGauges
 machine = MachineGauges(pathlib.Path(sys.argv[1]), needed=0, gpus=0)
 print(machine.single()["memory_bytes"]())
 """

@@ -16,18 +16,23 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.miner import events as ev
-from distributed_training.miner import global_bucket, global_epoch
-from distributed_training.miner.drift import TOLERANCE, NotComparable, Rows, drift
-from distributed_training.miner.global_bucket import GlobalBucket, GlobalUnavailableError
-from distributed_training.miner.global_epoch import GlobalEpoch
+from distributed_training.miner import global_state
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.global_state import (
+    TOLERANCE,
+    GlobalBucket,
+    GlobalEpoch,
+    GlobalUnavailableError,
+    NotComparable,
+    Rows,
+    drift,
+)
 from distributed_training.protocol import keys
-from distributed_training.protocol.commitment import BucketCredentials, build_commitment
-from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.metadata import BucketCredentials, Metadata, build_commitment
 from distributed_training.protocol.names import r2_endpoint
 from distributed_training.protocol.types import Revision
-from distributed_training.store.errors import AccessDeniedError
-from distributed_training.store.remote_state import RemoteState
+from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.s3 import AccessDeniedError, TransientError
 from tests.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -178,9 +183,9 @@ def test_a_global_bucket_that_moved_is_followed(
     committed: str | None = None
     chain: Any = SimpleNamespace(commitment=lambda hotkey: committed)
     config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
-    monkeypatch.setattr(global_bucket, "_remote_state", remote_state)
+    monkeypatch.setattr(global_state, "_remote_state", remote_state)
     commit("a")
-    reader = global_bucket.open_global_bucket(config, chain, tmp_path, lambda: True)
+    reader = global_state.open_global_bucket(config, chain, tmp_path, lambda: True)
     assert reader.outer_step() == 4
     caplog.set_level(logging.INFO)
     commit("b")
@@ -279,6 +284,32 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
         assert event == ev.WeightsCompared(4, False) and Reader.looks == 3
 
 
+@pytest.mark.parametrize("what", ["epochs", "weights", "fetch"])
+def test_a_stop_while_the_bucket_is_read_is_no_warning(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The bucket does not answer, so the request is tried again until the watch is closed."""
+    reached, silent = threading.Event(), {"epochs": "get", "weights": "get_range", "fetch": "head"}
+
+    def before(operation: str, key: str) -> None:
+        if operation == silent[what]:
+            reached.set()
+            raise TransientError("503 ServiceUnavailable")
+
+    reader = bucket(weights(), tmp_path)
+    store: Any = reader._remote._once
+    store.put(keys.epoch_key(4, keys.METADATA), Metadata.of(Revision(5, 4, 0), "").to_json())
+    store._before = before
+    with watching(reader, rows=rows_of(weights())) as (watch, events):
+        watch.compare_soon()
+        {"weights": watch.compare_weights, "fetch": watch.fetch}.get(what, lambda _: None)(4)
+        assert reached.wait(20)
+        watch.close()
+        assert not watch._thread.is_alive()
+    assert caplog.text == ""
+    assert all(isinstance(event, ev.GlobalEpochSeen) for event in events.queue)
+
+
 class Two(Unread):
     """An epoch's start whose comparison fails once; both lists tell what was asked for."""
 
@@ -344,23 +375,12 @@ def test_an_epoch_start_that_a_round_replaced_is_not_compared(
     assert "are not the global ones" not in caplog.text
 
 
-def test_what_was_fetched_of_a_state_published_anew_is_fetched_again(tmp_path: Path) -> None:
-    reader = bucket(weights(), tmp_path)
-    held, other = tmp_path / "epoch-4", tmp_path / "epoch-3"
-    for folder in (held, other):
-        folder.mkdir()
-    assert reader.drift(4, rows_of(weights())) == 0.0
-    assert held.exists()
-    reader.drift(4, rows_of({n: v + 0.01 for n, v in weights().items()}))
-    assert not held.exists() and other.exists()
-
-
 @pytest.mark.parametrize(("short", "attempts"), [(30.0, 3), (-1.0, 1)])
 def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
     short: float, attempts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Uploads and rounds wait for its end."""
-    monkeypatch.setattr(global_epoch, "_SHORT", short)
+    monkeypatch.setattr(global_state, "_SHORT", short)
     fetched: list[int] = []
 
     class Reader(Unread):

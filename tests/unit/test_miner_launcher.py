@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import threading
 import time
 from collections import namedtuple
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,34 +16,29 @@ from typing import Any
 
 import pytest
 
-from distributed_training.chain.wallet import create_wallet
+from distributed_training.chain.identity import create_wallet
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.files import write_json
+from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import ConfigError, load_config
 from distributed_training.diagnostics import checks
-from distributed_training.miner import launcher, proof
-from distributed_training.miner.launcher import default_ranks, launch
-from distributed_training.miner.proof import FILE, Proof
+from distributed_training.miner import launcher
+from distributed_training.miner.launcher import launch
+from distributed_training.miner.run_folder import remembered_gpus
 from tests.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")
 FAULT, REFUSED, STOPPED = ExitStatus.FAULT, ExitStatus.BAD_CONFIGURATION, ExitStatus.STOPPED
+OUTSIDE = "refused by something outside"
 LONG = launcher.STEADY.total_seconds() + 5
-AGAIN = "The miner ran with these settings before, so it does not end"
-
-
-class Killed(BaseException):
-    """The launcher's process, in the middle of its work."""
 
 
 class Played:
     """What comes of each start of the ranks, in order: after how many seconds, and how."""
 
     def __init__(self) -> None:
-        self.left: list[tuple[float, ExitStatus | type[Killed]]] = []
+        self.left: list[tuple[float, ExitStatus | str]] = []
         self.now = 0.0
-        self.saves = True  # a checkpoint, when it runs for long
 
     def group(self, *, world_size: int, mark: Any, stacks: Path, **_: object) -> Any:
         played, ends = self, 0.0
@@ -57,15 +55,14 @@ class Played:
 
             @property
             def running(self) -> list[int]:
-                seconds, status = played.left[0]
-                if seconds >= LONG and played.saves:
-                    save_checkpoint(stacks.parent)
+                _, status = played.left[0]
                 if played.now < ends:
                     return list(range(world_size))
                 played.left.pop(0)
-                if not isinstance(status, ExitStatus):
-                    raise status
-                told = {"status": status, "reason": "as told", "instance": mark.value}
+                told: dict[str, Any] = {"status": status, "reason": "as told"}
+                if status == OUTSIDE:
+                    told = {"status": FAULT, "reason": "the bucket answers 403", "outside": True}
+                told["instance"] = mark.value
                 write_json(stacks.with_name("exit_status.json"), told)
                 return []
 
@@ -78,11 +75,6 @@ class Played:
         return Group()
 
 
-def save_checkpoint(folder: Path) -> None:
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    write_json(folder / "checkpoints" / "last.json", {})
-
-
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played()
@@ -90,7 +82,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(launcher, "time", clock)
     monkeypatch.setattr(launcher, "RankGroup", played.group)
     monkeypatch.setattr(launcher, "start_log", lambda *_, **named: None)  # pytest's log stays
-    for name in ("FIRST_WAIT", "LONGEST_WAIT", "LONGEST_DOUBT"):
+    for name in ("FIRST_WAIT", "LONGEST_WAIT", "LONGEST_PAUSE"):
         monkeypatch.setattr(launcher, name, timedelta(milliseconds=1))
     return played
 
@@ -113,45 +105,83 @@ def argv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", value)]
 
 
-def prove(argv: Sequence[str], *, ranks: int = 1) -> None:
-    config = load_config("miner", argv)
-    config.run_folder.mkdir(exist_ok=True)
-    Proof(config).give(ranks=ranks)
+def run_folder(argv: list[str]) -> Path:
+    return load_config("miner", argv).run_folder
 
 
-@pytest.mark.parametrize("end", ["six faults in a row", "a kill while the ranks run"])
-def test_what_ranks_proved_outlives_their_launcher(
-    argv: list[str], ranks: Played, end: str
+def test_settings_that_cannot_be_right_end_with_status_2_at_once(
+    argv: list[str], ranks: Played, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The launcher after it finds the store answering 403 for a while."""
-    if end.startswith("six"):
-        ranks.left = [(LONG, FAULT), *[(0, FAULT)] * 5]
-        assert launch(argv) == FAULT
-    else:
-        ranks.left = [(LONG, Killed)]
-        with pytest.raises(Killed):
-            launch(argv)
-    ranks.left = [*[(0, REFUSED)] * 20, (0, STOPPED)]
+    ranks.left = [(0, STOPPED)]
+    assert launch([*argv, "--neuron.upload_steps", "0"]) == REFUSED
+    assert "--neuron.upload_steps" in capsys.readouterr().err
+    assert ranks.left and not run_folder(argv).exists()
+
+
+@pytest.mark.parametrize("before", [[], [(LONG, FAULT)]], ids=["first start", "after a run"])
+def test_what_the_outside_refuses_to_the_ranks_is_tried_until_it_works(
+    argv: list[str],
+    ranks: Played,
+    before: list[tuple[float, ExitStatus | str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong R2 key is corrected after a day; more refusals than RESTARTS end nothing."""
+    ranks.left = [*before, *[(0, OUTSIDE)] * 20, (0, STOPPED)]
     assert launch(argv) == STOPPED and not ranks.left
+    lines = [r.getMessage() for r in caplog.records if "403" in r.getMessage()]
+    assert len(lines) == 20, "one line for each try"
+    assert lines[-1].startswith("Cannot train: the bucket answers 403. Trying again in")
+    assert lines[-1].endswith("(attempt 21)")
+    assert "ERROR" not in caplog.text
+    counted = (run_folder(argv) / launcher.METRICS_FILE).read_text()
+    assert "dt_starts_refused_in_a_row 20.0" in counted
 
 
-def test_settings_that_were_never_right_end_at_the_first_look(
+def pauses(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], object]) -> None:
+    """Waits with a limit take no time; ``pause`` gets how long they were to be."""
+    real = threading.Event.wait
+
+    def wait(event: threading.Event, seconds: float | None = None) -> bool:
+        if seconds is None:
+            return real(event)
+        pause(seconds)
+        return event.is_set()
+
+    monkeypatch.setattr(threading.Event, "wait", wait)
+
+
+def test_pauses_grow_up_to_minutes_and_begin_short_after_a_long_run(
+    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "FIRST_WAIT", timedelta(seconds=1))
+    monkeypatch.setattr(launcher, "LONGEST_PAUSE", timedelta(minutes=5))
+    waits: list[float] = []
+
+    pauses(monkeypatch, waits.append)
+    ranks.left = [*[(0, OUTSIDE)] * 12, (LONG, OUTSIDE), (0, STOPPED)]
+    assert launch(argv) == STOPPED
+    assert waits[0] <= 1.0 and 150 <= waits[11] <= 300 and max(waits) <= 300
+    assert waits[12] <= 1.0, "the ranks had run for long"
+
+
+def test_the_count_of_a_launcher_that_was_killed_does_not_stay(
     argv: list[str], ranks: Played
 ) -> None:
-    ranks.left = [(LONG / 2, FAULT), (0, REFUSED), (0, STOPPED)]
-    assert launch(argv) == REFUSED and len(ranks.left) == 1
-    prove(argv)
-    ranks.left = [(0, REFUSED), (0, STOPPED)]
-    assert launch([*argv, "--neuron.upload_steps", "7"]) == REFUSED, "an operator changed it"
+    run_folder(argv).mkdir()
+    file = run_folder(argv) / launcher.METRICS_FILE
+    file.write_text("dt_starts_refused_in_a_row 7.0\n")
+    ranks.left = [(0, STOPPED)]
     assert launch(argv) == STOPPED
+    assert "dt_starts_refused_in_a_row 0.0" in file.read_text()
 
 
-def test_a_long_start_proves_nothing(argv: list[str], ranks: Played) -> None:
-    """On a slow line the global state alone may take longer; then a setting turns out wrong."""
-    ranks.saves = False
-    ranks.left = [(LONG, REFUSED), (0, STOPPED)]
-    assert launch(argv) == REFUSED and len(ranks.left) == 1
-    assert not Proof(load_config("miner", argv)).holds
+def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
+    argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks.left = [(LONG, FAULT), *[(0, FAULT)] * 5, (0, STOPPED)]
+    assert launch(argv) == FAULT and ranks.left == [(0, STOPPED)]
+    (error,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    assert "failed 6 times in a row: giving up" in error.getMessage()
 
 
 def full_disk(*_: object) -> Any:
@@ -166,49 +196,95 @@ def no_hotkey(*_: object) -> None:
     raise ConfigError("no hotkey at /mnt/wallets")
 
 
+def lost_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.EIO, "Input/output error")
+
+
 @pytest.mark.parametrize(
-    ("where", "name", "refuses"),
+    ("where", "name", "refuses", "line"),
     [
-        (checks.shutil, "disk_usage", full_disk),
-        (launcher, "start_checks", port_in_use),
-        (launcher, "require_hotkey", no_hotkey),
+        (checks.shutil, "disk_usage", full_disk, "0.0 GB free in"),
+        (launcher, "start_checks", port_in_use, "port 8091 is in use: stop what listens"),
+        (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
+        (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),
+        (launcher, "write_instance", lost_disk, "Input/output error"),
     ],
 )
-def test_a_machine_that_refuses_proven_settings_is_looked_at_again(
+def test_a_machine_that_refuses_is_tried_again(
     argv: list[str],
     ranks: Played,
     where: Any,
     name: str,
     refuses: Callable[..., Any],
+    line: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     right, looks = getattr(where, name), 0
 
     def look(*arguments: Any, **named: Any) -> Any:
         nonlocal looks
         looks += 1
-        return (refuses if looks <= 3 else right)(*arguments, **named)
+        return (refuses if looks <= 8 else right)(*arguments, **named)
 
     monkeypatch.setattr(where, name, look)
     ranks.left = [(0, STOPPED)]
-    assert launch(argv) == REFUSED and ranks.left
-    problem = capfd.readouterr().err.partition("error: ")[2].strip()
-    prove(argv)
-    looks = 0
     assert launch(argv) == STOPPED and not ranks.left
-    assert caplog.text.count(f"{problem}. {AGAIN}") == 3
+    tries = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Cannot train")]
+    assert len(tries) == 8 and all(line in text for text in tries)
+    assert [int(re.findall(r"attempt (\d+)", text)[0]) for text in tries] == list(range(2, 10))
 
 
-def test_a_second_launcher_in_the_folder_ends_proven_or_not(
-    argv: list[str], ranks: Played, capsys: pytest.CaptureFixture[str]
+def test_a_second_launcher_waits_for_the_run_folder(
+    argv: list[str],
+    ranks: Played,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prove(argv)
     ranks.left = [(0, STOPPED)]
-    with launcher._lock(load_config("miner", argv).run_folder):
-        assert launch(argv) == REFUSED and ranks.left
-    assert "is running in" in capsys.readouterr().err
+    run_folder(argv).mkdir()
+    first = launcher._lock(run_folder(argv))
+    first.__enter__()
+
+    pauses(monkeypatch, lambda _: first.__exit__(None, None, None))
+    assert launch(argv) == STOPPED and not ranks.left
+    assert "is running in" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_one_line_with_the_remedy(
+    argv: list[str],
+    ranks: Played,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Lustre mounted without flock, NFS without its lock service."""
+    tries, flock = 0, launcher.fcntl.flock
+
+    def refuses(file: Any, operation: int) -> None:
+        nonlocal tries
+        tries += 1
+        if tries <= 2:
+            raise OSError(number, os.strerror(number))
+        flock(file, operation)
+
+    monkeypatch.setattr(launcher.fcntl, "flock", refuses)
+    ranks.left = [(0, STOPPED)]
+    assert launch(argv) == STOPPED
+    lines = [r.getMessage() for r in caplog.records if "has no locks" in r.getMessage()]
+    assert len(lines) == 2 and "-o flock" in lines[0] and "--neuron.run_folder" in lines[0]
+
+
+def test_a_run_folder_with_the_proof_of_an_older_version_is_taken(
+    argv: list[str], ranks: Played
+) -> None:
+    run_folder(argv).mkdir()
+    proof = run_folder(argv) / "proven.json"
+    proof.write_text('{"settings": "0123", "gpus": 8}')
+    write_json(run_folder(argv) / "instance.json", {"instance": "older", "pid": 1})
+    ranks.left = [(0, OUTSIDE), (0, STOPPED)]
+    assert launch(argv) == STOPPED and proof.exists()
 
 
 class Nodes:
@@ -233,88 +309,65 @@ class Nodes:
         pass
 
 
-def test_a_node_that_was_taken_in_before_is_not_refused_for_good(
+def test_a_node_that_node_0_refuses_asks_again(
     argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its clock is set a minute after a reboot, or node 0 is not reachable for an hour."""
+    """Its clock is set a minute after a reboot, or node 0 gets its new flags last."""
     clock = ConfigError("the clock of this node is +95 s from node 0's")
-    answers: list[ConfigError | None] = [clock]
+    answers: list[ConfigError | None] = [clock, clock, None, clock, None]
     monkeypatch.setattr(launcher, "join_nodes", lambda *_, **named: Nodes(answers))
-    assert launch(argv) == REFUSED
     ranks.left = [(LONG, FAULT), (0, STOPPED)]
-    answers[:] = [None, clock, clock, None]
     assert launch(argv) == STOPPED and not ranks.left and not answers
-    answers[:] = [clock, clock, None]
-    ranks.left = [(0, STOPPED)]
-    assert launch(argv) == STOPPED and not answers, "of the launcher after it"
-
-
-def test_a_proof_is_of_all_settings_and_of_the_program(
-    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prove(argv)
-    file = load_config("miner", argv).run_folder / FILE
-    assert file.stat().st_mode & 0o077 == 0, "nobody can try secrets on it"
-    assert not any(key in file.read_text() for key in KEYS.values())
-
-    def holds(*more: str) -> bool:
-        return Proof(load_config("miner", [*argv, *more])).holds
-
-    assert holds()
-    for flag in ("neuron.learning_rate", "neuron.checkpoint_steps", "chain.call_timeout"):
-        assert not holds(f"--{flag}", "0.5" if "rate" in flag else "11")
-    for name, key in KEYS.items():
-        with monkeypatch.context() as changed:
-            changed.setenv(name, "f" * len(key))
-            assert not holds(), name
-    # What Slurm chooses for a job tells nothing of its settings.
-    assert holds("--rdzv_endpoint", "node-7:29417", "--node_rank", "1")
-    with monkeypatch.context() as changed:
-        (tmp_path / "sources").mkdir()
-        changed.setattr(proof, "_SOURCES", tmp_path / "sources")
-        assert not holds()
-    for damaged in ("", "[]", "{}", '{"settings": null, "gpus": "x"}', '{"gpus": true}'):
-        file.write_text(damaged)
-        assert not holds() and Proof(load_config("miner", argv)).gpus == 0
-
-
-def test_a_proof_that_cannot_be_written_is_a_line_and_holds_here(
-    argv: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    config = load_config("miner", argv)
-    (config.run_folder / FILE).mkdir(parents=True)
-    found = Proof(config)
-    found.give(ranks=1)
-    found.give(ranks=1)
-    assert found.holds and not Proof(config).holds
-    assert caplog.text.count("was not written") == 1 and os.listdir(config.run_folder) == [FILE]
 
 
 def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
-    argv: list[str], monkeypatch: pytest.MonkeyPatch
+    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv[argv.index("cpu")] = "auto"
+    monkeypatch.setattr(launcher, "start_checks", lambda *_, **named: [])
+    started: list[int] = []
+    played = ranks.group
 
-    def driver_shows(count: int) -> None:
-        for where in (launcher, proof):
-            monkeypatch.setattr(where, "visible_gpu_count", lambda: count)
+    def group(*, world_size: int, **named: Any) -> Any:
+        started.append(world_size)
+        return played(world_size=world_size, **named)
 
-    def started(*more: str) -> int:
-        config = load_config("miner", [*argv, *more])
-        return default_ranks(config, Proof(config).gpus)
+    monkeypatch.setattr(launcher, "RankGroup", group)
 
-    driver_shows(0)
-    assert started() == 1
-    driver_shows(8)
-    assert started() == 8
-    prove(argv, ranks=8)
-    driver_shows(0)
-    assert started() == started("--neuron.upload_steps", "7") == 8
-    assert started("--neuron.device", "cpu") == 1
+    def ranks_with(visible: int, *more: str) -> int:
+        monkeypatch.setattr(launcher, "visible_gpu_count", lambda: visible)
+        ranks.left = [(0, STOPPED)]
+        assert launch([*argv, *more]) == STOPPED
+        return started[-1]
+
+    assert ranks_with(0) == 1
+    assert ranks_with(8) == 8
+    assert ranks_with(0) == 8
+    assert remembered_gpus(run_folder(argv)) == 8, "for the ranks, which refuse the CPU then"
+    assert ranks_with(0, "--neuron.device", "cpu") == 1
+    assert ranks_with(0) == 8, "a run while the driver is away forgets nothing"
     with monkeypatch.context() as hidden:
         hidden.setenv("CUDA_VISIBLE_DEVICES", "")
-        assert started() == 1, "as the operator wants it"
-    prove(argv)
-    assert started() == 8, "a run while the driver is away forgets nothing"
-    driver_shows(7)
-    assert started() == 7, "one has died: the others train"
+        assert remembered_gpus(run_folder(argv)) == 0, "as the operator wants it"
+    assert ranks_with(7) == 7, "one has died: the others train"
+    file = run_folder(argv) / "instance.json"
+    assert (read_json_object(file) or {})["gpus"] == 7
+    for damaged in ("", "[]", '{"gpus": "x"}', '{"gpus": true}', '{"gpus": -1}'):
+        file.write_text(damaged)
+        assert remembered_gpus(run_folder(argv)) == 0
+
+
+@pytest.mark.parametrize(
+    ("environ", "who", "remedy"),
+    [
+        ({"pm_id": "0", "INVOCATION_ID": "pm2's unit"}, "pm2", "app.config.js"),
+        ({"INVOCATION_ID": "ab"}, "systemd", "TimeoutStopSec=235"),
+        ({"SLURM_JOB_ID": "7", "INVOCATION_ID": "ab"}, "Slurm", "GraceTime 235"),
+        ({}, "what stops it", "docker stop -t 235"),
+    ],
+)
+def test_the_remedy_for_a_short_stop_names_who_stops(
+    environ: dict[str, str], who: str, remedy: str
+) -> None:
+    found = launcher._who_kills(210, environ)
+    assert who in found[0] and "--neuron.stop_timeout 210" in found[1] and remedy in found[1]

@@ -5,17 +5,25 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from distributed_training.config.store import StoreSettings
-from distributed_training.miner.network import Published, read_published
+from distributed_training.chain.identity import AddressUnknown
+from distributed_training.config.settings import StoreSettings
+from distributed_training.miner import services
+from distributed_training.miner.services import Published, read_published
+from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
-from distributed_training.store.errors import TransientError
+from distributed_training.store.bucket_reader import RemoteState
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
-from distributed_training.store.remote_state import RemoteState
+from distributed_training.store.s3 import TransientError
+from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.chain_world import MINER
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, write_snapshot
 
@@ -80,3 +88,49 @@ def test_a_store_that_does_not_answer_is_no_reason_not_to_start(
     bucket.lost = keys.ROOT_METADATA
     assert bucket.read() == Published()
     assert "The age of what is published is not known before the next upload" in caplog.text
+
+
+class Outage:
+    """A registered miner, and no service outside that answers."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ledger = MemoryLedger()
+        uid = self.ledger.register(MINER.ss58)
+        chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
+        self.member = Member(MINER, chain, uid)
+        self.config: Any = SimpleNamespace(chain=None, store=None)
+
+        def away(*_: object, **named: object) -> None:
+            raise NetworkFailure("the store is away")
+
+        def unknown(*_: object) -> None:
+            raise AddressUnknown("the public address of this machine is unknown")
+
+        monkeypatch.setattr(services, "_check_bucket", away)
+        monkeypatch.setattr(services, "external_ip", unknown)
+        monkeypatch.setattr(services.buckets, "commitment_text", lambda _: "our read keys")
+
+
+@pytest.fixture
+def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
+    return Outage(monkeypatch)
+
+
+def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage: Outage) -> None:
+    outage.ledger.serve(MINER.ss58, "1.2.3.4", 8091)
+    outage.ledger.commit(MINER.ss58, "our read keys")
+    assert services._address(outage.config, outage.member) == "1.2.3.4"
+    found = services._open_bucket(outage.config, outage.member, "mine")
+    assert found == (Published(), "our read keys")
+
+
+@pytest.mark.parametrize("committed", [None, "other read keys"])
+def test_keys_that_no_start_has_checked_are_not_gone_on_with(
+    committed: str | None, outage: Outage
+) -> None:
+    if committed is not None:
+        outage.ledger.commit(MINER.ss58, committed)
+    with pytest.raises(NetworkFailure, match="the store is away"):
+        services._open_bucket(outage.config, outage.member, "mine")
+    with pytest.raises(NetworkFailure, match="address"):
+        services._address(outage.config, outage.member)

@@ -7,7 +7,6 @@ import json
 import socket
 import threading
 import time
-from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -20,16 +19,15 @@ from hypothesis import strategies as some
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
-from distributed_training.config.nodes import NodesSettings, parse_endpoint
+from distributed_training.config.settings import NodesSettings, parse_endpoint
 from distributed_training.doctor.nodes import check_nodes
-from distributed_training.miner import node_addresses, node_facts, nodes
-from distributed_training.miner.node_doors import whom_to_refuse
-from distributed_training.miner.node_facts import difference, facts_of
-from distributed_training.miner.nodes import Guest, Host
+from distributed_training.miner import several_nodes
+from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.several_nodes import Guest, Host, difference, facts_of
+from distributed_training.node.failures import NetworkFailure
 from tests.waiting import wait_for
 
 GO = threading.Event()  # never set
-Entry = namedtuple("Entry", "family address")
 FACTS = {"version": "1", "--neuron.seed": "7"}
 
 
@@ -138,58 +136,14 @@ def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World])
     here = world("1:2", node_wait=timedelta(minutes=1))
     with socket.create_connection(("127.0.0.1", here.host._port)) as dead:
         hello = {"node": 1, "facts": FACTS, "time": time.time()}
-        ready = {"ready": True, "door": here.settings.rdzv_endpoint.split(":"), "time": 0}
+        ready = {"ready": True, "time": 0}
         dead.sendall("".join(json.dumps(m) + "\n" for m in (hello, ready)).encode())
         meeting = here.meet(here.host)
-        heard = dead.makefile("rb")
-        assert any("doors" in json.loads(line) for line in heard)
-        dead.sendall(b'{"shut": [], "time": 0}\n')
         assert meeting.result(50).nodes == (0, 1)
         began = time.monotonic()
         why = wait_for(here.host.trouble, "silence is noticed")
         assert "nothing was heard of it for 3 s" in why
         assert time.monotonic() - began < 30
-
-
-@given(
-    some.sets(
-        some.tuples(some.integers(0, 5), some.integers(0, 5)).filter(lambda p: len(set(p)) == 2)
-    )
-)
-def test_who_is_refused_leaves_nobody_apart(apart: set[tuple[int, int]]) -> None:
-    refused = whom_to_refuse([(*pair, "10.0.0.9") for pair in sorted(apart)])
-    assert 0 not in refused
-    assert all(refused.keys() & set(pair) for pair in apart)
-    assert refused.keys() <= {node for pair in apart for node in pair}
-
-
-def test_a_node_whose_ports_are_shut_is_refused_and_the_rest_begin(
-    world: Callable[..., World],
-) -> None:
-    here = world("2:3", node_wait=timedelta(seconds=4))
-    with socket.create_connection(("127.0.0.1", here.host._port)) as shut:
-        hello = {"node": 2, "facts": FACTS, "time": time.time()}
-        ready = {"ready": True, "door": ("127.0.0.1", free_ports(1)[0]), "time": 0}
-        shut.sendall("".join(json.dumps(m) + "\n" for m in (hello, ready)).encode())
-        meetings = [here.meet(side) for side in (here.host, here.guest(1))]
-        heard = (json.loads(line) for line in shut.makefile("rb"))
-        for _ in range(2):
-            doors = next(message["doors"] for message in heard if "doors" in message)
-            assert [node for node, *_ in doors] == [0, 1, 2]
-            shut.sendall(b'{"shut": [], "time": 0}\n')
-        line = next(message["refused"] for message in heard if "refused" in message)
-        assert "no connection from node 0 to node 2 came about" in line
-    assert [m.result(50).nodes for m in meetings] == [(0, 1), (0, 1)]
-
-
-def test_the_node_that_nobody_reaches_is_refused_alone() -> None:
-    """Its firewall passes what it asks for itself; and one that passes nothing at all."""
-    for apart in ([(0, 2), (1, 2), (3, 2)], [(0, 2), (2, 0), (1, 2), (2, 1), (3, 2), (2, 3)]):
-        refused = whom_to_refuse([(*pair, "10.0.0.9") for pair in apart])
-        assert list(refused) == [2]
-        assert "no connection from node 0 to node 2 came about within 5 s" in refused[2]
-    assert list(whom_to_refuse([(1, 0, "10.0.0.9")])) == [1], "node 0's own firewall"
-    assert whom_to_refuse([]) == {}
 
 
 @pytest.mark.parametrize(
@@ -219,12 +173,12 @@ def test_a_node_that_was_refused_may_ask_again(
     """Its clock was wrong for a while: a launcher whose ranks ran before does not end then."""
     here = world("2")
     waiting, guest = here.meet(here.host), here.guest(1)
-    right = nodes.CLOCKS_APART
+    right = several_nodes.CLOCKS_APART
     for _ in range(2):
-        monkeypatch.setattr(nodes, "CLOCKS_APART", timedelta(seconds=-1))
+        monkeypatch.setattr(several_nodes, "CLOCKS_APART", timedelta(seconds=-1))
         with pytest.raises(ConfigError, match="the clock of this node"):
             here.meet(guest).result(20)
-    monkeypatch.setattr(nodes, "CLOCKS_APART", right)
+    monkeypatch.setattr(several_nodes, "CLOCKS_APART", right)
     assert here.meet(guest).result(20).nodes == waiting.result(20).nodes == (0, 1)
 
 
@@ -256,41 +210,6 @@ def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
         Host(away, FACTS, ranks=1)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "found"),
-    [
-        ("GLOO_SOCKET_IFNAME", "eth1", ["10.9.0.1"]),
-        ("GLOO_SOCKET_IFNAME", "eth0,ib0", ["fd00::5"]),
-        ("GLOO_SOCKET_IFNAME", "eth0", []),
-        ("NCCL_SOCKET_IFNAME", "=eth1,ib0", ["10.9.0.1", "fd00::5"]),
-        ("NCCL_SOCKET_IFNAME", "ib", ["fd00::5"]),
-        ("NCCL_SOCKET_IFNAME", "eth", []),  # the rendezvous' is the first
-        ("NCCL_SOCKET_IFNAME", "^eth1", []),
-        ("NCCL_SOCKET_IFNAME", "tun", []),
-        ("NCCL_SOCKET_IFNAME", "down", []),
-        ("NCCL_SOCKET_IFNAME", "", []),
-    ],
-)
-def test_the_interfaces_of_gradients_are_read_as_gloo_and_nccl_do(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, found: list[str]
-) -> None:
-    addresses = {
-        "eth0": ["10.0.0.1"], "eth1": ["10.9.0.1", "fd00::1"], "ib0": ["fe80::5%ib0", "fd00::5"],
-        "down0": [],
-    }  # fmt: skip
-    entries = {
-        name: [Entry(socket.AF_INET6 if ":" in a else socket.AF_INET, a) for a in listed]
-        for name, listed in addresses.items()
-    }
-    monkeypatch.setattr(node_addresses.psutil, "net_if_addrs", lambda: entries)
-    for each in node_addresses.VARIABLES:
-        monkeypatch.setenv(each, value if each == variable else "")
-    assert node_addresses.other_addresses("eth0") == found
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is eth7, .* one of eth0, eth1, ib0"):
-        node_addresses.other_addresses("eth0")
-
-
 @pytest.mark.parametrize("host", ["fe80::1", "fe80::1%lo"])
 def test_a_link_local_endpoint_is_refused_on_every_node(host: str) -> None:
     endpoint = parse_endpoint(f"[{host}]:29400")
@@ -298,6 +217,22 @@ def test_a_link_local_endpoint_is_refused_on_every_node(host: str) -> None:
         settings = NodesSettings(nnodes="2", node_rank=node, rdzv_endpoint=endpoint)
         with pytest.raises(ConfigError, match=r"link-local .* give another address of node 0"):
             side(settings, FACTS, ranks=1)
+
+
+def test_ranks_that_do_not_meet_name_the_firewall_and_the_doctor() -> None:
+    environ = {
+        "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]),
+    }  # fmt: skip
+    with pytest.raises(NetworkFailure, match=r"did not meet at 127\.0\.0\.1") as error:
+        join_ranks(environ=environ, timeout=timedelta(seconds=1), backend="gloo")
+    assert "\n" not in str(error.value) and "the doctor tries them" in str(error.value)
+    with pytest.raises(RuntimeError):  # on one machine there is nothing to open
+        join_ranks(
+            environ=environ | {"LOCAL_WORLD_SIZE": "2"},
+            timeout=timedelta(seconds=1),
+            backend="gloo",
+        )
 
 
 def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
@@ -355,7 +290,7 @@ def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) 
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
     found = []
     for gpus in (1, 0):
-        monkeypatch.setattr(node_facts, "visible_gpu_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(several_nodes, "visible_gpu_count", lambda gpus=gpus: gpus)
         found.append(facts_of(config, ranks=1))
     assert "--neuron.device is cpu on this node and cuda on node 0" in str(difference(*found))
     late = facts_of(config, ranks=1, remembered=1)  # just after a reboot

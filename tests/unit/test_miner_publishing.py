@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import MinerState, Mode
-from distributed_training.miner.publishing import Publishing
+from distributed_training.miner import state_machine as ev
 from distributed_training.miner.round_clock import RoundClock
+from distributed_training.miner.state_machine import MinerState, Mode, Order, Rules, decide
+from distributed_training.miner.uploads import Publishing
 from distributed_training.protocol.types import (
     AllReduceFault,
     Progress,
@@ -109,7 +109,7 @@ class Rig:
         )
 
     def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
-        """As the leader does it: what follows is seen too."""
+        """As the controller does it: what follows is seen too."""
         follows = self.publishing.see(event, state)
         for other in follows:
             self.see(other, state)
@@ -147,7 +147,7 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
 
 
-@pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.FETCHING])
+@pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.LOADING])
 def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
     mode: Mode, tmp_path: Path
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
 def test_a_disk_without_room_is_told_and_the_next_regular_step_asks_again(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.disk = "no room"
-    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room")]
+    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room", kind="disk")]
     rig.disk = None
     assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
 
@@ -170,16 +170,13 @@ def test_without_a_trained_block_nothing_is_published(tmp_path: Path) -> None:
     rig.blocks.trained = []
     (failed,) = rig.steps(range(1, 11))
     assert isinstance(failed, ev.SnapshotFailed) and "block list is empty" in failed.problem
+    assert failed.kind == "blocks"
 
 
-def test_a_list_without_a_recent_block_is_waited_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_a_list_without_a_recent_block_is_waited_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.blocks.recent = False
-    assert rig.steps(range(1, 13)) == []
-    assert caplog.text.count("no recent block was trained on") == 1, "once a minute"
+    assert rig.steps(range(1, 13)) == [ev.SnapshotPutOff()], "once a minute"
     rig.blocks.recent = True
     assert rig.steps([13]) == [ev.SnapshotWanted()], "at the next step, not ten later"
 
@@ -198,21 +195,34 @@ def test_a_snapshot_that_could_not_be_written_is_given_up_and_leaves_the_disk(
     assert rig.steps(range(12, 21)) == [ev.SnapshotWanted()]
 
 
-def test_uploads_give_way_to_rounds_and_loads_and_to_nothing_else(tmp_path: Path) -> None:
-    needs_the_line = {Mode.AVERAGING, Mode.FETCHING, Mode.LOADING}
+def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None:
+    """In a rebase they are of the present outer step, else of the one judged until half a round
+    period after its end."""
+    rig = Rig(tmp_path)
+    fetching = MinerState(mode=Mode.FETCHING, outer_step=3, fetch_target=3, rebase=True)
+    assert rig.steps(range(1, 11), fetching) == [ev.SnapshotWanted()]
+    rules = Rules(reload_seconds=600, checkpoint_steps=25)
+    assert decide(fetching, ev.SnapshotWanted(), rules) == (fetching, (Order.SNAPSHOT,))
+    rig.take(10)
+    preview = ev.Previewed(-0.1, 1.0)
+    assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview)]
+    rig.see(ev.ModeChanged(Mode.TRAINING, Mode.FETCHING))
+    assert len(rig.publisher.submitted) == 1 and not rig.publisher.paused
+
+
+def test_uploads_give_way_to_rounds_and_to_nothing_else(tmp_path: Path) -> None:
     for before in set(Mode) - {Mode.STOPPING}:
         for after in set(Mode) - {before}:
             rig = Rig(tmp_path)
-            rig.publisher.paused = before in needs_the_line
+            rig.publisher.paused = before is Mode.AVERAGING
             rig.see(ev.ModeChanged(before, after))
             if after is Mode.STOPPING:
-                assert rig.publisher.paused == (before in needs_the_line)
+                assert rig.publisher.paused == (before is Mode.AVERAGING)
             else:
-                assert rig.publisher.paused == (after in needs_the_line)
+                assert rig.publisher.paused == (after is Mode.AVERAGING)
 
 
-@pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.FETCHING])
-def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path, mode: Mode) -> None:
+def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> None:
     """Or one failed round would make the miner believe that its line is slow."""
     rig = Rig(tmp_path)
     schedule = rig.publishing._schedule
@@ -223,9 +233,9 @@ def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path, mode: 
         rig.see(ev.Previewed(-0.1, 0.5))
         rig.now += 100
         if pause:
-            rig.see(ev.ModeChanged(Mode.TRAINING, mode))
+            rig.see(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))
             rig.now += pause
-            rig.see(ev.ModeChanged(mode, Mode.AWAITING_GLOBAL))
+            rig.see(ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL))
         report = PublicationReport(Revision(5, 3, first + 9), True, 100 + pause, 1, "", 1.7e9)
         rig.see(ev.PublicationEnded(report))
 

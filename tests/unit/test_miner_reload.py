@@ -15,9 +15,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import MinerState, Mode, Rules, decide
-from distributed_training.miner.orders import Order, Task
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.state_machine import MinerState, Mode, Order, Rules, Task, decide
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 
 CALL = RoundRequest(caller="5Validator")

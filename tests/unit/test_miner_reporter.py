@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -12,9 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from distributed_training.miner import events as ev
-from distributed_training.miner.decide import MinerState, Mode
-from distributed_training.miner.reporter import Metrics, Reporter
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.reporter import Metrics, MissedRounds, Reporter
+from distributed_training.miner.state_machine import MinerState, Mode
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
@@ -26,6 +28,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -85,7 +88,7 @@ def test_a_step(rig: Rig) -> None:
         ),
         (
             "INFO",
-            "Throughput: 128 tokens/s | 4.00 samples/s | Data Wait: 0.5s | "
+            "Throughput: 4.00 samples/sec | 128 tokens/s | Data Wait: 0.5s | "
             "Repo age: 100s of 32400s",
         ),
         ("WARNING", "the GPU sleeps"),
@@ -158,7 +161,7 @@ def test_a_successful_round(rig: Rig) -> None:
         "All Reduce Finish",
         "AllReduce Operation Finished Succesfully: outer step 4 with 2 peers",
         "✅ Resuming continuous training.",
-        "Waiting 2640 seconds until validator complete the all_reduce",
+        "Waiting 2640 seconds until validator complete the all_reduce (training goes on)",
     ]
     assert "Parts of the average failed" in said[4], "a peer was lost"
     assert rig.records == [
@@ -309,7 +312,8 @@ def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
             ("roll_back", {"outer_step": 3, "inner_step": 25}),
         ),
         (ev.RolledBack(None), None, None),
-        (ev.SnapshotFailed("no room"), ("WARNING", "no room"), None),
+        (ev.SnapshotFailed("no room", kind="disk"), ("WARNING", "no room"), None),
+        (ev.SnapshotPutOff(), ("INFO", lines.STALE_LIST), None),
         (ev.Tick(1.0), None, None),
     ],
 )
@@ -324,45 +328,49 @@ def test_the_last_line_says_why(rig: Rig) -> None:
     assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
 
 
-def test_a_score_preview_is_a_line_an_event_and_metrics(rig: Rig) -> None:
-    fields = {
-        "uid": 7,
-        "line": "Score preview: 5.3.7 random +1.00 %, assigned +2.00 %",
-        "repo_valid": True,
-        "random_relative": 0.01,
-        "assigned_relative": 0.02,
-        "rank": None,
-        "train_share": None,
-    }
-    assert rig.see(ev.ScorePreviewed(fields)) == [("INFO", fields["line"])]
-    assert rig.records == [("score_preview", fields)]
-    rig.see(ev.InnerStepDone(REPORT))
-    text = rig.file.read_text()
-    assert "dt_score_random_relative 0.01" in text and "dt_score_repo_valid 1" in text
-    assert "dt_score_rank" not in text, "what is not known is absent"
-
-
-def test_a_fetch_is_told_when_it_begins_and_a_rebase_is_not_another_epoch(rig: Rig) -> None:
-    begins = ev.ModeChanged(Mode.TRAINING, Mode.FETCHING)
-    behind = MinerState(Mode.FETCHING, outer_step=11, fetch_target=12)
-    assert rig.see(begins, behind) == [
-        ("INFO", "Local Epoch 11 Behind Global Epoch 12. Loading Latest Model State.")
-    ]
-    rebase = MinerState(Mode.FETCHING, outer_step=12, fetch_target=12, rebase=True)
-    assert rig.see(begins, rebase) == []
-
-
-def test_a_score_preview_of_another_version_ends_nothing(rig: Rig) -> None:
-    rig.see(ev.ScorePreviewed({"uid": 7, "rank": 3}))
-    values = rig.reporter._metrics._file.registry.values()
-    assert values["score_rank"] == 3 and "score_repo_valid" not in values
-
-
-def test_a_running_miner_is_registered_until_it_is_told_otherwise(rig: Rig) -> None:
+def test_a_miner_that_trains_is_registered(rig: Rig) -> None:
+    """Status 3 is also that of a second miner; a start that waits for its uid writes 0."""
     rig.see(ev.InnerStepDone(REPORT))
     assert "dt_registered 1" in rig.file.read_text()
     rig.see(ev.Stopped(3))
-    assert "dt_registered 0" in rig.file.read_text()
+    assert "dt_registered 1" in rig.file.read_text()
+
+
+def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
+    """In a round and without data; how long ago the last step was stays to be seen."""
+    began = time.time()
+    rig.see(ev.Tick(1.0), IN_ROUND)
+    first = figures(rig)
+    assert first["dt_metrics_written_timestamp_seconds"] >= began
+    stood = rig.reporter._metrics._file.registry.values()["last_step_timestamp_seconds"]
+    assert first["dt_last_step_timestamp_seconds"] == stood >= first["dt_start_timestamp_seconds"]
+    assert "dt_last_publication_timestamp_seconds" not in first, "nothing was published"
+    wait_for(lambda: time.time() > stood + 0.01, "the clock")
+    rig.see(ev.Tick(2.0), IN_ROUND)
+    assert figures(rig)["dt_last_step_timestamp_seconds"] == stood
+    rig.see(ev.InnerStepDone(REPORT))
+    assert figures(rig)["dt_last_step_timestamp_seconds"] > stood
+
+
+def test_snapshots_that_are_not_published_are_counted_by_kind(rig: Rig) -> None:
+    def refused() -> dict[str, float]:
+        name = "dt_snapshots_refused_total"
+        return {k.partition('"')[2][:-2]: v for k, v in figures(rig).items() if name in k}
+
+    rig.see(ev.Tick(1.0))
+    assert refused() == {"disk": 0, "blocks": 0, "list": 0, "write": 0}, "from zero on"
+    rig.see(ev.SnapshotFailed("no room", kind="disk"))
+    rig.see(ev.SnapshotFailed("No space left on device", Revision(5, 3, 10)))
+    rig.see(ev.SnapshotPutOff())
+    rig.see(ev.SnapshotPutOff())
+    rig.see(ev.Tick(2.0))
+    assert refused() == {"disk": 1, "blocks": 0, "list": 2, "write": 1}
+
+
+def figures(rig: Rig) -> dict[str, float]:
+    """The metrics as Prometheus reads them."""
+    rows = [r for r in rig.file.read_text().splitlines() if r and not r.startswith("#")]
+    return {name: float(value) for name, _, value in (row.rpartition(" ") for row in rows)}
 
 
 @pytest.mark.parametrize(
@@ -382,3 +390,80 @@ def test_what_cannot_be_measured_is_absent_and_ends_nothing(
     rig.see(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
     assert "dt_chain_block 9" in text and "dt_memory_bytes" not in text
+
+
+class Missed:
+    """``MissedRounds`` of a miner at outer step 3, and what it logged."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
+        self.caplog = caplog
+        self.rounds = MissedRounds(outer_step=3, published_within=timedelta(minutes=55))
+
+    def see(self, event: ev.Event, mode: Mode = Mode.TRAINING, *, ours: int = 3) -> list[str]:
+        self.caplog.clear()
+        self.rounds.see(event, MinerState(mode=mode, outer_step=ours))
+        return [r.getMessage() for r in self.caplog.records if r.levelno == logging.WARNING]
+
+    def call(self, at: float, mode: Mode = Mode.TRAINING) -> None:
+        assert self.see(ev.AllReduceCalled(RoundRequest("5Master"), at), mode) == []
+
+
+@pytest.fixture
+def missed(caplog: pytest.LogCaptureFixture) -> Missed:
+    return Missed(caplog)
+
+
+def test_a_round_that_nobody_called_here_is_one_warning(missed: Missed) -> None:
+    assert missed.see(ev.GlobalEpochSeen(3, 100.0)) == []
+    (line,) = missed.see(ev.GlobalEpochSeen(4, 400.0))
+    assert "took outer step 4 without this miner: the validator did not call it" in line
+    assert "doctor" in line and "--axon.port" in line
+    for mode in (Mode.FETCHING, Mode.LOADING, Mode.AWAITING_GLOBAL):
+        assert missed.see(ev.GlobalEpochSeen(4, 700.0), mode) == [], "once"
+    (line,) = missed.see(ev.GlobalEpochSeen(7, 1000.0), Mode.FETCHING)
+    assert "outer step 5 to 7 without" in line
+    assert missed.see(ev.GlobalEpochSeen(7, 1300.0), ours=7) == []
+    # Back to a checkpoint of before: the network took nothing without us.
+    assert missed.see(ev.GlobalEpochSeen(7, 1600.0), ours=6) == []
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        (AllReduceFault.NO_GROUP, "found no group: see whether other machines reach its --dht"),
+        (AllReduceFault.TIMEOUT, "failed here (the round passed its deadline)"),
+    ],
+)
+def test_a_round_that_failed_here_alone_is_a_warning_with_its_cause(
+    fault: AllReduceFault, cause: str, missed: Missed
+) -> None:
+    missed.call(1000.0)
+    missed.see(ev.RoundFailed(fault), Mode.AVERAGING)
+    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    assert cause in line
+    # The network had no outer step in that round either, and the next one was not called here.
+    missed.call(10_000.0)
+    missed.see(ev.RoundFailed(fault), Mode.AVERAGING, ours=4)
+    (line,) = missed.see(ev.GlobalEpochSeen(5, 16_000.0), ours=4)
+    assert "did not call it" in line
+
+
+def test_a_vote_or_a_fetch_in_the_way_of_a_round_is_named(missed: Missed) -> None:
+    missed.call(1000.0)
+    missed.see(ev.OuterStepEnded(False, 3, "out of memory"), Mode.AVERAGING)
+    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    assert "a rank could not apply the average (out of memory)" in line
+    missed.call(6000.0, Mode.FETCHING)
+    missed.see(ev.Loaded(4), Mode.LOADING)
+    assert missed.see(ev.GlobalEpochSeen(4, 6300.0), ours=4) == []
+    (line,) = missed.see(ev.GlobalEpochSeen(5, 7000.0), ours=4)
+    assert "called while it was fetching" in line
+
+
+def test_a_round_of_ours_is_none_missed_whoever_is_first(missed: Missed) -> None:
+    missed.call(1000.0)
+    assert missed.see(ev.GlobalEpochSeen(4, 1500.0), Mode.AVERAGING) == []
+    missed.see(ev.OuterStepEnded(True, 4), Mode.AVERAGING)
+    assert missed.see(ev.GlobalEpochSeen(4, 1800.0), Mode.AWAITING_GLOBAL, ours=4) == []
+    (line,) = missed.see(ev.GlobalEpochSeen(5, 3000.0), ours=4)
+    assert "did not call it" in line, "that call was of the round before"

@@ -6,6 +6,7 @@ import errno
 import itertools
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,18 +14,38 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, load_config
-from distributed_training.miner import device as device_module
-from distributed_training.miner import events as ev
-from distributed_training.miner import global_bucket, network, process, start
-from distributed_training.miner.decide import MinerState, Mode, Rules, decide
-from distributed_training.miner.global_bucket import GlobalUnavailableError
-from distributed_training.miner.process import INSTANCE
+from distributed_training.miner import global_state, run_folder, services, start
+from distributed_training.miner import start as device_module
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.global_state import (
+    GlobalBucket,
+    GlobalEmptyError,
+    GlobalUnavailableError,
+)
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.node.failures import NotRegistered
-from distributed_training.protocol.types import RoundRequest
+from distributed_training.miner.run_folder import INSTANCE
+from distributed_training.miner.services import Facts
+from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
+from distributed_training.node import identity as node_chain
+from distributed_training.node.failures import Deregistered, HotkeyInUse, NetworkFailure
+from distributed_training.protocol import keys, names
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.types import Progress, Revision, RoundRequest
+from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.s3 import (
+    AccessDeniedError,
+    DeadlineError,
+    StoreError,
+    TransientError,
+)
 from distributed_training.training.model import hf_config
+from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.chain_world import MINER, VALIDATOR
+from tests.memory_store import MemoryObjectStore
+from tests.support_store import publish_state
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -61,13 +82,133 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
                 raise GlobalUnavailableError("NaN")
             return tmp_path
 
-    monkeypatch.setattr(global_bucket, "pause", pause)
-    monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(global_state, "pause", pause)
+    monkeypatch.setattr(global_state, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
-    assert global_bucket.first_global_state(bucket, lambda: True) == (8, tmp_path)
+    assert global_state.first_global_state(bucket, lambda: True) == (8, tmp_path, True)
     waits = [b - a for a, b in itertools.pairwise(fetched[7])]
     assert waits == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert fetched[8] == [1000, 1001, 1003], "another epoch is not held back"
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: bool, caplog: Any
+) -> None:
+    """Each start is a new process with the folder of the one before. One without a checkpoint
+    waits for another state; one with a checkpoint trains from that."""
+    downloads: list[str] = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get_range":
+            downloads.append(key)
+
+    store = MemoryObjectStore("global", before=before)
+    files = publish_state(store, 7)
+    store.put(keys.ROOT_METADATA, Metadata.of(Revision(names.RUN, 7, 0), "").to_json())
+
+    def restart() -> tuple[int, Path]:
+        remote = RemoteState(store=store, deadline=timedelta(seconds=60))
+        bucket = GlobalBucket(remote=remote, run=names.RUN, folder=tmp_path)
+        return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)[:2]
+
+    outer_step, folder = restart()
+    assert len(downloads) == 3
+
+    def load_global(*given: Any) -> None:
+        raise ValueError("layer.weight is not in it")
+
+    restored = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
+    miner: Any = SimpleNamespace(
+        trainer=SimpleNamespace(load_global=load_global),
+        checkpointer=SimpleNamespace(restore=lambda: restored),
+    )
+    facts: Any = SimpleNamespace(global_outer_step=outer_step, global_seen=True)
+    if checkpoint:
+        assert start.Miner._resume(miner, facts, folder) == {"kept": 1}
+        assert restart() == (7, folder)
+    else:
+        with pytest.raises(NetworkFailure, match="cannot be trained on: layer"):
+            start.Miner._resume(miner, facts, folder)
+
+    def pause(wanted: Callable[[], bool]) -> None:
+        """While the start waits, the owner of the bucket publishes a good state."""
+        assert "Waiting for the global state: epoch-7 of the global bucket was refused: layer" in (
+            caplog.text
+        )
+        assert len(downloads) == 3
+        files.update(publish_state(store, 7, text="good"))
+
+    monkeypatch.setattr(global_state, "pause", pause)
+    monkeypatch.setattr(global_state, "_FETCH_AGAIN", timedelta(0))
+    if checkpoint:
+        files.update(publish_state(store, 7, text="good"))
+    assert restart() == (7, folder)
+    assert (folder / keys.MODEL).read_bytes() == files[keys.MODEL]
+    assert len(downloads) == 6
+
+
+class Silent(RuntimeError):
+    """The start would have waited."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "checkpoint", "starts"),
+    [
+        (TransientError("503"), True, True),
+        (DeadlineError("no answer within 60 s"), True, True),
+        (TransientError("503"), False, False),  # with nothing of its own to go on from
+        (AccessDeniedError("403"), True, False),  # perhaps for good
+    ],
+)
+def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
+    problem: StoreError,
+    checkpoint: bool,
+    starts: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    away = False
+
+    def before(operation: str, key: str) -> None:
+        if away:
+            raise problem
+
+    def pause(wanted: Callable[[], bool]) -> None:
+        raise Silent
+
+    def begin() -> tuple[int, Path, bool]:
+        remote = RemoteState(store=store, deadline=timedelta(seconds=1))
+        bucket = GlobalBucket(remote=remote, run=names.RUN, folder=tmp_path)
+        return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)
+
+    monkeypatch.setattr(global_state, "pause", pause)
+    store = MemoryObjectStore("global", before=before)
+    for outer_step in (9, 10):
+        publish_state(store, outer_step)
+        store.put(keys.ROOT_METADATA, Metadata.of(Revision(names.RUN, outer_step, 0), "").to_json())
+        assert begin() == (outer_step, tmp_path / f"epoch-{outer_step}", True)
+    away = True
+    if not starts:
+        with pytest.raises(Silent):
+            begin()
+        return
+    assert begin() == (10, tmp_path / "epoch-10", False)
+    assert "starting from the disk with outer step 10, fetched 0 minutes ago" in caplog.text
+
+
+@pytest.mark.parametrize(("reached", "kept"), [(9, False), (10, True), (11, True), (14, True)])
+def test_from_the_disk_the_checkpoint_is_taken_unless_the_global_state_is_later(
+    reached: int, kept: bool, tmp_path: Path
+) -> None:
+    loaded: list[int] = []
+    miner: Any = SimpleNamespace(
+        trainer=SimpleNamespace(load_global=lambda *given: loaded.append(given[2])),
+        checkpointer=SimpleNamespace(restore=lambda: (Progress(reached, 5, 5), {"kept": 1})),
+    )
+    facts = Facts(global_outer_step=10, global_seen=False)
+    assert bool(start.Miner._resume(miner, facts, tmp_path)) == kept == (not loaded)
 
 
 def test_a_start_that_waits_says_so_every_five_minutes(
@@ -82,7 +223,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     class Bucket:
         def outer_step(self) -> int:
             if now < 10:
-                raise GlobalUnavailableError("the global bucket is empty so far")
+                raise GlobalEmptyError("the global bucket is empty so far")
             if now < 1000:
                 raise GlobalUnavailableError("of run 6, this miner of run 5: upgrade the miner")
             return 7
@@ -90,20 +231,33 @@ def test_a_start_that_waits_says_so_every_five_minutes(
         def fetch(self, outer_step: int) -> Path:
             return tmp_path
 
-    monkeypatch.setattr(global_bucket, "pause", pause)
-    monkeypatch.setattr(global_bucket, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(global_state, "pause", pause)
+    monkeypatch.setattr(global_state, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
-    assert global_bucket.first_global_state(bucket, lambda: True) == (7, tmp_path)
+    assert global_state.first_global_state(bucket, lambda: True) == (7, tmp_path, True)
     said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert ["empty" in line for line in said] == [True, False, False, False, False]
+    assert len(said) == 4 and not any("empty" in line for line in said)
     assert "upgrade the miner. Training cannot begin before" in said[-1]
+
+    class Empty(Bucket):
+        def outer_step(self) -> int:
+            if now < 1000:
+                raise GlobalEmptyError("the global bucket is empty so far")
+            return 7
+
+    caplog.clear()
+    caplog.set_level("INFO")
+    bucket, now = Empty(), 0.0
+    global_state.first_global_state(bucket, lambda: True)
+    levels = [r.levelname for r in caplog.records if "is empty so far" in r.getMessage()]
+    assert levels == ["INFO", "INFO", "WARNING", "WARNING"], "a network may begin later"
 
     caplog.clear()
     now, committed = 0.0, "no commitment"
     chain: Any = SimpleNamespace(commitment=lambda hotkey: "a" * 128 if now > 310 else committed)
     config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
-    monkeypatch.setattr(global_bucket, "_remote_state", lambda *given: None)
-    global_bucket.open_global_bucket(config, chain, tmp_path, lambda: True)
+    monkeypatch.setattr(global_state, "_remote_state", lambda *given: None)
+    global_state.open_global_bucket(config, chain, tmp_path, lambda: True)
     assert caplog.text.count("Waiting for the commitment of the master hotkey 5Master") == 2
 
 
@@ -122,7 +276,7 @@ def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
 @pytest.fixture
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[..., Any]], tuple[int, tuple[ExitStatus, str] | None]]:
+) -> Callable[[Callable[..., Any]], tuple[int, run_folder.Ending | None]]:
     """``run_rank`` of rank 0 where what comes after its first steps is played."""
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", INSTANCE: "x"}.items():
         monkeypatch.setenv(name, value)
@@ -133,26 +287,36 @@ def rank_ends(
     monkeypatch.setattr(start, "load_config", lambda *_: config)
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
-    def run(played: Callable[..., Any]) -> tuple[int, tuple[ExitStatus, str] | None]:
+    def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
         monkeypatch.setattr(start, "_run", played)
-        return start.run_rank([]), process.read_exit_status(tmp_path, instance="x")
+        return start.run_rank([]), run_folder.read_exit_status(tmp_path, instance="x")
 
     return run
 
 
-@pytest.mark.parametrize("model", [{}, {"model_type": "nonsense"}])
-def test_a_global_state_without_a_model_is_no_fault_of_the_configuration(
-    model: dict[str, Any], rank_ends: Callable[..., Any]
+def test_what_is_found_after_the_settings_were_checked_may_pass(
+    rank_ends: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Status 2 would leave each miner down that starts before the validator mends it."""
-    status, (told, reason) = rank_ends(lambda *_: hf_config(model))
-    assert status == told == ExitStatus.FAULT and "no model can be built" in reason
+    """Status 2 would leave the miner down until a person comes; the launcher tries again."""
 
-    def bad(*_: object) -> None:
-        raise ConfigError("--data.cache_dir cannot be written")
+    def raises(error: Exception) -> Callable[..., Any]:
+        def run(*_: object) -> None:
+            raise error
 
-    status, (told, reason) = rank_ends(bad)
-    assert status == told == ExitStatus.BAD_CONFIGURATION and "--data.cache_dir" in reason
+        return run
+
+    for model in ({}, {"model_type": "nonsense"}):  # the validator corrects the global state
+        status, told = rank_ends(lambda *_, model=model: hf_config(model))
+        assert status == told.status == ExitStatus.FAULT and told.outside
+        assert "no model can be built" in told.reason
+    for error in (ConfigError("the store answers 403"), NetworkFailure("the chain is silent")):
+        assert rank_ends(raises(error)) == (1, (ExitStatus.FAULT, str(error), True))
+    assert not caplog.records, "the launcher reports it"
+    for error in (Deregistered("no uid any more"), HotkeyInUse("another miner")):
+        assert rank_ends(raises(error)) == (3, (ExitStatus.DEREGISTERED, str(error), False))
+    status, told = rank_ends(raises(RuntimeError("a bug")))
+    assert (status, told.outside) == (1, False), "trying for ever does not help"
+    assert "a bug" in caplog.text
 
 
 @pytest.mark.parametrize(("shown", "remembered"), [(8, 0), (0, 8)])
@@ -166,8 +330,10 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     monkeypatch.setattr(device_module.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(device_module, "visible_gpu_count", lambda: shown)
     rank_device, cpu = device_module.rank_device, torch.device("cpu")
-    status, (told, reason) = rank_ends(lambda *_: rank_device("auto", 0, remembered=remembered))
-    assert status == told == ExitStatus.FAULT
+    status, (told, reason, outside) = rank_ends(
+        lambda *_: rank_device("auto", 0, remembered=remembered)
+    )
+    assert status == told == ExitStatus.FAULT and outside
     assert "cannot use the 8 GPUs" in reason and "--neuron.device cpu" in reason
     assert rank_device("cpu", 0, remembered=remembered) == cpu
     with pytest.raises(ConfigError, match=r"--neuron\.device cuda"):
@@ -182,49 +348,100 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
 
-@pytest.mark.parametrize("proven", [False, True])
-@pytest.mark.parametrize("hidden", [60, 269, 10_000])
-def test_a_hotkey_is_given_up_when_the_chain_has_not_shown_it_for_minutes(
-    proven: bool,
-    hidden: int,
-    rank_ends: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, opened, closed = 0.0, 0, 0
-    config: Any = None
+class Lost:
+    """A miner's start on a chain that does not show its hotkey; time passes in ``pause`` alone."""
 
-    def close() -> None:
-        nonlocal closed
-        closed += 1
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.folder = 0.0, folder
+        self.at: dict[float, Callable[[], object]] = {}  # what happens when
+        self.ledger = MemoryLedger()
+        self.ledger.register(VALIDATOR.ss58)
+        self.uid = self.ledger.register(MINER.ss58)
+        self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
+        argv = ["--neuron.master_ss58_address", VALIDATOR.ss58, "--neuron.deregistered_wait", "6h"]
+        self.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
+        monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: self.chain)
+        monkeypatch.setattr(services, "pause", self.pause)
+        monkeypatch.setattr(services, "time", SimpleNamespace(monotonic=lambda: self.now))
 
-    def join_subnet(_: object, stack: ExitStack) -> str:
-        nonlocal now, opened
-        opened += 1
-        stack.callback(close)
-        if now < hidden:
-            now += 30
-            raise NotRegistered("hotkey 5F is not registered on subnet 38")
-        return "member"
+    def pause(self, wanted: Callable[[], bool]) -> None:
+        if not wanted():
+            raise global_state.StopBeforeStart
+        self.now += 60.0
+        for moment in [m for m in self.at if m <= self.now]:
+            self.at.pop(moment)()
 
-    def connect(*_: object) -> tuple[int, str]:
+    def join(self, *_: object, wanted: Callable[[], bool] = lambda: True) -> tuple[int, str]:
         with ExitStack() as stack:
-            member = network._join(config, stack, lambda: True)
-            assert opened == closed + 1, "of those that failed none is open"
-            return ExitStatus.STOPPED, str(member)
+            member = services._join(self.config, self.folder, stack, wanted)
+            return ExitStatus.STOPPED, f"uid {member.uid}"
 
-    monkeypatch.setattr(network, "join_subnet", join_subnet)
-    monkeypatch.setattr(network, "pause", lambda wanted: None)
-    monkeypatch.setattr(network, "Proof", lambda _: SimpleNamespace(holds=proven))
-    monkeypatch.setattr(network, "time", SimpleNamespace(monotonic=lambda: now))
-    status, (told, reason) = rank_ends(connect)
-    assert opened == closed and status == told
-    if not proven:
-        assert status == ExitStatus.BAD_CONFIGURATION and now == 30
-    elif hidden < 300:
-        assert (status, reason) == (ExitStatus.STOPPED, "member")
-    else:
-        assert status == ExitStatus.DEREGISTERED and now == 300
-        assert "is not registered on subnet 38; it was registered" in reason
+    @property
+    def metrics(self) -> str:
+        return (self.folder / "metrics.prom").read_text()
+
+
+@pytest.fixture
+def lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lost:
+    return Lost(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("uid", [1, 41])
+def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
+    uid: int, lost: Lost, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert lost.join() == (ExitStatus.STOPPED, f"uid {lost.uid}")
+    lost.ledger.deregister(MINER.ss58)
+    lost.at[7200.0] = lambda: lost.ledger.register(MINER.ss58, uid=uid)
+    lost.at[3600.0] = lambda: seen.append(lost.metrics)
+    seen: list[str] = []
+    assert lost.join() == (ExitStatus.STOPPED, f"uid {uid}")
+    assert lost.now == 7200.0
+    assert "dt_registered 0" in seen[0] and "dt_metrics_written" in seen[0]
+    told = [m for m in caplog.messages if "neuron.deregistered_wait" in m]
+    assert len(told) == 4 and "btcli subnet register --netuid 38" in told[0]
+    assert "status 3 in 4.5 h" in told[-1]
+    # The next time it waits as long again.
+    lost.ledger.deregister(MINER.ss58)
+    lost.at[7200.0 + 5 * 3600] = lambda: lost.ledger.register(MINER.ss58, uid=3)
+    assert lost.join() == (ExitStatus.STOPPED, "uid 3")
+
+
+def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
+    lost: Lost, rank_ends: Callable[..., Any]
+) -> None:
+    """Each start counts on; a chain that does not answer, or shows nobody, says nothing of us."""
+    lost.join()
+    lost.ledger.deregister(MINER.ss58)
+    for _ in range(2):  # stopped by hand, or killed, after two hours
+        begun = lost.now
+        with pytest.raises(global_state.StopBeforeStart):
+            lost.join(wanted=lambda begun=begun: lost.now < begun + 7200)
+    away = {"entries": dict(lost.ledger.entries)}
+    lost.at[14_460.0] = lambda: lost.ledger.entries.clear()
+    lost.at[20_000.0] = lambda: lost.ledger.entries.update(away["entries"])
+    lost.at[21_000.0] = lambda: setattr(lost.ledger, "up", False)
+    lost.at[25_000.0] = lambda: setattr(lost.ledger, "up", True)
+    status, (told, reason, outside) = rank_ends(lost.join)
+    assert status == told == ExitStatus.DEREGISTERED and not outside
+    assert "--neuron.deregistered_wait (6.0 h)" in reason and "weights are kept" in reason
+    assert lost.now == pytest.approx(21_600 + 5_540 + 4_000 - 720, abs=300)
+    # Whoever starts it by hand may register it afterwards.
+    lost.at[lost.now + 20_000] = lambda: lost.ledger.register(MINER.ss58)
+    assert lost.join() == (ExitStatus.STOPPED, "uid 1")
+
+
+@pytest.mark.parametrize("before", ["nobody", "another hotkey"])
+def test_a_hotkey_that_never_ran_here_is_refused_and_tried_again(
+    before: str, lost: Lost, rank_ends: Callable[..., Any]
+) -> None:
+    if before != "nobody":
+        RegistrationRecord("5Another", 3).save(lost.folder / services.REGISTRATION_FILE)
+    lost.ledger.deregister(MINER.ss58)
+    status, (told, reason, outside) = rank_ends(lost.join)
+    assert status == told == ExitStatus.FAULT and outside and lost.now == 0
+    assert "is not registered on subnet 38" in reason and "btcli" in reason
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(
@@ -233,7 +450,7 @@ def test_no_room_for_a_ranks_first_file_is_a_line(
     def full(*_: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "rank-0.json")
 
-    monkeypatch.setattr(process, "write_json", full)
+    monkeypatch.setattr(run_folder, "write_json", full)
     assert rank_ends(lambda *_: pytest.fail("it has begun")) == (ExitStatus.FAULT, None)
     assert "No space left on device: 'rank-0.json'" in caplog.text
 

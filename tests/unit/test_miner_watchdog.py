@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.miner import watchdog
-from distributed_training.miner.process import forget_ranks
+from distributed_training.miner.run_folder import forget_ranks
 from distributed_training.miner.watchdog import Heartbeat, Watchdog
 
 

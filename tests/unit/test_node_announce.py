@@ -11,10 +11,10 @@ import pytest
 
 from distributed_training.chain import registration
 from distributed_training.common.exits import ExitStatus
-from distributed_training.node import announce
-from distributed_training.node.chain import Member
+from distributed_training.node import identity
+from distributed_training.node.identity import Member
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER
+from tests.chain_world import MINER, VALIDATOR
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,11 +30,11 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     before = dict(ledger.entries)
     member = Member(MINER, chain, uid)
-    announce.commit(member, TEXT)
+    identity.commit(member, TEXT)
     wait_for(lambda: ledger.commitments)
     stops: list[tuple[str, int]] = []
-    announce.announce(member, *ENDPOINT)
-    watcher = announce.follow_registration(
+    identity.announce(member, *ENDPOINT)
+    watcher = identity.follow_registration(
         member,
         endpoint=ENDPOINT,
         commitment=TEXT,
@@ -59,7 +59,7 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
 def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(announce, "ASK_EVERY", OFTEN)
+    monkeypatch.setattr(identity, "ASK_EVERY", OFTEN)
     ledger = MemoryLedger()
     member = Member(
         MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), ledger.register(MINER.ss58)
@@ -72,7 +72,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     def on_chain() -> str:
         return member.chain.neurons()[0].ip
 
-    announce.announce(member, *ENDPOINT)
+    identity.announce(member, *ENDPOINT)
     wait_for(lambda: on_chain() == old)
 
     def public_ip() -> str | None:
@@ -83,7 +83,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch.setattr(
         registration.RegistrationWatcher, "check", lambda self: (looks.append(1), check(self))[1]
     )
-    watcher = announce.follow_registration(
+    watcher = identity.follow_registration(
         member,
         endpoint=ENDPOINT,
         commitment="",
@@ -112,7 +112,7 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     stops: list[tuple[str, int]] = []
     before = set(threading.enumerate())
-    watcher = announce.follow_registration(
+    watcher = identity.follow_registration(
         Member(MINER, chain, uid),
         endpoint=ENDPOINT,
         commitment="",
@@ -143,12 +143,32 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
             ledger.up = True
         real(0.005)
 
-    monkeypatch.setattr(announce.time, "sleep", sleep)
+    monkeypatch.setattr(identity.time, "sleep", sleep)
     ledger.up = False
     member = Member(MINER, chain, uid)
-    announce.commit(member, TEXT)
-    announce.announce(member, *ENDPOINT)
+    identity.commit(member, TEXT)
+    identity.announce(member, *ENDPOINT)
     wait_for(lambda: chain.commitment(MINER.ss58) == TEXT and chain.neurons()[0].port == 8091)
     assert waits["commitment"][:9] == [5, 10, 20, 40, 80, 160, 320, 600, 600]
     assert waits["endpoint"][:9] == [2, 4, 8, 16, 32, 64, 128, 256, 300]
     assert sorted(ledger.writes) == [("commit", MINER.ss58), ("serve", MINER.ss58)]
+
+
+def test_a_deregistration_ends_the_ranks_for_a_start_that_waits() -> None:
+    ledger = MemoryLedger()
+    uid = ledger.register(MINER.ss58)
+    ledger.register(VALIDATOR.ss58)
+    stops: list[tuple[str, int]] = []
+    watcher = identity.follow_registration(
+        Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), uid),
+        endpoint=ENDPOINT,
+        commitment="",
+        stop=lambda reason, status: stops.append((reason, status)),
+        master=VALIDATOR.ss58,
+        interval=OFTEN,
+        missing_for=OFTEN,
+    )
+    with contextlib.closing(watcher):
+        ledger.deregister(MINER.ss58)
+        ((reason, status),) = wait_for(lambda: stops)
+        assert status == ExitStatus.FAULT and "btcli subnet register" in reason

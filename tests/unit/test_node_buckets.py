@@ -7,11 +7,11 @@ from datetime import timedelta
 import pytest
 
 from distributed_training.config import ConfigError
-from distributed_training.config.store import StoreSettings
+from distributed_training.config.settings import StoreSettings
 from distributed_training.node import buckets
 from distributed_training.node.buckets import check_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.store.errors import (
+from distributed_training.store.s3 import (
     AccessDeniedError,
     BucketMissingError,
     ClockSkewError,

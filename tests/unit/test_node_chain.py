@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from distributed_training.config import ConfigError
-from distributed_training.config.chain import ChainSettings
-from distributed_training.node import chain as node_chain
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.chain.base import ChainState, Neuron
+from distributed_training.common.files import read_json_object
+from distributed_training.common.ports import free_ports
+from distributed_training.config import ConfigError, load_config
+from distributed_training.config.settings import ChainSettings
+from distributed_training.node import identity as node_chain
+from distributed_training.node.failures import HotkeyInUse, NetworkFailure
 from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER
+from tests.chain_server_thread import LocalChainServer
+from tests.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -29,6 +37,10 @@ class Behind(MemoryChain):
         self.frozen = False
         self.newest_block_age = 0.0
 
+    def _read(self) -> None:
+        if not self.frozen or not self._reads:
+            super()._read()
+
     def clock(self) -> float:
         return time.time() - self.newest_block_age
 
@@ -37,36 +49,45 @@ class Behind(MemoryChain):
         return None if self.reads() <= self.stale else uid
 
     def reads(self) -> int:
-        if not self.frozen:
-            self._read()
+        self._read()
         return super().reads()
+
+
+def subnet() -> MemoryLedger:
+    ledger = MemoryLedger()
+    ledger.register(VALIDATOR.ss58)
+    return ledger
 
 
 def joined(chain: MemoryChain, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(node_chain, "load_wallet", lambda settings: MINER)
-    monkeypatch.setattr(node_chain, "follow_chain", lambda *_: chain)
+    monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: chain)
     settings = ChainSettings(
         neurons_interval=timedelta(milliseconds=10), call_timeout=timedelta(milliseconds=100)
     )
-    config: Any = SimpleNamespace(chain=settings, kind="miner")
+    config: Any = SimpleNamespace(
+        chain=settings,
+        kind="miner",
+        miner=SimpleNamespace(master_ss58_address=VALIDATOR.ss58),
+    )
     with ExitStack() as stack:
         return node_chain.join_subnet(config, stack).uid
 
 
 def test_one_read_without_our_hotkey_ends_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = MemoryLedger()
+    ledger = subnet()
     uid = ledger.register(MINER.ss58)
     assert joined(Behind(stale=3, ledger=ledger), monkeypatch) == uid
 
 
 def test_two_reads_without_our_hotkey_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"is not registered on subnet 38.*btcli"):
-        joined(Behind(stale=0, ledger=MemoryLedger()), monkeypatch)
+        joined(Behind(stale=0, ledger=subnet()), monkeypatch)
 
 
 def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 1, after which the miner starts again; a hotkey that old blocks do show is there."""
-    chain = Behind(stale=0, ledger=MemoryLedger())
+    chain = Behind(stale=0, ledger=subnet())
     chain.newest_block_age = 3600.0
     with pytest.raises(NetworkFailure, match=r"60 minutes behind .*--subtensor\.chain_endpoint"):
         joined(chain, monkeypatch)
@@ -77,7 +98,144 @@ def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.M
 def test_a_chain_that_is_read_once_only_is_asked_again_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    chain = Behind(stale=10**6, ledger=MemoryLedger())
+    chain = Behind(stale=10**6, ledger=subnet())
     chain.frozen = True
     with pytest.raises(NetworkFailure, match="read once"):
         joined(chain, monkeypatch)
+
+
+@pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
+def test_a_list_that_cannot_be_the_subnets_ends_nobody_for_good(
+    shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = Behind(stale=0, ledger=MemoryLedger())
+    if shown != "nobody":
+        chain.ledger.register(PEER.ss58)
+    asked: list[int] = []
+    monkeypatch.setattr(chain, "ask_another", lambda: asked.append(1))
+    with pytest.raises(NetworkFailure, match=r"shows no neurons, or not the master.*not known"):
+        joined(chain, monkeypatch)
+    assert asked
+    chain.ledger.register(VALIDATOR.ss58)
+    uid = chain.ledger.register(MINER.ss58)
+    assert joined(chain, monkeypatch) == uid
+
+
+def member_at(port: int) -> node_chain.Member:
+    ledger = MemoryLedger()
+    uid = ledger.register(MINER.ss58)
+    ledger.serve(MINER.ss58, MINER_IP, port)
+    return node_chain.Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), uid)
+
+
+def test_a_second_miner_that_proves_to_have_our_key_ends_the_start() -> None:
+    with world() as running:
+        with pytest.raises(HotkeyInUse, match=r"--wallet\.hotkey"):
+            node_chain.refuse_second_node(member_at(running.server.port))
+
+
+def test_an_answer_without_a_proof_holds_a_start_up_and_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        pauses.append(seconds)
+
+    monkeypatch.setattr(node_chain, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    with public_miner() as port:
+        member = member_at(port)
+        node_chain.refuse_second_node(member)
+    waits, goes_on = caplog.messages
+    assert "the public miner" in waits and "stop it" in waits and f":{port}" in waits
+    assert "the start goes on" in goes_on
+    assert 180 <= sum(pauses) <= 600 and max(pauses) <= 30
+    # Stopped meanwhile, or gone: the start goes on at once.
+    caplog.clear()
+    pauses.clear()
+    node_chain.refuse_second_node(member)
+    assert caplog.messages == [] and pauses == []
+
+
+class Kept:
+    """A run folder with what the chain showed an hour ago, and no chain."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.path = folder / node_chain.STATE_FILE
+        url = f"http://127.0.0.1:{free_ports(1)[0]}"
+        argv = ["--chain.local_url", url, "--neuron.master_ss58_address", VALIDATOR.ss58]
+        argv += ["--chain.start_timeout", "0.3"]
+        self.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        self.folder = folder
+        self.state = ChainState(
+            chain=node_chain.chain_name(self.config.chain),
+            at=time.time() - 3600,
+            block=5000,
+            neurons=(Neuron(uid=3, hotkey=MINER.ss58, ip="1.2.3.4", port=8091),),
+            commitments={VALIDATOR.ss58: "keys"},
+        )
+        monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
+
+    @contextmanager
+    def join(self) -> Iterator[node_chain.Member]:
+        with ExitStack() as stack:
+            yield node_chain.join_subnet(self.config, stack, folder=self.folder)
+
+
+@pytest.fixture
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Kept:
+    return Kept(tmp_path, monkeypatch)
+
+
+def test_a_start_while_the_chain_is_away_goes_by_what_it_showed(
+    kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.state.save(kept.path)
+    with kept.join() as member:
+        chain = member.chain
+        assert member.uid == 3 and chain.block() == 5000
+        assert chain.age().total_seconds() == pytest.approx(3600, abs=60)
+        assert chain.commitment(VALIDATOR.ss58) == "keys" and chain.reads() == 0
+        assert "what the chain showed 60 minutes ago (block 5000)" in caplog.text
+        node_chain.keep_state(chain, kept.config.chain, kept.folder)
+        again = ChainState.load(kept.path, chain=kept.state.chain, hotkey=MINER.ss58)
+        assert again == kept.state, "what was not read anew is not made younger"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"at": time.time() - 25 * 3600},
+        {"at": time.time() + 3600},  # then, or now, this machine's clock is wrong
+        {"chain": "finney, netuid 38"},
+        {"neurons": (Neuron(uid=3, hotkey=PEER.ss58),)},
+    ],
+    ids=["a day old", "of tomorrow", "another chain", "not registered"],
+)
+def test_what_the_chain_showed_is_not_gone_by(change: dict[str, Any], kept: Kept) -> None:
+    replace(kept.state, **change).save(kept.path)
+    with pytest.raises(NetworkFailure, match="did not answer within"), kept.join():
+        pytest.fail("it has begun")
+
+
+def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
+    server = LocalChainServer()
+    server.start()
+    server.stop()
+    argv = ["--chain.local_url", server.url, "--chain.start_timeout", "0.3"]
+    kept.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    replace(kept.state, chain=node_chain.chain_name(kept.config.chain)).save(kept.path)
+    with kept.join() as member:
+        assert member.chain.uid(MINER.ss58) == 3
+        with server:
+            wait_for(lambda: member.chain.reads() > 0)
+            assert member.chain.uid(MINER.ss58) is None
+            assert member.chain.age().total_seconds() < 60
+            assert member.chain.block() == 5000, "blocks never count backwards"
+            node_chain.keep_state(member.chain, kept.config.chain, kept.folder)
+            content = read_json_object(kept.path)
+            assert content is not None and content["neurons"] == []
+            assert content["at"] > time.time() - 60

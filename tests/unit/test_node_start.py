@@ -8,9 +8,9 @@ import pytest
 import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import Config, ConfigError, load_config, problems
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.start import fetch_tokenizer
+from distributed_training.node.start import fetch_tokenizer, make_run_folder
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,3 +34,69 @@ def test_a_hub_that_is_away_is_no_fault_of_the_configuration(
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
     with pytest.raises(end, match=r"--neuron\.global_tokenizer_name"):
         fetch_tokenizer(config, tmp_path)
+
+
+def named(folder: Path, *flags: str) -> Config:
+    argv = ["--neuron.run_folder", str(folder), *flags]
+    return load_config("miner", argv, environ={}, dotenv=None, check=False)
+
+
+def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Path) -> None:
+    """After a reboot a checkpoint of 64 GB is on a disk that comes a minute later."""
+    config = named(tmp_path / "data" / "miner")
+    with pytest.raises(ConfigError, match=f"since {tmp_path}/data is not there.*mkdir -p"):
+        make_run_folder(config)
+    assert not (tmp_path / "data").exists()
+    (tmp_path / "data").mkdir()  # it is mounted, and new
+    assert make_run_folder(config) == tmp_path / "data" / "miner"
+    cache = named(tmp_path / "run", "--data.cache_dir", str(tmp_path / "cache" / "pages"))
+    with pytest.raises(ConfigError, match=r"--data\.cache_dir"):
+        make_run_folder(cache)
+
+
+@pytest.mark.parametrize("name", ["disk", "disk/miner", "disk/deep/miner", "link/miner"])
+def test_a_mount_point_that_is_empty_is_no_run_folder(name: str, tmp_path: Path) -> None:
+    disk, fstab = tmp_path / "my disk" / "of data", tmp_path / "fstab"
+    (disk / "deep").mkdir(parents=True)
+    (tmp_path / "disk").symlink_to(disk)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    escaped = str(disk).replace(" ", "\\040")
+    fstab.write_text(f"# <what> <where>\n\nUUID=ab / ext4\nUUID=cd {escaped} xfs nofail 0 2\nsw\n")
+    if name == "disk":
+        (disk / "deep").rmdir()
+    folder = tmp_path / name
+    with pytest.raises(ConfigError, match=r"of data of .*fstab, which is not mounted.*mount "):
+        make_run_folder(named(folder), fstab=fstab)
+    assert not list(disk.rglob("*miner*"))
+    # A folder that holds a miner is no empty mount point: the line in fstab is an old one.
+    folder.mkdir(exist_ok=True)
+    (folder / "instance.json").touch()
+    assert make_run_folder(named(folder), fstab=fstab) == folder
+    fstab.write_text("proc /proc proc\nUUID=ab / ext4\n")
+    assert make_run_folder(named(tmp_path / "other"), fstab=fstab) == tmp_path / "other"
+
+
+@pytest.mark.parametrize("written", ["{}/", "{}/../disk", "{}"])
+def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written: str) -> None:
+    disk, fstab = tmp_path / "disk", tmp_path / "fstab"
+    disk.mkdir()
+    fstab.write_text(f"UUID=cd {written.format(disk)} xfs nofail 0 2\n")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="which is not mounted"):
+            make_run_folder(named(disk), fstab=fstab)
+        (disk / "launcher.prom").write_text("dt_starts_refused_in_a_row 1.0\n")  # the launcher's
+
+
+def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    assert make_run_folder(config) == tmp_path / "runs" / "miner-default"
+
+
+def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> None:
+    """``--neuron.run_folder $UNSET`` would begin anew in the default folder."""
+    for flags in (["--neuron.run_folder", ""], ["--neuron.run_folder="]):
+        config = load_config("miner", flags, environ={}, dotenv=None, check=False)
+        (line,) = [line for line in problems(config) if "run_folder" in line]
+        assert "--neuron.run_folder is empty" in line and "runs/miner-default" in line
+    assert not [line for line in problems(named(tmp_path)) if "run_folder" in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -12,11 +13,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distributed_training.telemetry.catalogue import METRICS
+from distributed_training.config import load_config
+from distributed_training.telemetry.metrics import METRICS
 
 pytestmark = pytest.mark.timeout(60)
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "miner.rules.yml"
+NODE = shutil.which("node")
 PROMTOOL = shutil.which("promtool")
 #: Kept by rooms, by kind; see the catalogue's docstring.
 BY_KIND = re.compile(r"(server|chain|data)_[a-z_]+_total")
@@ -44,7 +47,9 @@ def test_every_query_asks_for_metrics_that_exist(where: str, query: str) -> None
 def test_what_is_shipped_keeps_secrets_out_of_images_and_environments() -> None:
     """A miner reads .env by itself."""
     ignored = (OPS.parent / ".dockerignore").read_text().split()
-    assert {".env*", "runs", ".venv", ".git", "app.config.override.js"} <= set(ignored)
+    assert {".env*", "runs", "**/.venv", ".git", "app.config.override.js"} <= set(ignored)
+    # What a machine makes for itself: an update's versions alone are gigabytes of environments.
+    assert {"versions", "build", "**/node_modules", "bench/results", "wallets"} <= set(ignored)
     unit = (OPS / "systemd" / "distributed-training-miner.service").read_text()
     assert not re.search("^EnvironmentFile", unit, re.M)
     assert "--env-file" not in (OPS / "Dockerfile").read_text()
@@ -57,6 +62,37 @@ def test_what_starts_a_miner_starts_it_again_after_an_orderly_end_that_nobody_as
     unit = (OPS / "systemd" / "distributed-training-miner.service").read_text().splitlines()
     assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= set(unit)
     assert "--restart unless-stopped" in (OPS / "Dockerfile").read_text()
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--neuron.stop_timeout", "90"),
+        ("--neuron.stop-timeout", "300"),
+        ("--NEURON.STOP_TIMEOUT=5m",),
+        ("--Neuron.Stop-Timeout=.5h",),
+        ("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"),
+        ("--neuron.stop_timeout=1500 ms",),
+    ],
+)
+def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    """However the operator writes the flag: the miner's own parser is asked."""
+    (tmp_path / "app.config.override.js").write_text(f"module.exports = [{json.dumps(words)}];")
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    done = subprocess.run(
+        [str(NODE), "-e", code, str(OPS.parent / "app.config.js")],
+        env={"DT_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    app = json.loads(done.stdout)
+    config = load_config("miner", app["args"], environ={}, dotenv=None, check=False)
+    assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
 
 
 def test_every_alert_says_what_to_do() -> None:
@@ -80,3 +116,109 @@ def test_every_alert_fires_and_keeps_silent() -> None:
     config = RULES.with_name("prometheus.yml")
     done = subprocess.run([PROMTOOL, "check", "config", config], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_make_clean_touches_no_run_folder_and_no_environment_that_runs(tmp_path: Path) -> None:
+    shutil.copy(OPS.parent / "Makefile", tmp_path)
+    miner, local = tmp_path / "runs" / "miner-h" / "checkpoints", tmp_path / "runs" / "localnet"
+    for folder in (miner, local, tmp_path / "build", tmp_path / ".venv" / "bin"):
+        folder.mkdir(parents=True)
+    program = tmp_path / ".venv" / "bin" / "python"
+    shutil.copy(shutil.which("sleep") or "", program)
+    running = subprocess.Popen([str(program), "600"])
+    try:
+        done = make_clean(tmp_path)
+        assert done.returncode != 0 and "so nothing was removed" in done.stderr
+        assert program.exists() and local.exists()
+    finally:
+        running.kill()
+        running.wait()
+    assert make_clean(tmp_path).returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"Makefile", "runs"}
+    assert miner.exists() and not local.exists()
+
+
+def make_clean(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["make", "clean"], cwd=folder, capture_output=True, text=True)
+
+
+ENTRYPOINT = OPS / "entrypoint.sh"
+
+
+def start_entrypoint(miner: str) -> subprocess.Popen[str]:
+    """With a shell's line in the miner's place."""
+    return subprocess.Popen(
+        [str(ENTRYPOINT), "-c", miner],
+        env={"PATH": os.environ["PATH"], "DT_MINER": "bash"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("status", [2, 3])
+def test_a_container_does_not_loop_where_a_start_cannot_help(status: int) -> None:
+    """Docker's restart policies know no such statuses: it waits, and `docker stop` still works."""
+    entry = start_entrypoint(f"exit {status}")
+    assert entry.stderr is not None
+    assert f"ended with status {status}, and a start cannot help" in entry.stderr.readline()
+    with pytest.raises(subprocess.TimeoutExpired):
+        entry.wait(1)
+    entry.terminate()
+    assert entry.wait(30) == status
+
+
+@pytest.mark.parametrize(("end", "status"), [("exit 0", 0), ("exit 1", 1), ("kill -9 $$", 137)])
+def test_a_container_ends_for_docker_to_start_it_again(end: str, status: int) -> None:
+    assert start_entrypoint(end).wait(30) == status
+
+
+def test_a_container_that_is_stopped_lets_the_miner_finish() -> None:
+    lines = "trap 'stop=yes' TERM; echo ready; while [ -z $stop ]; do sleep 0.1; done; echo saved"
+    entry = start_entrypoint(lines)
+    assert entry.stdout is not None and entry.stdout.readline() == "ready\n"
+    entry.terminate()
+    assert entry.wait(30) == 0 and entry.stdout.read() == "saved\n"
+
+
+def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers() -> None:
+    compose = yaml.safe_load((OPS / "compose.miner.yml").read_text())["services"]["miner"]
+    wallets = [volume for volume in compose["volumes"] if ".bittensor" in volume]
+    assert [v.split(":")[0].split("}/")[1] for v in wallets] == ["hotkeys", "coldkeypub.txt"]
+    assert all(volume.endswith(":ro") for volume in wallets)
+    assert compose["restart"] == "unless-stopped" and compose["cap_drop"] == ["ALL"]
+    assert compose["ulimits"]["core"] == 0
+    text = (OPS / "Dockerfile").read_text()
+    steps = [line for line in text.splitlines() if not line.startswith("#")]
+    users = [line.split()[1] for line in steps if line.startswith("USER")]
+    assert users == ["miner"]
+    assert steps.index("USER miner") < steps.index("RUN DT_TORCH=cuda scripts/setup.sh")
+    assert 'ENTRYPOINT ["ops/entrypoint.sh"]' in steps
+    assert not re.search(r"/\.bittensor:", text), "the whole folder holds the coldkey"
+
+
+UNIT = OPS / "systemd" / "distributed-training-miner.service"
+SYSTEMD = shutil.which("systemd-analyze")
+
+
+def test_the_unit_survives_the_death_of_a_worker_and_leaves_no_core() -> None:
+    unit = set(UNIT.read_text().splitlines())
+    assert {"OOMPolicy=continue", "LimitCORE=0", "UMask=0077", "NoNewPrivileges=yes"} <= unit
+    assert any(line.startswith("RequiresMountsFor=/") for line in unit)
+    # Each of these takes the GPUs away.
+    closed = "^(PrivateDevices|ProtectClock|DeviceAllow|DevicePolicy)="
+    assert not re.search(closed, "\n".join(unit), re.M)
+
+
+@pytest.mark.skipif(SYSTEMD is None, reason="needs systemd-analyze")
+def test_the_unit_is_valid_and_confined(tmp_path: Path) -> None:
+    here = UNIT.read_text().replace("User=miner", f"User={os.getuid()}")
+    here = re.sub(r"(ExecStart(?:Pre)?=[-+]*)\S+", rf"\1{shutil.which('true')}", here)
+    unit = tmp_path / UNIT.name
+    unit.write_text(here)
+    done = subprocess.run([str(SYSTEMD), "verify", str(unit)], capture_output=True, text=True)
+    complaints = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    assert not complaints, complaints
+    command = [str(SYSTEMD), "security", "--offline=true", "--threshold=50", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-600:] + done.stderr

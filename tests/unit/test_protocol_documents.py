@@ -9,17 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.protocol import keys, names
-from distributed_training.protocol.commitment import (
-    BucketCredentials,
-    CommitmentError,
-    build_commitment,
-    parse_commitment,
-)
 from distributed_training.protocol.metadata import (
     MAX_METADATA_BYTES,
+    BucketCredentials,
+    CommitmentError,
     ConfigExtras,
     Metadata,
     MetadataError,
+    build_commitment,
+    parse_commitment,
     parse_config,
 )
 from distributed_training.protocol.types import Revision

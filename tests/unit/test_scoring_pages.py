@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed_training.protocol.pages import select_pages
-from distributed_training.scoring.pages import DataUnavailable, PageReader, to_sequences
+from distributed_training.scoring.upload import DataUnavailable, PageReader, to_sequences
 
 pytestmark = pytest.mark.timeout(60)
 NUM_ROWS = {"a": 500, "b": 900}

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,19 +24,27 @@ from validator_world import (  # noqa: F401
 )
 
 from distributed_training.chain.base import Neuron
+from distributed_training.common.memory import ModelShape, disk_space
 from distributed_training.config import ConfigError
-from distributed_training.node.chain import miners_of
-from distributed_training.node.peers import BucketReader, Reader
+from distributed_training.node.buckets import BucketReader, Reader
+from distributed_training.node.identity import miners_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.scoring import report
+from distributed_training.scoring import report, score_preview
 from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.evaluator import Evaluator
-from distributed_training.scoring.judged import Judged, NotJudgeable, read_judged
-from distributed_training.scoring.model import EvaluationModel
-from distributed_training.scoring.pages import DataUnavailable
-from distributed_training.scoring.preview import Preview, Previewer, Row
-from distributed_training.scoring.session import Wanted, choose, in_folders
+from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
+from distributed_training.scoring.score_preview import (
+    Judged,
+    NotJudgeable,
+    Preview,
+    Previewer,
+    Row,
+    Wanted,
+    choose,
+    in_folders,
+    read_judged,
+)
+from distributed_training.scoring.upload import DataUnavailable
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -365,7 +374,7 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
             (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
             os.utime(folder / name, (0, 0))  # a copy that has lain here for long
     sources = in_folders(upload, state, 17)
-    judged = read_judged(
+    score_preview = read_judged(
         sources.global_bucket(),
         tmp_path / "score",
         block=sources.block(),
@@ -375,7 +384,7 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
     )
     model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
     found = Previewer(
-        judged=judged,
+        judged=score_preview,
         open_bucket=sources.open_bucket,
         evaluator=Evaluator(model=model, pages=pages),
         age_limit=timedelta(seconds=4800),
@@ -403,3 +412,21 @@ def test_the_guide_lists_every_cause_as_the_script_tells_it() -> None:
     rows = [f"| `{c.name}` | {c.costs} | {c.remedy} |" for c in Cause]
     found = [line for line in guide.splitlines() if line.startswith("| `")]
     assert found == rows
+
+
+def test_a_disk_that_a_miner_needs_is_left_to_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are fetched only beside what the miner may still write."""
+    runs = world.folder / "runs"
+    (runs / "miner-h" / "checkpoints").mkdir(parents=True)
+    most = disk_space(ModelShape.from_config(MODEL_CONFIG), keep_checkpoints=2).total
+    disk = SimpleNamespace(free=most + 1000)
+    monkeypatch.setattr(score_preview.shutil, "disk_usage", lambda folder: disk)
+    with pytest.raises(NotJudgeable, match=r"miner on this disk may take .* --cache"):
+        judged_of(world, miners=runs)
+    assert not list((world.folder / "score").glob("*.safetensors"))
+    with (runs / "miner-h" / "checkpoints" / "model").open("wb") as file:
+        file.truncate(most)  # it has what it will ever take
+    disk.free += 10**10  # as a download keeps some in reserve
+    assert judged_of(world, miners=runs).weights

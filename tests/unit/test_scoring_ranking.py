@@ -11,7 +11,7 @@ import pytest
 from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import Comparison, Judgement
-from distributed_training.scoring.ranking import (
+from distributed_training.scoring.score_preview import (
     Interval,
     chance_assigned_wins,
     rank,

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.chain import admission, client, http, kept, replay
+from distributed_training.chain import callers, client, http_server
 from distributed_training.common import files
-from distributed_training.protocol import metadata, pt_file, safetensors_header, synapses
-from distributed_training.store import claim, remote_state
+from distributed_training.protocol import metadata, pt_file, synapses
+from distributed_training.store import bucket_lease, bucket_reader
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "SECURITY.md").read_text()
@@ -55,25 +55,24 @@ def size(count: int) -> str:
 @pytest.mark.parametrize(
     ("limit", "page"),
     [
-        (size(http.MAX_HEAD_BYTES), CALLS),
-        (f"{http.MAX_HEAD_LINES:,}", CALLS),
+        (size(http_server.MAX_HEAD_BYTES), CALLS),
+        (f"{http_server.MAX_HEAD_LINES:,}", CALLS),
         (size(synapses.MAX_BODY_BYTES), CALLS),
-        (f"{admission.STRIKES:,}", CALLS),
-        (f"{admission._MOST_BLOCKED:,}", CALLS),
-        (f"{replay.MOST:,}", CALLS),
-        (f"{kept.MOST_VALIDATORS:,}", CALLS),
-        (size(kept._LARGEST_FILE), CALLS),
+        (f"{callers.STRIKES:,}", CALLS),
+        (f"{callers._MOST_BLOCKED:,}", CALLS),
+        (f"{callers.MOST:,}", CALLS),
+        (f"{callers.MOST_VALIDATORS:,}", CALLS),
+        (size(callers._LARGEST_FILE), CALLS),
         (size(client.MAX_REPLY_BYTES), CALLS),
         (size(metadata.MAX_METADATA_BYTES), PAGE),
         (size(metadata.MAX_CONFIG_BYTES), PAGE),
-        (size(safetensors_header.MOST_HEADER), PAGE),
+        (size(pt_file.MOST_HEADER), PAGE),
         (size(pt_file.MOST_TABLE), PAGE),
         (size(pt_file.MOST_PICKLE), PAGE),
-        (f"{pt_file.MOST_INSTRUCTIONS:,}", PAGE),
         (size(files.LARGEST_JSON), PAGE),
         (size(files._LONGEST_LINE), PAGE),
-        (f"{claim._MOST_BYTES:,}", PAGE),
-        (size(remote_state.MOST_BYTES), PAGE),
+        (f"{bucket_lease._MOST_BYTES:,}", PAGE),
+        (size(bucket_reader.MOST_BYTES), PAGE),
     ],
 )
 def test_each_limit_is_on_a_page(limit: str, page: str) -> None:

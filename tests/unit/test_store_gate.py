@@ -9,8 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.store.gate import disk_allows, preview_warning, upload_due, upload_gate
-from distributed_training.store.upload import MIB, part_size_for
+from distributed_training.store.transfer import MIB, part_size_for
+from distributed_training.store.upload_rules import (
+    disk_allows,
+    preview_warning,
+    upload_due,
+    upload_gate,
+)
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -62,7 +67,7 @@ def test_parts_are_equal_and_never_too_many() -> None:
         part = part_size_for(size)
         assert part >= 5 * MIB
         assert -(-size // part) <= 10_000
-    assert part_size_for(100 * MIB, wanted=1) == 5 * MIB
+    assert part_size_for(100 * MIB, wanted=5 * MIB) == 5 * MIB
 
 
 def test_a_full_disk_says_what_to_do(tmp_path: Path) -> None:

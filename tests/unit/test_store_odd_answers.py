@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.config.store import StoreSettings
+from distributed_training.config.settings import StoreSettings
 from distributed_training.store import s3
-from distributed_training.store.errors import TransientError
-from distributed_training.store.s3 import AccessKeys, PartInfo, S3ObjectStore
+from distributed_training.store.s3 import AccessKeys, PartInfo, S3ObjectStore, TransientError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -58,11 +58,13 @@ class Drip(Page):
 
 
 class Cut(Page):
-    """Fewer bytes than it announces."""
+    """40 bytes, fewer than it announces."""
+
+    length = "100"
 
     def answer(self) -> None:
         self.send_response(200)
-        self.send_header("Content-Length", "100")
+        self.send_header("Content-Length", self.length)
         self.end_headers()
         self.wfile.write(b"x" * 40)
 
@@ -136,3 +138,17 @@ def test_so_is_a_list_whose_entries_say_nothing(
         return
     with pytest.raises(TransientError, match="llama-007"):
         LISTS[name](store)
+
+
+@pytest.mark.parametrize("profile", ["absent", "", None])
+def test_settings_of_other_programs_for_aws_are_not_read(
+    profile: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile that this machine lacks, and files that would redirect or fail every request."""
+    if profile is not None:
+        monkeypatch.setenv("AWS_PROFILE", profile)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        (tmp_path / name).write_text("[default]\nregion = nowhere\n[broken")
+        monkeypatch.setenv(name, str(tmp_path / name))
+    with store_at(type("Whole", (Cut,), {"length": "40"})) as store:
+        assert store.get("k", limit=100) == b"x" * 40

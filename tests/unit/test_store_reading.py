@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,18 +15,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from distributed_training.config.store import StoreSettings
+from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
-from distributed_training.store import download, remote_state
-from distributed_training.store.errors import DeadlineError, StoreError, TransientError
+from distributed_training.store import bucket_reader, transfer, upload_rules
+from distributed_training.store.bucket_reader import RemoteState, StateUnavailable
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
-from distributed_training.store.remote_state import RemoteState, StateUnavailable
-from distributed_training.store.s3 import ObjectInfo
+from distributed_training.store.s3 import (
+    DeadlineError,
+    NoRoomError,
+    ObjectInfo,
+    StoreError,
+    TransientError,
+)
 from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, write_snapshot
+from tests.support_store import PEER_ID, publish_state, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)
@@ -132,7 +140,7 @@ def test_a_pickle_that_would_run_code_does_not(
 def test_sizes_are_bounded_before_reading(
     published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_state, "MOST_BYTES", 1000)
+    monkeypatch.setattr(bucket_reader, "MOST_BYTES", 1000)
     with pytest.raises(StateUnavailable, match="more than the 1000 allowed"):
         remote(published).fetch(3, tmp_path / "g", MINER_FILES)
 
@@ -162,6 +170,225 @@ def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
     assert len(reads) == ranges - 2
 
 
+def patient_reader(store: MemoryObjectStore) -> RemoteState:
+    """One range at a time, and time enough for a busy machine to sync each of them."""
+    return RemoteState(store=store, deadline=timedelta(seconds=60), concurrency=1)
+
+
+class SmallDisk:
+    """A disk of ``size`` bytes that holds ``folder`` and nothing else."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+
+    def free(self) -> int:
+        used = 0
+        for path in self.folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a thread renamed it
+                used += path.stat().st_blocks * 512 if path.is_file() else 0
+        return self.size - used
+
+    def usage(self, path: object) -> object:
+        return shutil._ntuple_diskusage(self.size, 0, self.free())  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallDisk:
+    """Room for the three states that the memory model counts, of 2 MiB each, and 10 % more.
+
+    Ranges are of 64 KiB, so that a state has many.
+    """
+    disk = SmallDisk(tmp_path / "g", round(3.3 * 2**21))
+    disk.folder.mkdir()
+    monkeypatch.setattr(shutil, "disk_usage", disk.usage)
+    monkeypatch.setattr(transfer, "RANGE", 2**16)
+    monkeypatch.setattr(upload_rules, "DISK_RESERVE", 2**17)
+    return disk
+
+
+class Ranges:
+    """Counts the ranges read, and fails from range ``most`` on."""
+
+    def __init__(self, store: MemoryObjectStore) -> None:
+        self.keys: list[str] = []
+        self.most: float = math.inf
+        store._before = self.before
+
+    def before(self, operation: str, key: str) -> None:
+        if operation == "get_range":
+            if len(self.keys) >= self.most:
+                raise StoreError("the connection is gone")
+            self.keys.append(key)
+
+
+def test_a_state_given_up_at_its_end_does_not_block_the_next_one(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    store, folder = MemoryObjectStore(), small_disk.folder
+    ranges = Ranges(store)
+    for outer_step in (4, 5, 6):
+        publish_state(store, outer_step)
+    patient_reader(store).fetch(4, folder)
+    patient_reader(store).fetch(5, folder)
+    ranges.most = len(ranges.keys) * 3 // 2 - 1
+    with pytest.raises(StoreError, match="connection is gone"):
+        patient_reader(store).fetch(6, folder)
+    assert [path.name for path in folder.glob(".epoch-*")] == [".epoch-6.5.6.0"]
+    ranges.most = math.inf
+    files = publish_state(store, 7)
+    fetched = patient_reader(store).fetch(7, folder)
+    assert all((fetched / name).read_bytes() == data for name, data in files.items())
+    assert not list(folder.glob(".epoch-*"))
+
+
+def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
+    tmp_path: Path, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, folder = MemoryObjectStore(), small_disk.folder
+    ranges = Ranges(store)
+    for outer_step in (4, 5, 6, 7):
+        publish_state(store, outer_step)
+    for outer_step in (4, 5, 6):
+        patient_reader(store).fetch(outer_step, folder)
+    patient_reader(store).fetch(7, folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["epoch-5", "epoch-6", "epoch-7"]
+    publish_state(store, 8, rows=1024)
+    read = len(ranges.keys)
+    with pytest.raises(NoRoomError, match=r"of outer step 8: 8.* MB more .* without the older"):
+        patient_reader(store).fetch(8, folder)
+    assert len(ranges.keys) == read, "room is asked for before the first byte"
+    assert {path.name for path in folder.glob("epoch-*")} == {"epoch-5", "epoch-6", "epoch-7"}
+
+
+def test_what_came_of_a_state_is_kept_while_there_is_no_room(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    """Whole files, and ranges of the file under way; also when the disk fills up meanwhile."""
+    store, folder = MemoryObjectStore(), small_disk.folder
+    ranges = Ranges(store)
+    files = publish_state(store, 6)
+
+    def another_program_writes(operation: str, key: str) -> None:
+        ranges.before(operation, key)
+        if len(ranges.keys) == 25 and operation == "get_range":
+            small_disk.size = 2**20
+
+    store._before = another_program_writes
+    for _ in range(3):
+        with pytest.raises(NoRoomError, match=r"what came of it is kept: free the disk, lower"):
+            patient_reader(store).fetch(6, folder)
+    assert len(ranges.keys) < 30
+    small_disk.size = 2**23
+    fetched = patient_reader(store).fetch(6, folder)
+    assert all((fetched / name).read_bytes() == data for name, data in files.items())
+    assert len(ranges.keys) == sum(-(-len(data) // 2**16) for data in files.values())
+
+
+def test_a_download_says_when_it_begins_and_ends_and_once_a_minute_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Or a first start on the public network looks as if it hung for 40 minutes."""
+    caplog.set_level("INFO")
+    real, later = time.monotonic, 0.0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal later
+        later += 8.0 * (operation == "get_range")
+
+    monkeypatch.setattr(transfer, "RANGE", 2**18)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
+    store = MemoryObjectStore(before=before)
+    publish_state(store, 56, rows=512)
+    RemoteState(store=store, deadline=timedelta(hours=1), concurrency=1).fetch(56, tmp_path)
+    first, *between, last = [r.getMessage() for r in caplog.records]
+    assert first == "Downloading global state of outer step 56: 4.2 MB, 4.2 MB to come"
+    assert len(between) == 2
+    for text in between:
+        form = r"\d\.\d of 4\.2 MB, 0\.0 MB/s, (\d min|less than a minute) left"
+        assert re.fullmatch(rf"Downloading global state of outer step 56: {form}", text), text
+    assert re.fullmatch(r"Downloaded global state of outer step 56 in 1[5-9]\d s", last)
+    caplog.clear()
+    remote(store).fetch(56, tmp_path)
+    assert caplog.text == "", "it is there"
+    key, until = keys.epoch_key(56, keys.MODEL), time.monotonic() + 3600
+    transfer.download(store, key, tmp_path / "m", limit=2**30, deadline=until, concurrency=1)
+    assert re.fullmatch(
+        rf"Downloading {key}: \d\.\d of 2\.1 MB, 0\.0 MB/s, (\d min|less than a minute) left",
+        caplog.messages[0],
+    )
+
+
+@pytest.mark.parametrize(
+    "what", ["other files", "another revision", "withdrawn", "begun before the fetch"]
+)
+def test_a_state_published_again_while_it_is_fetched_is_not_taken(
+    tmp_path: Path, what: str
+) -> None:
+    """Never half of one publication and half of another."""
+    metadata = keys.epoch_key(4, keys.METADATA)
+
+    def again(operation: str, key: str) -> None:
+        if operation != "get_range" or not key.endswith(keys.OUTER_OPTIMIZER):
+            return
+        store._before = lambda operation, key: None
+        if what == "another revision":
+            store.put(metadata, Metadata.of(Revision(5, 4, 1), PEER_ID).to_json())
+        elif what == "withdrawn":
+            store.delete([metadata])
+        elif what == "other files":
+            publish_state(store, 4, text="again")
+        else:  # its last file, read already
+            store.put(keys.epoch_key(4, keys.CONFIG), b'{"inner_step": 0, "block_list": []}')
+
+    store = MemoryObjectStore(before=again)
+    publish_state(store, 4)
+    with pytest.raises(StateUnavailable, match=r"published again while it was fetched: the next"):
+        patient_reader(store).fetch(4, tmp_path)
+    assert not (tmp_path / "epoch-4").exists()
+    files = publish_state(store, 4, text="again")
+    folder = patient_reader(store).fetch(4, tmp_path)
+    assert {name: (folder / name).read_bytes() for name in files} == files
+
+
+def test_half_of_one_object_is_never_joined_to_half_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted download whose object was replaced by one of equal size meanwhile."""
+    monkeypatch.setattr(transfer, "RANGE", 1000)
+    store, path = MemoryObjectStore(), tmp_path / "model"
+    ranges = Ranges(store)
+    store.put("model", bytes(4500))
+    ranges.most = 3
+    deadline = time.monotonic() + 60
+    with pytest.raises(StoreError, match="connection is gone"):
+        transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
+    assert not path.exists()
+    other = bytes(range(225)) * 20
+    store.put("model", other)
+    ranges.most = math.inf
+    transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
+    assert path.read_bytes() == other
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_state_published_again_under_the_same_revision_is_fetched_again(tmp_path: Path) -> None:
+    """Also over a folder of a version that did not note the etags."""
+    now = time.time() - 600
+    store = MemoryObjectStore(clock=lambda: now)
+    publish_state(store, 4)
+    folder = remote(store).fetch(4, tmp_path)
+    model, ranges = folder / keys.MODEL, Ranges(store)
+    for etags, published in (("noted", now + 300), ("not noted", now + 900)):
+        if etags == "not noted":
+            (folder / ".etags.json").unlink()
+        assert remote(store).fetch(4, tmp_path) == folder and not ranges.keys, etags
+        now = published
+        files = publish_state(store, 4, text=etags)
+        assert remote(store).fetch(4, tmp_path) == folder
+        assert model.read_bytes() == files[keys.MODEL], etags
+        ranges.keys.clear()
+
+
 def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +399,7 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
         """Each range takes a minute."""
 
         def head(self, key: str) -> ObjectInfo:
-            return ObjectInfo(key, 12 * download.RANGE, "e", 0.0)
+            return ObjectInfo(key, 12 * transfer.RANGE, "e", 0.0)
 
         def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
             nonlocal now
@@ -183,19 +410,19 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
     class Clock:
         monotonic = staticmethod(lambda: now)
 
-    monkeypatch.setattr(download, "time", Clock)
+    monkeypatch.setattr(transfer, "time", Clock)
     until, path = now + 150, tmp_path / "m"
     for came in (3, 6):
-        with pytest.raises(DeadlineError, match=f"{came * download.RANGE} of"):
-            download.download(Slow(), "m", path, limit=1 << 40, deadline=until, concurrency=1)
+        with pytest.raises(DeadlineError, match=f"{came * transfer.RANGE} of"):
+            transfer.download(Slow(), "m", path, limit=1 << 40, deadline=until, concurrency=1)
         until = now + 150
-    assert ranges == [n * download.RANGE for n in range(6)]  # it went on where it was
+    assert ranges == [n * transfer.RANGE for n in range(6)]  # it went on where it was
 
 
 def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
     published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(download, "NO_PROGRESS", timedelta(0))
+    monkeypatch.setattr(transfer, "NO_PROGRESS", timedelta(0))
 
     def fails(operation: str, key: str) -> None:
         if operation == "get_range":

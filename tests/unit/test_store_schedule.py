@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from bench.freshness import ROWS, World, compare
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
-from distributed_training.store.upload_plan import Bounds, Pace, Rounds, weigh
-from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.store.upload_schedule import Bounds, Pace, Rounds, UploadSchedule, weigh
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,9 +16,9 @@ from hivemind.proto import averaging_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.swarm import frames
+from distributed_training.swarm import wire
 from distributed_training.swarm.all_reduce import AllReduce, Group, GroupFailed, Terms
-from distributed_training.swarm.streams import Stream
+from distributed_training.swarm.wire import Stream
 
 pytestmark = pytest.mark.timeout(120)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
@@ -94,7 +94,7 @@ def test_why_a_reducer_refuses_is_told_also_if_nobody_knows_its_code(
     code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def reducer(stream: Stream) -> None:
-        await stream.send(frames.encode_code(code))
+        await stream.send(wire.encode_code(code))
         await asyncio.Event().wait()
 
     run_with(reducer, parts=3)
@@ -107,7 +107,7 @@ def test_a_reducer_that_answers_all_and_reads_nothing_does_not_hold_the_round() 
     async def reducer(stream: Stream) -> None:
         for _ in range(parts):
             zeros = torch.zeros(PART)
-            await stream.send(*frames.encode(zeros, code=averaging_pb2.AVERAGED_PART))
+            await stream.send(*wire.encode(zeros, code=averaging_pb2.AVERAGED_PART))
         await asyncio.Event().wait()
 
     # Enough for an answer on a busy machine. A round that is held ends with an error.

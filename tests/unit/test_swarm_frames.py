@@ -17,16 +17,15 @@ from hivemind.proto import averaging_pb2, runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.swarm import frames
-from distributed_training.swarm.frames import FrameError
-from distributed_training.swarm.streams import Stream, StreamError, varint
+from distributed_training.swarm import wire
+from distributed_training.swarm.wire import FrameError, Stream, StreamError, varint
 
 pytestmark = pytest.mark.timeout(60)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
 
 PART_BYTES = 4 * 4096
 CODES = averaging_pb2.MessageCode.values()
-COMPRESSIONS = [frames.NONE, runtime_pb2.CompressionType.FLOAT16]
+COMPRESSIONS = [wire.NONE, runtime_pb2.CompressionType.FLOAT16]
 
 
 def hiveminds(message: Any) -> bytes:
@@ -45,7 +44,7 @@ def hiveminds(message: Any) -> bytes:
     return writer.data
 
 
-def part_of(values: torch.Tensor, compression: int = frames.NONE, **fields: Any) -> Any:
+def part_of(values: torch.Tensor, compression: int = wire.NONE, **fields: Any) -> Any:
     tensor = serialize_torch_tensor(values, compression)
     return averaging_pb2.AveragingData(tensor_part=tensor, **fields)
 
@@ -84,9 +83,9 @@ def received(
 
 async def take(stream: Stream, count: int) -> tuple[Any, torch.Tensor]:
     values = torch.full((count,), -1.0)
-    arriving = await frames.begin(stream, part_bytes=PART_BYTES)
+    arriving = await wire.begin(stream, part_bytes=PART_BYTES)
     assert arriving is not None
-    return await frames.finish(stream, arriving, values), values
+    return await wire.finish(stream, arriving, values), values
 
 
 parts = st.integers(1, 4096)
@@ -104,21 +103,21 @@ fields = st.fixed_dictionaries(
 def test_what_is_sent_is_hiveminds_own_message(
     count: int, fields: dict[str, Any], compression: int
 ) -> None:
-    ours = b"".join(frames.encode(ramp(count), compression=compression, **fields))
+    ours = b"".join(wire.encode(ramp(count), compression=compression, **fields))
     assert ours == hiveminds(part_of(ramp(count), compression, **fields))
 
 
 def test_the_values_are_sent_from_where_they_lie() -> None:
     values = ramp(100)
-    _, view, _ = frames.encode(values)
+    _, view, _ = wire.encode(values)
     values[3] = 42.0
     assert torch.frombuffer(bytearray(view), dtype=torch.float32)[3] == 42.0
 
 
 def test_codes_and_the_end_are_hiveminds_own() -> None:
     for code in CODES:
-        assert frames.encode_code(code) == hiveminds(averaging_pb2.AveragingData(code=code))
-    assert hiveminds(P2P.END_OF_STREAM) == frames.END
+        assert wire.encode_code(code) == hiveminds(averaging_pb2.AveragingData(code=code))
+    assert hiveminds(P2P.END_OF_STREAM) == wire.END
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,15 +130,15 @@ def test_what_hivemind_sends_is_received(
     assert {name: getattr(message, name) for name in fields} == fields
     assert message.tensor_part.compression == compression
     assert torch.allclose(values, ramp(count), rtol=1e-3)
-    assert compression != frames.NONE or torch.equal(values, ramp(count))
+    assert compression != wire.NONE or torch.equal(values, ramp(count))
 
 
 def test_several_messages_follow_each_other() -> None:
-    data = b"".join(b"".join(frames.encode(ramp(n), weight=n)) for n in (5, 1, 900)) + frames.END
+    data = b"".join(b"".join(wire.encode(ramp(n), weight=n)) for n in (5, 1, 900)) + wire.END
 
     async def all_of(stream: Stream) -> list[float]:
         weights = [(await take(stream, n))[0].weight for n in (5, 1, 900)]
-        assert await frames.begin(stream, part_bytes=PART_BYTES) is None
+        assert await wire.begin(stream, part_bytes=PART_BYTES) is None
         return weights
 
     assert received(data, all_of) == [5, 1, 900]
@@ -232,9 +231,9 @@ def test_damage_is_refused_or_harmless(data: st.DataObject) -> None:
 
     async def attempt(stream: Stream) -> None:
         with contextlib.suppress(OSError):
-            arriving = await frames.begin(stream, part_bytes=PART_BYTES)
+            arriving = await wire.begin(stream, part_bytes=PART_BYTES)
             if arriving is not None:
-                await frames.finish(stream, arriving, torch.zeros(64))
+                await wire.finish(stream, arriving, torch.zeros(64))
 
     received(bytes(good[:cut]), attempt)
 
@@ -254,16 +253,16 @@ def test_a_receiver_that_is_slow_gets_all_of_it() -> None:
             for end in (ours, theirs):
                 end.setblocking(False)
             sending = asyncio.create_task(
-                Stream(ours, PeerID(b"")).send(b"ab", *frames.encode(values))
+                Stream(ours, PeerID(b"")).send(b"ab", *wire.encode(values))
             )
             await asyncio.sleep(0.05)
             assert not sending.done()
             stream = Stream(theirs, PeerID(b""))
             assert await stream.receive(2) == b"ab"
-            arriving = await frames.begin(stream, part_bytes=values.nbytes)
+            arriving = await wire.begin(stream, part_bytes=values.nbytes)
             got = torch.zeros(len(values))
             assert arriving is not None
-            await frames.finish(stream, arriving, got)
+            await wire.finish(stream, arriving, got)
             await sending
             assert torch.equal(got, values)
 

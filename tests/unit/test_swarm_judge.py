@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
-from distributed_training.swarm.bootstrap import address_of
-from distributed_training.swarm.judge import PastNorms, judge
-from distributed_training.swarm.keeper import bound_log
+from distributed_training.swarm.supervisor import address_of, bound_log
+from distributed_training.swarm.swarm import PastNorms, judge
 
 pytestmark = pytest.mark.timeout(10)
 

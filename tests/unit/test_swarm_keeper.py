@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from distributed_training.config.swarm import SwarmSettings
-from distributed_training.protocol.types import AllReduceError, AllReduceFault
-from distributed_training.swarm import keeper
-from distributed_training.swarm.keeper import HostKeeper, SwarmUnavailable
-from distributed_training.swarm.memory import SharedTensors
-from distributed_training.swarm.messages import HostConfig, Ready
+from distributed_training.config.settings import SwarmSettings
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
+from distributed_training.swarm import supervisor, swarm
+from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors
+from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -63,7 +62,7 @@ class World:
         self.failures: list[int] = []  # in a row, at each wait
         world = self
 
-        class Backoff(keeper.Backoff):
+        class Backoff(supervisor.Backoff):
             def failed(self) -> timedelta:
                 super().failed()
                 world.failures.append(self.failures)
@@ -74,11 +73,11 @@ class World:
             world.hosts.append(Host(outcome))
             return world.hosts[-1]
 
-        monkeypatch.setattr(keeper, "HostLaunch", lambda log: self.launch())
-        monkeypatch.setattr(keeper, "HostProcess", start)
-        monkeypatch.setattr(keeper, "Backoff", Backoff)
-        monkeypatch.setattr(keeper, "_LOOK", 0.01)
-        monkeypatch.setattr(keeper, "any_reachable", lambda *_, **__: self.reachable)
+        monkeypatch.setattr(supervisor, "HostLaunch", lambda log: self.launch())
+        monkeypatch.setattr(supervisor, "HostProcess", start)
+        monkeypatch.setattr(supervisor, "Backoff", Backoff)
+        monkeypatch.setattr(supervisor, "_LOOK", 0.01)
+        monkeypatch.setattr(supervisor, "any_reachable", lambda *_, **__: self.reachable)
         self.folder = folder
 
     @contextmanager
@@ -127,7 +126,7 @@ def test_a_peer_that_stays_alone_tries_to_join_less_and_less_often(world: World)
 def test_a_machine_that_has_nothing_left_costs_time_only(
     world: World, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     with world.keeper() as made:
         tries = []
 
@@ -139,10 +138,10 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
             if where == "the process":
                 world.launch = fails
             elif where == "the sockets' folder":
-                patch.setattr(keeper, "make_socket_folder", fails)
+                patch.setattr(supervisor, "make_socket_folder", fails)
             else:
                 made.joined = False
-                patch.setattr(keeper, "any_reachable", fails)
+                patch.setattr(supervisor, "any_reachable", fails)
             if where != "the look":
                 world.hosts[-1].end("killed")
             wait_for(lambda: len(tries) >= 3, "it is tried again and again")
@@ -153,7 +152,7 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
 def test_a_host_without_an_address_is_no_host(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     world.outcome = lambda config: []
     with pytest.raises(SwarmUnavailable, match="no TCP port"), world.keeper(dht_port=0):
         pass
@@ -180,7 +179,7 @@ def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -
 def test_a_start_holds_no_round_beyond_its_time(
     world: World, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     with world.keeper() as made:
         world.outcome = lambda config: None if how == "hangs" else "no port is free"
         world.hosts[-1].end("killed")
@@ -196,9 +195,33 @@ def test_a_start_holds_no_round_beyond_its_time(
 def test_a_round_does_not_wait_for_the_back_off(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "_START_ATTEMPTS", 1)
-    monkeypatch.setattr(keeper, "_LOOK", 60.0)
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_LOOK", 60.0)
     with world.keeper() as made:
         world.hosts[-1].end("killed")
         with made.use(5.0, threading.Event()) as host:
             assert host.alive() and made.joined
+
+
+def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a round is allowed here: a lone miner would average for hours."""
+    allowed: list[float] = []
+
+    class Keeper:
+        def __init__(self, *_: object) -> None: ...
+
+        def use(self, seconds: float, cancelled: threading.Event) -> Any:
+            allowed.append(seconds)
+            raise AllReduceError(AllReduceFault.SWARM_DOWN)
+
+    monkeypatch.setattr(swarm, "HostKeeper", Keeper)
+    for configured, asked, expected in ((6 * 3600, None, 840), (40, None, 40), (40, 90, 90)):
+        settings = SwarmSettings(round_timeout=timedelta(seconds=configured))
+        peer = swarm.HivemindSwarm(settings=settings, schema=[("x", (1,))], run_folder=tmp_path)
+        timeout = None if asked is None else timedelta(seconds=asked)
+        with pytest.raises(AllReduceError):
+            peer.average(RoundRequest("5V", timeout=timeout))
+        assert allowed.pop() == pytest.approx(expected, abs=5)
+        peer._memory.close()

@@ -12,7 +12,7 @@ from hivemind.p2p import PeerID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distributed_training.swarm.reducer import Buffers, Reducer
+from distributed_training.swarm.all_reduce import Buffers, Reducer
 
 pytestmark = pytest.mark.timeout(60)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process

@@ -14,7 +14,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 
-from distributed_training.swarm.streams import Daemon, Stream
+from distributed_training.swarm.wire import Daemon, Stream
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
-from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.telemetry import (
     EventLog,
@@ -21,7 +21,7 @@ from distributed_training.telemetry import (
     read_events,
     register_secret,
 )
-from distributed_training.telemetry.catalogue import CHAIN_COUNTS, METRICS
+from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS
 
 pytestmark = pytest.mark.timeout(20)
 

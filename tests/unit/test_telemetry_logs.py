@@ -13,7 +13,7 @@ PRELUDE = """
 import dataclasses, logging, sys, threading
 from pathlib import Path
 from pydantic import SecretStr
-from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.config.settings import TelemetrySettings
 from distributed_training.telemetry import setup_logging, tame_libraries
 log = logging.getLogger("distributed_training.x")
 """

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from distributed_training.config.telemetry import TelemetrySettings
+from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry import Registry, record_step
 from distributed_training.telemetry.trackers import Tracker, figures, open_trackers

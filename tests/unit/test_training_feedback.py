@@ -17,6 +17,7 @@ from training_world import sequences, train, trainer
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.error_feedback import Direction
 from distributed_training.training.trainer import Trainer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
@@ -139,6 +140,95 @@ def test_a_choice_that_cannot_be_written_leaves_what_was_written(
     assert (tmp_path / "gradients.pt").read_bytes() == before
     done = json.loads((tmp_path / "rank-0.done.json").read_text())
     assert {f["name"]: f["size"] for f in done["files"]}["gradients.pt"] == len(before)
+
+
+@pytest.mark.parametrize("fails", ["before", "gradients", "after the replacement", "after"])
+def test_a_gradient_that_was_half_replaced_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    from distributed_training.training import snapshot
+
+    made = trainer()
+    train(made, 0, 1)
+    handle = made.snapshot(tmp_path, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0)
+    handle.wait(timedelta(seconds=30))
+    gradient, done = tmp_path / "gradients.pt", tmp_path / "rank-0.done.json"
+    before = gradient.read_bytes(), json.loads(done.read_text())
+    writes, write_json, write_gradients = [], snapshot.write_json, snapshot._write_gradients
+
+    def json_or_full(path: Path, content: object) -> None:
+        writes.append(path)
+        if len(writes) == {"before": 1, "after": 2}.get(fails):
+            raise OSError(28, "No space left on device")
+        write_json(path, content)
+
+    def gradients_or_full(folder: Path, content: dict[str, Tensor]) -> str | None:
+        if fails == "gradients":
+            raise OSError(28, "No space left on device")
+        bad = write_gradients(folder, content)
+        if fails == "after the replacement":  # the sync of the folder, say
+            raise OSError(5, "Input/output error")
+        return bad
+
+    monkeypatch.setattr(snapshot, "write_json", json_or_full)
+    monkeypatch.setattr(snapshot, "_write_gradients", gradients_or_full)
+    with pytest.raises(OSError, match=r"No space|Input/output"):
+        snapshot.publish_instead(handle, next(iter(handle.contents)), 2.0)
+    now = gradient.read_bytes(), json.loads(done.read_text())
+    if fails in ("before", "gradients"):
+        assert now == before
+    else:
+        (size,) = [f["size"] for f in now[1]["files"] if f["name"] == "gradients.pt"]
+        assert now[0] != before[0] and size == -1  # which the uploader refuses
+
+
+def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None:
+    made = trainer(error_feedback="upload")
+    train(made, 0, 1)
+    feedback, start = made.outer.feedback, made.outer.epoch_start
+    assert start is not None
+    restored = [torch.full_like(rows, 7.0) for rows in start]
+
+    def publish_in_part() -> Direction:
+        (direction,) = feedback.directions(start, made.outer.current(), 0.8)
+        return direction
+
+    given_up = publish_in_part()
+    feedback.load(restored)
+    given_up.encode()
+    assert feedback.residual is restored and all(bool((r == 7.0).all()) for r in restored)
+    publish_in_part().encode()  # one that begins afterwards counts
+    assert feedback.residual is not restored
+
+
+def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
+    """The loss without a gradient is measured again for other sequences of the same outer step."""
+
+    def delta(made: Trainer, held: int, folder: str) -> float:
+        made.hold_back(sequences(held, count=4))
+        handle = made.snapshot(
+            tmp_path / folder, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0
+        )
+        handle.wait(timedelta(seconds=30))
+        found = made.preview(handle)
+        assert found is not None
+        return found
+
+    made, other = (trainer(step_length="plain", error_feedback="off") for _ in range(2))
+    for each in (made, other):
+        train(each, 0, 1)
+    one, two = delta(made, 99, "one"), delta(other, 77, "two")
+    assert one != pytest.approx(two, abs=1e-5)
+    assert delta(made, 77, "three") == pytest.approx(two, abs=1e-7)
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch", "expected"), [(1, 2, 16), (4, 2, 4), (8, 16, 1)])
+def test_a_preview_runs_on_as_many_sequences_whatever_the_ranks(
+    ranks: int, micro_batch: int, expected: int
+) -> None:
+    made = trainer(preview_sequences=32)
+    made.world_size, made.micro_batch_size = ranks, micro_batch
+    assert made.preview_micro_batches == expected
 
 
 def test_the_average_does_not_depend_on_what_is_published(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,23 +16,32 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+from device_stand_in import OnDevice
 from training_world import sequences, tiny, train, trainer
 
-from distributed_training.training import attention
-from distributed_training.training.host_copies import HostCopies
-from distributed_training.training.known_size import KnownSize
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol.types import Progress
+from distributed_training.training import attention, error_feedback
+from distributed_training.training.collectives import ParameterShard
+from distributed_training.training.error_feedback import HostCopies
 from distributed_training.training.loss import (
     ChunkedLoss,
-    choose_loss_kernel,
     fused_logit_gradient,
     linear_cross_entropy,
     logit_gradient,
 )
-from distributed_training.training.micro_batch_size import DeviceBudget, find_micro_batch
+from distributed_training.training.memory_plan import plan_batch
+from distributed_training.training.micro_batches import (
+    DeviceBudget,
+    KnownSize,
+    facts_of,
+    find_micro_batch,
+    measured_micro_batch,
+)
 from distributed_training.training.model import hf_config
-from distributed_training.training.plan import plan_batch
-from distributed_training.training.step_meter import StepMeter
+from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.throughput import DeviceGauge
+from distributed_training.training.trainer import StepMeter
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
@@ -124,20 +136,79 @@ def test_chunks_of_a_batch_are_equally_long() -> None:
     assert seen == [17, 16]  # not 20 and 13: each length is compiled for
 
 
-def test_auto_never_takes_liger_and_liger_adds_up_in_float32(
+def test_tf32_is_for_a_float32_computation_and_never_for_the_rotary_embedding(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made: list[dict[str, Any]] = []
-    there = ModuleType("liger_kernel.transformers")
-    there.LigerFusedLinearCrossEntropyLoss = lambda **how: made.append(how)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "liger_kernel", ModuleType("liger_kernel"))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", there)
-    kernel, _ = choose_loss_kernel("auto", GPU)
-    assert isinstance(kernel, ChunkedLoss) and not made
-    _, line = choose_loss_kernel("liger", GPU)
-    assert made == [{"reduction": "sum", "accum_dtype": torch.float32}] and "liger" in line
-    kernel, line = choose_loss_kernel("liger", torch.device("cpu"))
-    assert isinstance(kernel, ChunkedLoss) and "needs CUDA" in line
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    now = torch.get_float32_matmul_precision
+    inside: list[str] = []
+    try:
+        for dtype, expected in ((torch.bfloat16, "highest"), (torch.float32, "high")):
+            made = trainer()
+            rotary = made.sharded.model.get_submodule("model.rotary_emb")
+
+            def watched(*args: Any, real: Any = rotary.forward, **how: Any) -> Any:
+                inside.append(now())
+                return real(*args, **how)
+
+            monkeypatch.setattr(rotary, "forward", watched)
+            lines = set_up_gpu(GPU, made.sharded.model, dtype)
+            assert ("✓ Enabled TF32" in str(lines)) == (expected == "high")
+            train(made, 0, 1)
+            assert now() == expected
+        assert set(inside) == {"highest"} and len(inside) == 8
+        # A forward that fails leaves the setting as it was.
+        monkeypatch.setattr(rotary, "forward", None)
+        with pytest.raises(TypeError):
+            train(made, 1, 2)
+        assert now() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+class OnCard(ParameterShard):
+    """Rows that lie on a GPU."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        return OnDevice(super().local)
+
+
+def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else rank 3's snapshot would make a CUDA context on GPU 0."""
+    seen: list[tuple[str, str]] = []
+
+    def note(what: str, device: Any) -> contextlib.AbstractContextManager[None]:
+        seen.append((threading.current_thread().name, f"{what} {device}"))
+        return contextlib.nullcontext()
+
+    made = trainer()
+    train(made, 0, 1)
+    cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
+    monkeypatch.setattr(made.outer.feedback, "_shards", cards)
+    monkeypatch.setattr(
+        made.publication, "_sharded", dataclasses.replace(made.sharded, shards=cards)
+    )
+    # What a machine without a GPU cannot do: its streams, and copies of host tensors to it.
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: note("stream of", stream))
+    monkeypatch.setattr(error_feedback, "side_stream", lambda device: device)
+    real = torch.Tensor.to
+
+    def to(tensor: torch.Tensor, *where: Any, **how: Any) -> torch.Tensor:
+        return tensor if where == (torch.device("cuda:0"),) else real(tensor, *where, **how)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    handle = made.snapshot(
+        tmp_path / "snapshot", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0
+    )
+    handle.wait()
+    threads = {name for name, what in seen if what == "stream of cuda:0"}
+    assert threads and threading.current_thread().name not in threads
+    for thread in threads:
+        assert next(what for name, what in seen if name == thread) == "device cuda:0"
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -245,6 +316,52 @@ def test_three_sequences_are_run_as_two_and_one(monkeypatch: pytest.MonkeyPatch)
     assert report is not None and seen == [3, 1, 1, 1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(
+    ("effective", "world_size", "length", "largest"),
+    [
+        (512, 1, 1024, 32),  # a block has about 300 sequences
+        (512, 8, 512, 32),
+        (512, 1, 4096, 8),  # of a block's tokens as large a part
+        (512, 1, 100_000, 1),
+        (64, 4, 1024, 16),
+        (512, 3, 1024, 4),  # 8 would train on 528 sequences a step
+        (512, 5, 1024, 8),
+        (4, 3, 1024, 1),
+    ],
+)
+def test_auto_takes_no_size_that_wastes_data_or_changes_the_step(
+    effective: int, world_size: int, length: int, largest: int
+) -> None:
+    known, said = KnownSize(None, {}), list[str]()
+    step: Any = SimpleNamespace(
+        known=known,
+        stream=SimpleNamespace(
+            rank=0,
+            world_size=world_size,
+            layout=SimpleNamespace(local=world_size),
+            first_error=lambda problem: problem,
+        ),
+        sharded=SimpleNamespace(device=torch.device("meta")),
+        seconds_per_sequence=lambda sequences, length, end_step: 1.0 / sequences,
+    )
+    settings = TrainingSettings(local_batch_size_train_effective=effective, sequence_length=length)
+    assert measured_micro_batch(step, settings, say=said.append) == largest
+    assert measured_micro_batch(step, settings, say=said.append) == largest
+    assert "as found before" in said[-1]
+    known.fastest = 512  # with another effective batch
+    assert measured_micro_batch(step, settings, say=said.append) == largest
+
+
+def test_what_an_older_trial_found_is_measured_again(tmp_path: Path) -> None:
+    """It had no reduction and no optimizer step, so its size may not fit."""
+    made = trainer()
+    facts = facts_of(made.sharded, made.settings)
+    older = {name: value for name, value in facts.items() if name != "measured"}
+    path = tmp_path / "micro-batch.json"
+    KnownSize(path, older).measured(8)
+    assert KnownSize(path, facts).fastest is None
+
+
 def test_auto_is_measured_once(tmp_path: Path) -> None:
     first = trainer(local_batch_size_train="auto", run_folder=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -302,6 +419,34 @@ def test_an_offloaded_optimizer_has_two_places_on_the_device() -> None:
     assert [place.data_ptr() for place in optimizer._places] == before
 
 
+def test_an_offloaded_step_ends_when_the_host_copies_are_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A snapshot reads them right after the step, on no stream that would wait."""
+    from distributed_training.training import inner_optimizer
+
+    queued: list[tuple[str, str]] = []
+
+    class Stream:
+        """Keeps what was asked of it, in order."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def __getattr__(self, what: str) -> Any:
+            return lambda *_: queued.append((self._name, what))
+
+    monkeypatch.setattr(inner_optimizer, "OFFLOAD_BUCKET", 5000)
+    optimizer = trainer(offload_optimizer="on").optimizer
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: Stream("computing"))
+    for lane in ("coming", "leaving"):
+        setattr(optimizer, f"_{lane}", inner_optimizer._Lane(None, Stream(lane)))
+    optimizer.step([torch.randn(p.shape) for p in optimizer._params], 1e-3)
+    assert queued.count(("leaving", "record_event")) == len(optimizer._buckets) > 2
+    assert queued[-1] == ("leaving", "synchronize")
+
+
 # --- time ---------------------------------------------------------------------------------------
 
 
@@ -328,7 +473,7 @@ def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
         clock.now += 3.0
         return meter.finish(
             outer_step=0, inner_step=1, total_inner_steps=1, loss=1.0, learning_rate=1.0,
-            grad_norm=1.0, plan=plan, sequence_length=10, note="",
+            learning_rate_share=1.0, grad_norm=1.0, plan=plan, sequence_length=10, note="",
         )  # fmt: skip
 
     assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.training.line_search import LARGEST, SMALLEST, Found, best_factor
+from distributed_training.training.local_evaluation import LARGEST, SMALLEST, Found, best_factor
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -51,6 +51,13 @@ def test_any_losses_give_a_bounded_factor_that_was_tried(values: list[float], fi
         assert found.loss == min(finite) == tried[found.factor]
     else:
         assert found == Found(1.0, math.inf, len(tried))
+
+
+@pytest.mark.parametrize("best", [100.0, 300.0, 900.0])
+def test_a_step_that_wants_hundreds_of_times_its_values_gets_them(best: float) -> None:
+    found = best_factor(valley(best, 1.0))  # type: ignore[arg-type]
+    assert found.loss < -0.93 and found.evaluations <= 16
+    assert best_factor(valley(best, 1.0), first=found.factor).evaluations <= 5  # type: ignore[arg-type]
 
 
 def test_a_loss_that_only_grows_takes_the_shortest_step() -> None:

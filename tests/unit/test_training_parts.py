@@ -5,16 +5,30 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from distributed_training.config.flags import ConfigError
-from distributed_training.config.training import TrainingSettings
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError
 from distributed_training.training import loss as loss_module
+from distributed_training.training import sharding
+from distributed_training.training.collectives import row_range
+from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.loss import linear_cross_entropy
+from distributed_training.training.memory_plan import (
+    check_sequence_length,
+    compute_dtype,
+    local_llama_config,
+    named_config,
+    plan_batch,
+    plan_memory,
+)
 from distributed_training.training.model import (
     build_meta_model,
     hf_config,
@@ -23,35 +37,49 @@ from distributed_training.training.model import (
     schema_of,
     tied_names,
 )
-from distributed_training.training.outer import (
+from distributed_training.training.nesterov import (
     OuterOptimizerState,
     load_outer_optimizer,
     nesterov_sgd,
     save_outer_optimizer,
 )
-from distributed_training.training.plan import (
-    check_sequence_length,
-    compute_dtype,
-    plan_batch,
-    plan_memory,
-)
-from distributed_training.training.schedule import CosineSchedule
 from distributed_training.training.sharding import checkpoint_activations
-from distributed_training.training.shards import row_range
-from distributed_training.training.sizes import local_llama_config, named_config
-from distributed_training.training.tensor_files import write_safetensors
+from distributed_training.training.snapshot import write_safetensors
 from distributed_training.training.throughput import flops_per_token, peak_flops
 
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_schedule_warms_up_and_reaches_zero() -> None:
+def test_a_rank_without_rows_of_a_parameter_loads_weights_too(tmp_path: Path) -> None:
+    whole = torch.randn(5, 3)
+    save_file({"w": whole}, tmp_path / "w.safetensors")
+    shards = [
+        SimpleNamespace(name="w", shape=(5, 3), start=a, stop=b, local=torch.zeros(b - a, 3))
+        for a, b in ((0, 4), (4, 5), (5, 5))  # the last of three ranks has none
+    ]
+    sharded: Any = SimpleNamespace(shards=shards, tied={})
+    stream: Any = SimpleNamespace(replicate=lambda rows: None)
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        sharding._copy(sharded, file, stream)
+    assert torch.equal(torch.cat([shard.local for shard in shards]), whole)
+
+
+def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
     schedule = CosineSchedule(2.5e-4, 1000, 88000)
     assert schedule.rate(0) == pytest.approx(2.5e-7)
     assert schedule.rate(999) == pytest.approx(2.5e-4)
     assert schedule.rate(1000 + 43500 - 1) == pytest.approx(1.25e-4)
-    assert schedule.rate(87999) == pytest.approx(0.0, abs=1e-12)
-    assert schedule.rate(200_000) == 0.0
+    lowest = 2.5e-4 * 0.1
+    for finished in range(0, 88_000, 7):
+        step = finished + 1
+        warm = step / 1000
+        public = 0.5 * (1.0 + math.cos(math.pi * ((step - 1000) / 87_000)))
+        shape = warm if step <= 1000 else public
+        expected = 2.5e-4 * shape if step <= 1000 or shape > 0.1 else lowest
+        assert schedule.rate(finished) == expected  # the same bits
+    assert schedule.rate(70_000) > lowest  # the lower bound is reached near 80 % of the steps
+    assert {schedule.rate(n) for n in (70_200, 79_200, 87_998, 87_999, 200_000)} == {lowest}
+    assert not schedule.nears_its_end(79_199) and schedule.nears_its_end(79_200)
 
 
 def test_schedule_slows_down_for_a_while_and_compounds() -> None:

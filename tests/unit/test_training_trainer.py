@@ -6,10 +6,13 @@ import errno
 import json
 import logging
 import sys
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,11 +31,14 @@ from training_world import (
 )
 
 from distributed_training.common.files import json_line
+from distributed_training.miner.loop import MinerLoop
+from distributed_training.miner.state_machine import Command, Order
 from distributed_training.protocol.types import Progress
-from distributed_training.training import checkpoint
-from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.micro_batch_size import find_micro_batch
-from distributed_training.training.outer import OuterOptimizerState, save_outer_optimizer
+from distributed_training.training import checkpoint, error_feedback, micro_batches, snapshot
+from distributed_training.training.checkpoint import Checkpointer, digest_of
+from distributed_training.training.micro_batches import find_micro_batch
+from distributed_training.training.model import blocks_of, hf_config
+from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
 from tests.hostile_files import damage, other_values
 
@@ -43,17 +49,21 @@ def losses(made: Trainer, first: int = 0, last: int = 4) -> list[float]:
     return [r.loss for r in train(made, first, last)]
 
 
-def test_loss_and_gradient_are_those_of_plain_torch() -> None:
+def plain_model(made: Trainer) -> Any:
+    """Hugging Face's model with the weights of ``made``, without FSDP."""
     from transformers import AutoModelForCausalLM
 
-    from distributed_training.training.model import hf_config
-
-    made = trainer(gradient_clip=0.0)
     plain = AutoModelForCausalLM.from_config(hf_config(tiny())).float()
     weights = whole_weights(made)
     assert weights is not None
     names = [n for n, _ in made.schema]
     plain.load_state_dict(dict(zip(names, weights, strict=True)))
+    return plain
+
+
+def test_loss_and_gradient_are_those_of_plain_torch() -> None:
+    made = trainer(gradient_clip=0.0)
+    plain = plain_model(made)
     ids = sequences(0)
     expected = plain(input_ids=ids, labels=ids).loss
     expected.backward()
@@ -71,6 +81,20 @@ def test_loss_and_gradient_are_those_of_plain_torch() -> None:
         assert torch.allclose(p, ours, atol=2e-5), name
     assert (report.tokens, report.samples, report.micro_batches) == (8 * 32, 8, 4)
     assert report.mfu is None and report.gpu_memory_gb is None  # a CPU has neither
+
+
+def test_a_large_gradient_is_clipped_as_torch_clips_it() -> None:
+    made = trainer()  # --neuron.gradient_clip 1
+    made.sharded.shards[-1].local.mul_(30)  # of the head: a loss that is far off
+    made.drop_step()
+    plain, ids = plain_model(made), sequences(0)
+    plain(input_ids=ids, labels=ids).loss.backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    report = train(made, 0, 1)[0]
+    assert report.grad_norm == pytest.approx(norm, rel=1e-4) and norm > 2
+    # AdamW's step hardly depends on the gradient's length; its first moment is a tenth of it.
+    for (name, p), moment in zip(plain.named_parameters(), made.optimizer.exp_avg, strict=True):
+        assert torch.allclose(p.grad / 10, moment, atol=1e-7), name
 
 
 @pytest.mark.parametrize("wrap", ["root", "block"])
@@ -125,9 +149,9 @@ def test_offloaded_optimizer_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch
 
 
 def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distributed_training.training import plan
+    from distributed_training.training import memory_plan
 
-    monkeypatch.setattr(plan, "_cpu_has_bf16", lambda: True)
+    monkeypatch.setattr(memory_plan, "_cpu_has_bf16", lambda: True)
     low = trainer(precision="bf16")
     assert losses(low, 0, 6) == pytest.approx(losses(trainer(), 0, 6), abs=0.02)
     assert all(item.local.dtype == torch.float32 for item in low.sharded.shards)
@@ -162,46 +186,113 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     assert "learning rate is halved for 50 inner steps" in caplog.text
 
 
-def out_of_memory_once(made: Trainer, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ``at``-th forward runs out of memory in its backward."""
-    real, seen = made.sharded.root.forward, [0]
+class _FailingBackward(torch.autograd.Function):
+    """The identity; its backward calls ``before``, which may raise."""
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, before: Callable[[], None]) -> torch.Tensor:
+        ctx.before = before
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.before()
+        return gradient, None
+
+
+def fail_in_a_backward(made: Trainer, at: int, error: Exception) -> None:
+    """Raise ``error`` in the ``at``-th backward, in the decoder layer that comes last there.
+
+    By then FSDP has begun the backward of every layer. A hook of the loss would run before that.
+    """
+    seen = [0]
+
+    def before() -> None:
         seen[0] += 1
-        loss = real(ids)
         if seen[0] == at:
-            loss.register_hook(_raise_out_of_memory)
-        return loss
+            raise error
 
-    monkeypatch.setattr(made.sharded.root, "forward", forward)
-
-
-def _raise_out_of_memory(_: torch.Tensor) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    mlp: Any = blocks_of(made.sharded.model)[0].mlp
+    real = mlp.forward
+    mlp.forward = lambda hidden: real(_FailingBackward.apply(hidden, before))
 
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("wrap", ["block", "root"])
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_out_of_memory_halves_the_micro_batch_of_the_same_step(
-    at: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    at: int, wrap: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = trainer()
-    out_of_memory_once(made, at, monkeypatch)
-    reports = train(made, 0, 3)
-    assert [r.loss for r in reports] == pytest.approx(losses(trainer(), 0, 3), abs=2e-5)
+    made = trainer(wrap=wrap)
+    fail_in_a_backward(made, at, OUT_OF_MEMORY)
+    reports, expected = train(made, 0, 3), train(trainer(wrap=wrap), 0, 3)
+    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], abs=2e-5)
+    norms = [r.grad_norm for r in expected]
+    assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-4)
+    assert all(float(v.abs().max()) > 0 for v in made.optimizer.exp_avg_sq)
     assert "retried with 1 instead of 2 sequences" in reports[0].note
     assert reports[0].samples == 8 and reports[1].note == ""
     assert sum("retried" in r.message for r in caplog.records) == 1
 
 
-def test_out_of_memory_with_one_sequence_ends_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_of_auto_that_runs_out_in_its_backward_leaves_nothing_behind() -> None:
+    made = trainer()
+    fail_in_a_backward(made, 1, OUT_OF_MEMORY)
+    with pytest.raises(torch.OutOfMemoryError):
+        made.step.seconds_per_sequence(2, SEQUENCE)
+    reports, expected = train(made, 0, 3), train(trainer(), 0, 3)
+    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], abs=2e-5)
+    norms = [r.grad_norm for r in expected]
+    assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_parameter_without_a_gradient_ends_the_miner_instead_of_learning() -> None:
+    made = trainer()
+    dropped = made.sharded.shards[3]
+    real = made.step.combine
+
+    def combine(seed: int) -> None:
+        real(seed)
+        dropped.dtensor.grad = None
+
+    made.step.combine = combine
+    before = whole_weights(made)
+    with pytest.raises(RuntimeError, match=f"{dropped.name} has no gradient after the last"):
+        train(made, 0, 1)
+    after = whole_weights(made)
+    assert all(torch.equal(a, b) for a, b in zip(before or [], after or [], strict=True))
+
+
+def test_out_of_memory_with_one_sequence_ends_with_advice() -> None:
     made = trainer(local_batch_size_train=1)
-    out_of_memory_once(made, 2, monkeypatch)
+    fail_in_a_backward(made, 2, OUT_OF_MEMORY)
     with pytest.raises(torch.OutOfMemoryError, match=r"--neuron\.activation_checkpointing full"):
         train(made, 0, 1)
 
 
+def test_the_end_of_the_schedule_is_warned_of_once_and_steps_go_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = trainer(total_steps=10)
+    reports = train(made, 0, 8)
+    assert not caplog.records
+    reports += train(made, 8, 14)
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert "Inner step 9 of --neuron.total_steps 10" in line and "at 10 % of its peak" in line
+    shares = [r.learning_rate_share for r in reports]
+    assert shares[2] == 1.0 and shares[8:] == [0.1] * 6
+    assert all(r.learning_rate == pytest.approx(2e-4) for r in reports[8:])
+    again = trainer(total_steps=10)  # a restart says it again
+    again.total_inner_steps = 20
+    train(again, 0, 1)
+    assert len(caplog.records) == 2
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failing_compiler_is_announced_and_training_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.exc import Unsupported
 
@@ -216,7 +307,10 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
             raise Unsupported("no such graph")
         return real(ids)
 
-    monkeypatch.setattr(made.sharded.root, "forward", forward)
+    if where == "forward":
+        monkeypatch.setattr(made.sharded.root, "forward", forward)
+    else:
+        fail_in_a_backward(made, 2, Unsupported("no such graph"))
     assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
     assert len(said) == 1 and "torch.compile: off from here" in said[0]
 
@@ -225,6 +319,54 @@ def test_auto_finds_a_micro_batch_that_trains() -> None:
     made = trainer(local_batch_size_train="auto")
     assert made.micro_batch_size in (1, 2, 4, 8)
     assert made.batch_plan.effective == 8
+    assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
+
+
+def test_auto_measures_whole_steps_and_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended: list[float] = []
+    real = Trainer._try_end_of_step
+
+    def end(made: Trainer) -> None:
+        assert all(s.dtensor.grad is not None for s in made.sharded.shards)  # it was reduced
+        real(made)
+        ended.append(made.optimizer.step_count)
+
+    monkeypatch.setattr(Trainer, "_try_end_of_step", end)
+    made = trainer(local_batch_size_train="auto")
+    assert len(ended) >= 2 and not any(ended)
+    assert not any(m.any() for m in (*made.optimizer.exp_avg, *made.optimizer.exp_avg_sq))
+    assert all(s.dtensor.grad is None for s in made.sharded.shards)
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_one_slow_pass_does_not_change_what_auto_measures(
+    slow: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    now, passes = [0.0], [0]
+    real = made.sharded.root.forward
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        now[0] += len(ids) * (50.0 if passes[0] == slow else 1.0)
+        passes[0] += 1
+        return real(ids)
+
+    monkeypatch.setattr(made.sharded.root, "forward", forward)
+    monkeypatch.setattr(micro_batches.time, "perf_counter", lambda: now[0])
+    assert made.step.seconds_per_sequence(2, SEQUENCE) == 1.0
+
+
+def test_a_compiler_that_fails_while_auto_measures_is_announced_too() -> None:
+    from torch._dynamo.exc import Unsupported
+
+    said: list[str] = []
+    made = trainer()
+    made.step.say, made.step.compiled = said.append, True
+    fail_in_a_backward(made, 2, Unsupported("no such graph"))
+    assert made.step.seconds_per_sequence(2, SEQUENCE) > 0
+    assert not made.step.compiled and len(said) == 1 and "off from here" in said[0]
     assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
 
 
@@ -311,6 +453,33 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_
     assert inner["optimizer_state_dict"]["param_groups"][0]["params"] == [n for n, _ in made.schema]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_snapshot_names_what_in_it_is_not_finite(tmp_path: Path, value: float) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    first = made.schema[0][0]
+    start = made.outer.epoch_start
+    assert start is not None
+
+    def found(name: str, place: torch.Tensor) -> dict[str, str | None]:
+        kept = place.clone()
+        place.view(-1)[-1] = value
+        handle = made.snapshot(
+            tmp_path / name, progress=Progress(0, 1, 1, [4]), block=6, last_loss=3.5
+        )
+        handle.wait(timedelta(seconds=60))
+        place.copy_(kept)
+        done = json.loads((tmp_path / name / "rank-0.done.json").read_text())
+        return {f["name"]: f["not_finite"] for f in done["files"] if f["not_finite"]}
+
+    inner = "inner_optimizer.rank0001-of-1.pt"
+    assert found("none", torch.zeros(1)) == {}
+    assert found("first", made.optimizer.exp_avg[0]) == {inner: first}
+    assert found("second", made.optimizer.exp_avg_sq[0]) == {inner: first}
+    assert found("gradient", start[0]) == {"gradients.pt": f"{first}vals"}
+    assert found("weights", made.sharded.shards[0].local)["model.safetensors"] == first
+
+
 def test_weights_of_another_model_are_refused_and_nothing_changes(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -362,15 +531,29 @@ def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: 
     assert not any(t.any() for t in whole_weights(made) or [])
 
 
-def test_micro_batches_of_another_shape_are_dropped_at_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flag", "value", "kept"),
+    [
+        ("sequence_length", SEQUENCE // 2, 0),
+        ("local_batch_size_train", 1, 0),
+        ("local_batch_size_train_effective", 4, 0),  # that is a whole step now
+        ("local_batch_size_train_effective", 6, 2),
+    ],
+)
+def test_micro_batches_of_another_step_are_dropped_at_a_restart(
+    flag: str, value: int, kept: int, tmp_path: Path
+) -> None:
     made = trainer()
-    made.add_micro_batch(sequences(0)[:2])
+    for part in sequences(0)[:4].split(2):
+        made.add_micro_batch(part)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     keeper.save({}, Progress(0, 0, 0, []))
     keeper.wait()
-    shorter = trainer(sequence_length=SEQUENCE // 2)
-    assert Checkpointer(trainer=shorter, folder=tmp_path).restore() is not None
-    assert shorter.pending_micro_batches == 0
+    other = trainer(**{flag: value})
+    keeper = Checkpointer(trainer=other, folder=tmp_path)
+    assert keeper.restore() is not None
+    assert other.pending_micro_batches == kept
+    assert keeper.exact == bool(kept), "or their data counts as trained on"
 
 
 def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
@@ -431,6 +614,136 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
     assert made.inner_step == 1
 
 
+def test_a_snapshot_and_a_checkpoint_of_one_boundary_share_their_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    writes = threading.Event()
+    real = snapshot.write_shard
+
+    def slow(*args: Any, **how: Any) -> Any:
+        assert writes.wait(30)
+        return real(*args, **how)
+
+    monkeypatch.setattr(snapshot, "write_shard", slow)
+    taken: list[int] = []
+    to_host = error_feedback.to_host
+    monkeypatch.setattr(
+        error_feedback, "to_host", lambda tensors: taken.append(1) or to_host(tensors)
+    )
+    handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "c")
+    keeper.save({}, Progress(0, 1, 1, [7]))
+    keeper.wait()
+    assert len(taken) == 3  # weights and both moments, once
+    assert keeper.last_error is None
+    writes.set()
+    handle.wait()
+    again = trainer()
+    restored = Checkpointer(trainer=again, folder=tmp_path / "c").restore()
+    assert restored is not None
+    for mine, theirs in zip(made.optimizer.exp_avg, again.optimizer.exp_avg, strict=True):
+        assert torch.equal(mine, theirs)
+    # Both are done: nothing holds the copies, so nobody waits for them.
+    del handle
+    train(made, 1, 2)
+    assert made.copier._released.wait(30)
+
+
+@pytest.mark.parametrize("change", ["step", "weights", "moments"])
+def test_copies_of_another_boundary_wait_until_these_are_written(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    first = made.copier.take()
+    assert made.copier.take() is first
+    if change == "step":
+        train(made, 1, 2)
+    elif change == "weights":
+        made.load_weights(None)
+    else:
+        made.optimizer.reset()
+    made.copier._patience = 0.01
+    second = made.copier.take()
+    assert second is not first and "still being written" in caplog.text
+    caplog.clear()
+    made.copier._patience = 30.0
+    train(made, 2, 3)
+    held = [second]
+    del second
+    threading.Timer(0.2, held.clear).start()  # its writer is done
+    third = made.copier.take()
+    assert not held and not caplog.records and third is not first
+
+
+def test_a_stop_gives_the_snapshot_up_before_its_checkpoint_waits_for_the_copies() -> None:
+    order: list[str] = []
+    loop = MinerLoop.__new__(MinerLoop)  # the stop needs no ranks and no data
+    loop._trainer = mock.Mock(skipped_in_a_row=0)
+    loop._snapshot = mock.Mock(cancel=lambda: order.append("cancel"))
+    loop._checkpoint = lambda given: order.append("checkpoint")  # type: ignore[method-assign]
+    loop._checkpointer = mock.Mock(wait=lambda: order.append("wait"))
+    loop._stop(Command(Order.STOP, 0))
+    assert order == ["cancel", "checkpoint", "wait"]
+
+
+@pytest.mark.parametrize("chained", ["by itself", "as a cause"])
+def test_a_snapshot_that_failed_holds_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chained: str
+) -> None:
+    """What torch.save raises on a full disk has the disk's error as its context."""
+    made = trainer()
+    train(made, 0, 1)
+
+    def disk(content: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(path: Path, content: Any) -> None:
+        copies = made.copier.take()  # as a frame below has it
+        assert copies is not None
+        try:
+            nested(copies)
+        except OSError as error:
+            if chained == "as a cause":
+                raise RuntimeError("unexpected pos") from error
+            raise RuntimeError("unexpected pos")  # noqa: B904
+
+    def nested(copies: Any) -> None:
+        disk(copies)
+
+    monkeypatch.setattr(snapshot, "write_shard", full)
+    handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
+    handle.join()
+    assert isinstance(handle.error, RuntimeError)
+    assert made.copier._released.wait(10)
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_checkpoint_that_waits_for_other_ranks_holds_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    released: list[bool] = []
+
+    def waits(self: Checkpointer, newest: str) -> None:
+        released.append(made.copier._released.wait(5))
+
+    def full(path: Path, content: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Checkpointer, "_prune", waits)
+    if not written:
+        monkeypatch.setattr(checkpoint, "write_json", full)
+    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    assert released == ([True] if written else [])
+    assert (keeper.last_error is None) == written and made.copier._released.wait(5)
+
+
 def test_damaged_checkpoints_are_skipped_with_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -474,10 +787,53 @@ def test_whatever_damage_a_manifest_has_the_one_before_is_taken(tmp_path: Path) 
         assert restored[0].inner_step == (2 if honest else 1)  # False is 0 to Python, not to JSON
 
     check()
-    del whole["manifest_sha256"]  # of a miner from before manifests had one
-    path.write_text(json.dumps(whole | {"format": 1}))
-    restored = keeper.restore()
-    assert restored is not None and restored[0].inner_step == 2
+
+
+def test_a_manifest_with_a_digest_is_compared_whatever_its_format_says(tmp_path: Path) -> None:
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=3)
+    for step in range(2):
+        train(made, step, step + 1)
+        keeper.save({}, Progress(0, step + 1, step + 1, []))
+        keeper.wait()
+    path = max(tmp_path.glob("checkpoint-*")) / "rank-0.json"
+    whole = json.loads(path.read_text())
+    old = {key: value for key, value in whole.items() if key != "manifest_sha256"} | {"format": 1}
+
+    def inner_step(content: dict[str, Any]) -> int:
+        path.write_text(json.dumps(content))
+        restored = keeper.restore()
+        assert restored is not None
+        return restored[0].inner_step
+
+    for value in (1, True, 1.0, 0, 3, -1, None, "2", 2.0, [2]):
+        assert inner_step(whole | {"format": value}) == 1, value
+        old_one = type(value) is int and value == 1
+        assert inner_step(old | {"format": value}) == (2 if old_one else 1), value
+    assert inner_step(whole | {"manifest_sha256": None}) == 1
+    assert inner_step(whole) == 2
+    assert inner_step(old) == 2  # of a miner from before manifests had a digest
+
+
+def test_a_part_of_a_copy_over_several_nodes_is_named_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of an earlier version: each node had its own part of one copy."""
+    made = trainer()
+    keeper = Checkpointer(trainer=made, folder=tmp_path, keep=2)
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    path = checkpoint / "rank-0.json"
+    manifest = json.loads(path.read_bytes()) | {"world_size": 2, "here": [0, 1]}
+    del manifest["manifest_sha256"]
+    path.write_text(json.dumps(manifest | {"manifest_sha256": digest_of(manifest)}))
+    assert keeper.restore() is None
+    (line,) = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    assert "several nodes that shared one copy" in line and "copy the other nodes' folders" in line
+    keeper.save({}, Progress(0, 1, 1, []))
+    keeper.wait()
+    assert path.exists(), "an operator may still bring the other parts"
 
 
 def test_only_the_last_checkpoints_and_their_epochs_stay(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ LEVELS = {"warning", "error", "critical", "exception"}
 LOGGERS = {"log", "logger", "logging"}
 PLACEHOLDER = re.compile(r"%[-+# 0-9.]*[a-zA-Z]|%%|\0")
 #: The reference validator's and the local subnet's: no line of a miner.
-OTHERS = ("validator", "localnet", "scoring/judged.py")
+OTHERS = ("validator", "localnet", "scoring/score_preview.py")
 
 
 def formats() -> list[tuple[str, str]]:

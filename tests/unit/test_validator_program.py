@@ -28,10 +28,11 @@ from validator_world import (  # noqa: F401
 from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.scoring.model import evaluation_device
+from distributed_training.scoring.evaluator import evaluation_device
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from distributed_training.validator.parts import Parts
+from distributed_training.validator.program import Parts
+from tests.r2_keys import KEYS
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -152,9 +153,9 @@ def test_faults_and_bad_configuration_have_their_statuses(
     assert bad is not None
     bad.write_text('{"model_type": "llama", "vocab_size": 3}')
     outside.bucket.down = False
-    assert program.run_validator(config, connect=outside.connect) == 2
+    assert program.run_validator(config, connect=outside.connect) == 1, "the file may be mended"
     shown = capfd.readouterr()
-    assert "fewer words" in shown.err and "Traceback" not in shown.out + shown.err
+    assert "fewer words" in shown.out and "Traceback" not in shown.out + shown.err
 
 
 def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
@@ -176,3 +177,19 @@ def test_cuda_without_a_gpu_is_said_plainly() -> None:
     with pytest.raises(ConfigError, match=r"--neuron\.device cpu"):
         evaluation_device("cuda")
     assert evaluation_device("auto").type == "cpu"
+
+
+def test_a_wallet_whose_disk_is_late_leaves_the_start_to_pm2(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Status 2 would leave the validator down after the mount is there."""
+    from distributed_training.validator.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    flags = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
+    where = ["--wallet.path", str(tmp_path / "late"), "--neuron.run_folder", str(tmp_path / "run")]
+    assert main([*flags, *where]) == 1
+    assert "no hotkey at" in capfd.readouterr().out
+    assert main([*flags, "--neuron.upload_steps", "0"]) == 2

@@ -17,8 +17,8 @@ from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceFault, Revision
-from distributed_training.store.errors import StoreError
-from distributed_training.training.outer import nesterov_sgd
+from distributed_training.store.s3 import StoreError
+from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
 from tests.waiting import wait_for
@@ -486,7 +486,7 @@ def test_old_epochs_are_removed(world: World) -> None:
 
 def test_the_initial_model_is_the_same_for_one_seed_and_the_config_is_plain() -> None:
     from distributed_training.training.model import parameter_schema
-    from distributed_training.validator.initial import initial_weights, small_llama
+    from distributed_training.validator.global_state import initial_weights, small_llama
 
     first, again = (initial_weights(MODEL_CONFIG, seed=7) for _ in range(2))
     assert all(map(torch.equal, first, again))

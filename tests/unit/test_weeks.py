@@ -13,16 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.config.store import StoreSettings
-from distributed_training.data import receipts
-from distributed_training.data.cache import PageCache
+from distributed_training.config.settings import StoreSettings
+from distributed_training.data.dataset_server import PageCache
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import claim
+from distributed_training.store import bucket_lease
 from distributed_training.store.journal import Submission
-from distributed_training.store.uploader_messages import Close, PeerId, Start
+from distributed_training.store.uploader import Close, PeerId, Start
 from distributed_training.store.uploader_process import UploadLoop
-from distributed_training.swarm.judge import PastNorms
+from distributed_training.swarm.swarm import PastNorms
 from distributed_training.telemetry.events import EventLog
 from tests.memory_store import MemoryObjectStore
 from tests.support_store import PEER_ID, write_snapshot
@@ -120,24 +119,20 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
     }
 
 
-def test_lines_of_weeks_take_a_bounded_place(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(receipts, "_LIMIT_BYTES", 20_000)
-    kept = receipts.Receipts(tmp_path / "receipts.rank0.jsonl")
+def test_lines_of_weeks_take_a_bounded_place(tmp_path: Path) -> None:
     norms = PastNorms(tmp_path / "norms.json", run_id="run")
     cache = PageCache(tmp_path / "pages", limit_bytes=50_000)
     with EventLog(tmp_path / "events.jsonl", retention_bytes=40_000) as events:
         for number in range(3000):
-            kept.add(block=number, pages=list(range(10)))
             events.write("inner_step", loss=2.5, inner_step=number)
             if number % 10 == 0:
                 norms.add(float(number))
                 cache.put(str(number), os.urandom(500).hex())
         cache.sweep()
     left = Left.of(tmp_path)
-    assert left.bytes < 40_000 + 45_000 + 50_000 + 1000
+    assert left.bytes < 45_000 + 50_000 + 1000
     assert {name for name in left.files if not name.startswith("pages/")} == {
         *("events.jsonl", "events.jsonl.1", "norms.json"),
-        *("receipts.rank0.jsonl", "receipts.rank0.jsonl.1"),
     }
     assert len(json.loads((tmp_path / "norms.json").read_text())["norms"]) == 5
 
@@ -146,13 +141,13 @@ def test_two_machines_with_one_copied_run_folder_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the same path, as with one image for many machines."""
-    here = claim.instance_of(tmp_path)
-    assert claim.instance_of(tmp_path) == here
-    monkeypatch.setattr(claim, "machine", lambda: "another:host")
-    there = claim.instance_of(tmp_path)
+    here = bucket_lease.instance_of(tmp_path)
+    assert bucket_lease.instance_of(tmp_path) == here
+    monkeypatch.setattr(bucket_lease, "machine", lambda: "another:host")
+    there = bucket_lease.instance_of(tmp_path)
     assert there != here
     store = MemoryObjectStore()
-    claim.claim_bucket(store, here)
-    with pytest.raises(claim.ForeignBucketError, match="take_bucket"):
-        claim.claim_bucket(store, there)
-    claim.claim_bucket(store, here)
+    bucket_lease.claim_bucket(store, here)
+    with pytest.raises(bucket_lease.ForeignBucketError, match="take_bucket"):
+        bucket_lease.claim_bucket(store, there)
+    bucket_lease.claim_bucket(store, here)

@@ -21,18 +21,19 @@ from torch import Tensor
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config import Config, load_config
-from distributed_training.config.validator import ValidatorSettings
-from distributed_training.node.chain import Member
-from distributed_training.node.peers import BucketReader, NoBucket
+from distributed_training.config.settings import ValidatorSettings
+from distributed_training.node.buckets import BucketReader, NoBucket
+from distributed_training.node.identity import Member
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
-from distributed_training.protocol.commitment import (
+from distributed_training.protocol.metadata import (
     BucketCredentials,
     CommitmentError,
+    ConfigExtras,
+    Metadata,
     build_commitment,
     parse_commitment,
 )
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata, Schema
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.protocol.types import (
@@ -42,13 +43,12 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.model import EvaluationModel
-from distributed_training.store.errors import StoreError
+from distributed_training.scoring.evaluator import EvaluationModel
+from distributed_training.store.s3 import StoreError
 from distributed_training.telemetry import read_events
-from distributed_training.training.outer import nesterov_sgd
+from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalState
-from distributed_training.validator.parts import Parts
-from distributed_training.validator.program import build
+from distributed_training.validator.program import Parts, build
 from tests.chain_memory import MemoryChain, MemoryLedger
 from tests.gradient_file import build_payload
 from tests.memory_store import MemoryObjectStore

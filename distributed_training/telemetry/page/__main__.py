@@ -24,6 +24,7 @@ from .history import Neuron
 from .server import application
 
 _NICENESS = 10  # training goes first
+_CONNECTIONS = 256  # more get 503; fewer than the usual limit of open files, 1024
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,9 +56,13 @@ def main(argv: list[str] | None = None) -> int:
     neurons = [Neuron(folder) for folder in given.folders]
     print(f"page: http://{host}:{listener.getsockname()[1]}/", flush=True)
     config = uvicorn.Config(
-        application(neurons, token=token), log_level="warning", access_log=False,
+        application(neurons, token=token),
+        log_level="critical",  # its warnings are one for each malformed request of anybody
+        access_log=False,
+        ws="none",
+        limit_concurrency=_CONNECTIONS,
         timeout_graceful_shutdown=1,
-    )  # fmt: skip
+    )
     uvicorn.Server(config).run(sockets=[listener])
     return ExitStatus.STOPPED
 

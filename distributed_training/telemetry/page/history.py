@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from distributed_training.telemetry.follow import EventFollower
+from distributed_training.telemetry.events import EventFollower
 
 _HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
 _STEPS = 100_000
 _POINTS = 1500  # of a line on the page
 _ROWS = 50  # of a table
+_SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
+_CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
 
 #: A step's columns, in the order in which they are sent.
 COLUMNS = (
@@ -25,9 +31,7 @@ COLUMNS = (
 _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
 )
-_TABLES = (
-    *("round", "publication", "preview", "problem", "held_out", "start", "stop", "score_preview"),
-)
+_TABLES = (*("round", "publication", "preview", "problem", "held_out", "start", "stop"),)
 
 
 class Neuron:
@@ -96,6 +100,22 @@ class Neuron:
             if math.isfinite(sample.value)
         }
 
+    def life(self) -> dict[str, Any]:
+        """Return when the neuron last wrote anything, and whether it is gone.
+
+        ``gone``: launcher and ranks named in the run folder do not run on this machine, and nothing
+        was written for some seconds (they may run where this process cannot see them: in another
+        container). A neuron without such files, a validator, is never called gone.
+        """
+        named = [self.folder / "instance.json", *self.folder.glob("pids/rank-*.json")]
+        written = [*named, *self.folder.glob("pids/rank-*.beat")]
+        written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
+        signs = [moment for path in written if (moment := _written_at(path)) is not None]
+        last = max(signs, default=None)
+        silent = last is not None and time.time() - last > _SILENT_SECONDS
+        gone = silent and any(p.exists() for p in named) and not any(map(_runs, named))
+        return {"last_sign": last, "gone": gone}
+
     def facts(self) -> dict[str, Any]:
         """All that a page needs to begin with, as JSON can hold it."""
         return {
@@ -108,7 +128,25 @@ class Neuron:
             "marks": list(self.marks),
             "scores": self.scores,
             "gauges": self.gauges(),
+            "life": self.life(),
         }
+
+
+def _written_at(path: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return None
+
+
+def _runs(path: Path) -> bool:
+    """Whether the process whose pid the file holds still runs. One that began after the file was
+    written has the same pid by chance."""
+    written = _written_at(path)
+    try:
+        pid = int(json.loads(path.read_bytes())["pid"])
+        return written is not None and psutil.Process(pid).create_time() <= written + _CLOCK_STEP
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False
 
 
 def thinned(steps: Sequence[tuple[float | None, ...]]) -> list[list[float | None]]:

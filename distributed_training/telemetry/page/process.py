@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,19 +15,48 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.children import wait_or_kill
-from distributed_training.common.environment import without_secrets
+from distributed_training.common.processes import wait_or_kill, without_secrets
 
 _END_SECONDS = 5.0
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=5)
+_LINES_PER_MINUTE = 20  # of the page's; the rest is counted
+
+
+class Bounded:
+    """Hand on at most ``most`` lines in each minute, and then the number of lines left out.
+
+    The page answers callers whom nothing limits; what one of them provokes must not fill the log.
+    """
+
+    def __init__(
+        self,
+        told: Callable[[str], None],
+        *,
+        most: int = _LINES_PER_MINUTE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._told, self._most, self._clock = told, most, clock
+        self._began, self._lines, self._left_out = clock(), 0, 0
+
+    def __call__(self, line: str) -> None:
+        if self._clock() - self._began >= 60:
+            self._began, self._lines = self._clock(), 0
+        self._lines += 1
+        if self._lines > self._most:
+            self._left_out += 1
+            return
+        if self._left_out:
+            self._told(f"the page: {self._left_out} more lines of the last minute are left out")
+            self._left_out = 0
+        self._told(line)
 
 
 class PageProcess:
     """Serves the run folders ``folders`` until closed, or until this process ends.
 
     ``told`` gets each line it says, from a thread: ``page: <address>`` first, or why there is no
-    page. One that ends without saying why is started again. None of this process's secrets reach it
-    but ``token``. Call it in the main thread.
+    page; at most 20 of the page's own lines a minute. A page that ends without an error line is
+    started again. It gets none of this process's secrets but ``token``. Call it in the main thread.
     """
 
     def __init__(
@@ -70,12 +100,12 @@ class PageProcess:
 
     def _listen(self) -> None:
         """Whoever starts a process must outlive it (``--with-parent``): this thread does."""
-        backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        backoff, bounded = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), Bounded(self._told)
         while True:
             assert self._process.stdout is not None
             line = ""
             for line in self._process.stdout:
-                self._told(line.strip())
+                bounded(line.strip())
             if self._closing.is_set() or line.startswith("error: "):
                 return
             wait = backoff.failed().total_seconds()

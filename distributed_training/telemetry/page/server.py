@@ -1,8 +1,9 @@
 """Serves the page, its data and the metrics of one or several run folders.
 
 ``/`` the page, ``/history`` what it begins with, ``/stream`` events as they happen (server-sent
-events), ``/metrics`` for Prometheus. GET only. Without a token only this machine is answered, and
-only under a loopback name: a web site that resolves to 127.0.0.1 gets nothing.
+events), ``/metrics`` for Prometheus. GET only. Without a token the page listens on loopback only
+and answers only requests for its own address: a web site whose name resolves to 127.0.0.1 (DNS
+rebinding) gets 403.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import hmac
 import json
 import logging
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,8 @@ _POLL_SECONDS = 0.5
 _GAUGES_SECONDS = 2.0
 _QUEUED = 2000  # events that a slow reader may be behind before it is sent away
 _READERS = 32
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+_LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
+_HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
@@ -49,23 +52,32 @@ class Hub:
     def __init__(self, neurons: Sequence[Neuron]) -> None:
         self.neurons = neurons
         self._readers: set[asyncio.Queue[str | None]] = set()
+        self._failing: dict[str, str] = {}  # neuron -> why its events could not be read
 
     async def run(self) -> None:
         loop, asked = asyncio.get_running_loop(), 0.0
         while True:
             for neuron in self.neurons:
-                try:
-                    news = neuron.poll()
-                except OSError as error:
-                    log.warning("%s cannot be read: %s", neuron.folder, error)
-                    news = []
-                for event in news:
+                for event in self._news(neuron):
                     self._send(str(event.get("kind")), event)
             if loop.time() - asked >= _GAUGES_SECONDS:
                 asked = loop.time()
                 for neuron in self.neurons if self._readers else ():
-                    self._send("gauges", {"neuron": neuron.name, "gauges": neuron.gauges()})
+                    now = {"gauges": neuron.gauges(), "life": neuron.life()}
+                    self._send("gauges", {"neuron": neuron.name, **now})
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _news(self, neuron: Neuron) -> list[dict[str, Any]]:
+        """Return the new events of ``neuron``; a failure that lasts is logged once."""
+        try:
+            news = neuron.poll()
+        except OSError as error:
+            if self._failing.get(neuron.name) != str(error):
+                log.warning("%s cannot be read: %s", neuron.folder, error)
+            self._failing[neuron.name] = str(error)
+            return []
+        self._failing.pop(neuron.name, None)
+        return news
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         text = f"event: {_word(kind)}\ndata: {json.dumps(content)}\n\n"
@@ -102,7 +114,7 @@ def _word(kind: object) -> str:
 
 
 class Guard:
-    """Refuses other methods than GET, names that are not this machine's, and wrong tokens.
+    """Refuse other methods than GET, requests for another address, and wrong tokens.
 
     With a ``token`` any name is answered, if the request carries it: ``Authorization: Bearer``, or
     ``?token=`` once, after which a cookie holds it.
@@ -113,9 +125,11 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
+        if scope["type"] != "http":  # a WebSocket would pass all checks below
+            raise ValueError(f"{scope['type']} is not served")
         request = Request(scope, receive)
         refusal = self._refusal(request)
         if refusal is not None:
@@ -130,7 +144,11 @@ class Guard:
                 message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
             await send(message)
 
-        await self._app(scope, receive, with_headers)
+        try:
+            await self._app(scope, receive, with_headers)
+        except Exception as error:  # noqa: BLE001 (answered with 500 and raised again by Starlette)
+            why = f"{type(error).__name__}: {error}"
+            log.warning("The page failed to answer %.80r (%.200s)", request.url.path, why)
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
@@ -141,9 +159,30 @@ class Guard:
             if hmac.compare_digest(given.encode(), self._token.encode()):
                 return None
             return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-        if request.url.hostname not in _LOOPBACK:
-            return PlainTextResponse("only this machine is answered without a token\n", 403)
+        if not is_own_address(request.scope):
+            return PlainTextResponse(_OTHER_ADDRESS, 403)
         return None
+
+
+_OTHER_ADDRESS = (
+    "without a token the page answers only at its own loopback address and port: forward the same "
+    "port number (ssh -L 8010:127.0.0.1:8010), or set DT_PAGE_TOKEN\n"
+)
+
+
+def is_own_address(scope: Scope) -> bool:
+    """Return whether the request has one ``Host`` header that names this server's loopback address.
+
+    The raw bytes decide. Starlette's ``request.url`` falls back to the server's own address where
+    the header is no valid name, and a browser sends such names (``a{b.example``) for a web site.
+    """
+    hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
+    named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if named is None or not scope.get("server"):
+        return False
+    address, port = scope["server"]
+    own = _LOOPBACK | {f"[{address}]" if ":" in address else address}
+    return named[1].decode().lower() in own and int(named[2] or 80) == port
 
 
 def application(neurons: Sequence[Neuron], *, token: str = "") -> ASGIApp:
@@ -165,13 +204,20 @@ def application(neurons: Sequence[Neuron], *, token: str = "") -> ASGIApp:
         return StreamingResponse(hub.follow(), media_type="text/event-stream")
 
     async def metrics(request: Request) -> Response:
+        """Before the first figures an empty text: the miner starts, and Prometheus sees it up."""
         wanted = request.query_params.get("neuron", neurons[0].name if neurons else "")
         for neuron in neurons:
             if neuron.name == wanted:
-                with contextlib.suppress(OSError):
-                    text = (neuron.folder / "metrics.prom").read_bytes()
-                    return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-        return PlainTextResponse("no metrics were written yet\n", 503)
+                text = b""
+                for file in ("metrics.prom", "launcher.prom"):  # of the ranks, of their launcher
+                    try:
+                        text += (neuron.folder / file).read_bytes()
+                    except FileNotFoundError:
+                        pass
+                    except OSError as error:
+                        return PlainTextResponse(f"{file}: {error.strerror}\n", 503)
+                return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse("no such neuron\n", 404)
 
     routes = [
         Route("/history", history),

@@ -3,7 +3,8 @@
 
 const KEPT_POINTS = 3000, KEPT_ROWS = 50, SHOWN_ROWS = 8;
 const neurons = new Map();
-let shown = "", waiting = [], loaded = false, drawSoon = false;
+const SILENT_MS = 10000;  // the server sends gauges every 2 s
+let shown = "", waiting = [], loaded = false, drawSoon = false, heard = Date.now(), lost = false;
 
 const $ = (id) => document.getElementById(id);
 const number = (value, digits = 2) =>
@@ -30,14 +31,23 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-function replace(place, ...children) { place.replaceChildren(...children); }
+// What did not change stays as it is: text on it can be selected and copied.
+function replace(place, ...children) {
+  const made = document.createElement("div");
+  made.append(...children);
+  if (made.innerHTML === place.innerHTML) return;
+  if (place.children.length !== made.children.length) { place.replaceChildren(...made.childNodes); return; }
+  [...made.children].forEach((child, i) => {
+    if (child.outerHTML !== place.children[i].outerHTML) place.children[i].replaceWith(child);
+  });
+}
 
 // --- what is known ----------------------------------------------------------------------------
 
 function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
-  if (event.gauges) { neuron.gauges = event.gauges; return; }
+  if (event.gauges) { neuron.gauges = event.gauges; neuron.life = event.life; return; }
   if (event.number <= neuron.taken) return;  // the history had it already
   neuron.taken = event.number;
   if (event.kind === "step") {
@@ -68,7 +78,7 @@ function buttons() {
   if (neurons.size < 2) return;
   const names = [...neurons.keys()];
   if ($("neurons").children.length !== names.length) {
-    replace($("neurons"), ...names.map((name) => {
+    $("neurons").replaceChildren(...names.map((name) => {
       const made = element("button", { type: "button" }, name);
       made.addEventListener("click", () => { shown = name; buttons(); draw(); });
       return made;
@@ -97,11 +107,14 @@ function cards(neuron) {
   };
   const newest = (kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
   const now = Date.now() / 1000;
-  const made = [];
+  const running = runs(neuron);
+  const made = [card("State", ...stateOf(neuron))];
+  const given = scoreOf(neuron);
+  if (given) made.push(card("Score", number(given.total, 3), "by the validator of this subnet"));
   const steps = neuron.steps.length > 0;
   if (steps) {
     const since = Date.now() / 1000 - column("time");
-    const stuck = neuron.state !== "stopped" && since > Math.max(120, 5 * (column("seconds") || 0));
+    const stuck = running && since > Math.max(120, 5 * (column("seconds") || 0));
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
       `outer . inner, ${span(since)} ago`, stuck ? "bad" : ""));
     made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
@@ -112,24 +125,24 @@ function cards(neuron) {
     if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
-  const stop = newest("stop");
-  if (neuron.state === "stopped" && stop) {
-    made.push(card("State", "stopped", `${moment(stop.time)}: ${stop.reason || ""}`, stop.exit_status ? "bad" : ""));
-  } else if (neuron.state) made.push(card("State", ...stateOf(neuron)));
   const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
   if (published !== undefined && limit) {
     const age = now - published;
     made.push(card("Published", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
       : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
+  } else if (limit) {
+    const start = gauge("start_timestamp_seconds"), age = start === undefined ? 0 : now - start;
+    made.push(card("Published", "nothing yet", start === undefined ? "validators score it zero"
+      : `since the start ${span(age)} ago; validators score it zero`, age > limit ? "bad" : ""));
   }
   const blocks = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (blocks !== undefined && most && neuron.state !== "stopped") {
+  if (blocks !== undefined && most && running) {
     made.push(card("Newest published block", `${number(blocks, 0)} blocks old`,
       blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
   }
   const next = gauge("next_round_timestamp_seconds");
-  if (next !== undefined && neuron.state !== "stopped") {
+  if (next !== undefined && running) {
     made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", next > now ? "expected" : `since ${span(now - next)}`));
   }
   const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
@@ -142,20 +155,25 @@ function cards(neuron) {
   if (known !== undefined) made.push(card("Swarm", `${number(known, 0)} peers`, "known in the DHT", known ? "" : "bad"));
   const preview = newest("preview");
   if (preview) made.push(card("Preview", number(preview.delta, 4),
-    "loss change by the published gradient", preview.delta < 0 ? "good" : "bad"));
-  const score = newest("score_preview");
-  if (score) made.push(card("Score preview", score.repo_valid ? number(score.random_relative, 4) : "zero",
-    score.repo_valid ? `better on unseen text; rank ${score.rank ?? "–"}, own text ${number(score.assigned_relative, 4)}`
-      : "the bucket is not valid", score.repo_valid ? "" : "bad"));
-  const given = scoreOf(neuron);
-  if (given) made.push(card("Score", number(given.total, 3), "by the validator of this subnet"));
+    "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
   const held = newest("held_out");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
-  if (!made.length) made.push(card("Waiting", "no events yet", neuron.name));
   replace($("now"), ...made);
+  $("now").classList.toggle("old", lost || !running);
 }
 
-function stateOf(neuron) {  // in short, and what else there is to it
+const runs = (neuron) => neuron.state !== "stopped" && !(neuron.life && neuron.life.gone);
+
+function stateOf(neuron) {  // in short, what else there is to it, and whether it is well
+  const stop = neuron.tables.stop[neuron.tables.stop.length - 1];
+  if (neuron.state === "stopped") {
+    return ["stopped", stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : ""];
+  }
+  if (!runs(neuron)) {
+    const since = neuron.life.last_sign;
+    return ["dead", `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
+  }
+  if (!neuron.state && !neuron.steps.length) return ["waiting", "no events yet"];
   if (neuron.state === "awaiting_global") return ["training", "the validator's global state is due"];
   return [(neuron.state || "–").replace(/_/g, " "), ""];
 }
@@ -292,7 +310,10 @@ function summaryOf(neuron) {
 function draw() {
   const neuron = neurons.get(shown);
   if (!neuron) return;
-  document.title = $("title").textContent = neuron.name;
+  const well = !lost && stateOf(neuron)[2] !== "bad";
+  $("title").textContent = neuron.name;
+  document.title = `${well ? "" : "⚠ "}${neuron.name}`;
+  connection();
   cards(neuron);
   chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
   chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
@@ -304,6 +325,14 @@ function draw() {
   if (neuron.steps.length && !performance.getEntriesByName("drawn").length) performance.mark("drawn");
 }
 
+function connection() {
+  const silent = Date.now() - heard > SILENT_MS;  // a tunnel may break without an error
+  lost = lost || (loaded && silent);
+  $("connection").textContent = lost
+    ? `connection lost: the miner, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}` : "connected";
+  $("connection").classList.toggle("lost", lost);
+}
+
 function soon() {
   if (drawSoon || document.hidden) return;
   drawSoon = true;
@@ -313,23 +342,21 @@ function soon() {
 function follow() {
   const source = new EventSource("stream");
   const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
-    "held_out", "start", "stop", "score_preview", "gauges"];
+    "held_out", "start", "stop", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
-    if (loaded) { take(event); soon(); } else waiting.push(event);
+    heard = Date.now();
+    if (loaded) { lost = false; take(event); soon(); } else waiting.push(event);
   });
   source.addEventListener("open", async () => {
     loaded = false;
     const answer = await fetch("history");
     begin(await answer.json());
     waiting.forEach(take); waiting = []; loaded = true;
-    $("connection").textContent = "live"; $("connection").classList.remove("lost");
+    heard = Date.now(); lost = false;
     draw();
   });
-  source.addEventListener("error", () => {
-    $("connection").textContent = "connection lost: the page server does not answer";
-    $("connection").classList.add("lost");
-  });
+  source.addEventListener("error", () => { lost = true; connection(); soon(); });
 }
 
 if (location.search) history.replaceState(null, "", location.pathname);  // the token stays with the cookie

@@ -1,0 +1,189 @@
+"""This miner's identity towards the subnet: its hotkey, and the address validators reach it at.
+
+Only the hotkey of the bittensor wallet is read, never the coldkey.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from distributed_training.config.settings import ChainSettings
+from distributed_training.config.types import ConfigError
+
+if TYPE_CHECKING:
+    from bittensor.sp_core import Keypair
+
+    from distributed_training.config.settings import ChainSettings
+
+
+@dataclass(frozen=True)
+class Wallet:
+    """A hotkey that can sign, and the SDK's wallet object for chain calls.
+
+    Cannot be pickled (the key cannot): load it in the process that needs it.
+    """
+
+    hotkey: Keypair = field(repr=False)
+    sdk: Any = field(repr=False)  # bittensor.Wallet
+
+    @property
+    def ss58(self) -> str:
+        return self.hotkey.ss58_address
+
+
+def _open(name: str, hotkey: str, path: str) -> Any:
+    import bittensor
+
+    return bittensor.Wallet(name=name, hotkey=hotkey, path=os.path.expanduser(path))
+
+
+def require_hotkey(settings: ChainSettings) -> None:
+    """Raises ConfigError if there is no readable hotkey where ``--wallet.name/.hotkey/.path`` say.
+
+    Takes no time, so a start asks it before torch and bittensor are imported.
+    """
+    folder = Path(os.path.expanduser(settings.wallet_path)) / settings.wallet_name
+    path = folder / "hotkeys" / settings.wallet_hotkey
+    if not os.path.isfile(path):  # False also where a folder on the way may not be entered
+        raise ConfigError(
+            f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
+            "--wallet.hotkey and --wallet.path, or create it with `btcli wallet new-hotkey`"
+        )
+    if not os.access(path, os.R_OK):
+        raise ConfigError(
+            f"the hotkey at {path} cannot be read by this user, so the miner has no identity: "
+            "run it as the owner of the wallet or correct the permissions (chmod 600)"
+        )
+
+
+def load_wallet(settings: ChainSettings) -> Wallet:
+    """The wallet that ``--wallet.name/.hotkey/.path`` name.
+
+    Raises ConfigError when the key file is missing, unreadable, encrypted or damaged: a miner runs
+    unattended, so nobody could type a password.
+    """
+    require_hotkey(settings)
+    from bittensor.sp_core import KeyfileError
+
+    sdk = _open(settings.wallet_name, settings.wallet_hotkey, settings.wallet_path)
+    file = sdk.hotkey_file
+    try:
+        if file.is_encrypted():
+            raise ConfigError(
+                f"the hotkey at {file.path} is encrypted, and a miner cannot be asked for a "
+                "password: create an unencrypted hotkey with `btcli wallet new-hotkey` (the "
+                "coldkey may stay encrypted, it is not read)"
+            )
+        keypair = file.get_keypair()
+    except (KeyfileError, ValueError, OSError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        # The SDK's text could hold parts of the file.
+        raise ConfigError(
+            f"the hotkey at {file.path} is not a bittensor key file ({type(error).__name__}), so "
+            "the miner has no identity: restore it with `btcli wallet regen-hotkey`"
+        ) from None
+    return Wallet(keypair, sdk)
+
+
+def create_wallet(folder: Path, name: str) -> Wallet:
+    """A wallet with a new unencrypted hotkey and no coldkey below ``folder``: for local subnets.
+
+    The hotkey is called ``default``; an existing one is used again. The mnemonic is neither printed
+    nor kept.
+    """
+    sdk = _open(name, "default", str(folder))
+    if not sdk.hotkey_file.exists_on_device():
+        sdk.create_new_hotkey(use_password=False, suppress=True)
+    return Wallet(sdk.hotkey, sdk)
+
+
+# Each answers a GET with the caller's address as text.
+SERVICES = (
+    "https://checkip.amazonaws.com",
+    "https://api.ipify.org",
+    "https://icanhazip.com",
+)
+_MOST_BYTES = 256  # of an answer
+_ALIKE = 2  # answers, before an address is believed
+
+
+class AddressUnknown(RuntimeError):
+    """Nobody gave a global address twice: the network may be away for a while."""
+
+
+def external_ip(
+    settings: ChainSettings,
+    *,
+    services: Sequence[str] = SERVICES,
+    timeout: timedelta = timedelta(seconds=5),
+) -> str:
+    """Return ``--axon.external_ip``; else the listening address if others can reach it; else the
+    address that ``services`` agree on.
+
+    They are asked in turn, twice at most, each by the same kind of connection as validators use, so
+    without the proxies of the environment. ``timeout`` covers one question to its end. Raises
+    AddressUnknown when no two answers give one global address: an endpoint written to the chain
+    that nobody can reach earns nothing.
+    """
+    if settings.external_ip:
+        return settings.external_ip.strip("[]")
+    own = settings.axon_ip.strip("[]")
+    if own and _reachable(own, local=settings.local_url is not None):
+        return own
+    address, given = asyncio.run(_agreed(services, timeout))
+    if address is None:
+        others = f"; given were {', '.join(given)}" if given else ""
+        raise AddressUnknown(
+            f"the public address of this machine is unknown{others}, so validators could not reach "
+            "the miner: give it with --axon.external_ip"
+        )
+    return address
+
+
+def _reachable(address: str, *, local: bool) -> bool:
+    parsed = ipaddress.ip_address(address)
+    return parsed.is_global or (local and not parsed.is_unspecified)
+
+
+async def _agreed(services: Sequence[str], timeout: timedelta) -> tuple[str | None, list[str]]:
+    """Return the address that two answers gave, None if none did, and all that were given."""
+    found: Counter[str] = Counter()
+    async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
+        for service in (*services, *services):
+            address = await _ask(client, service, timeout)
+            if address is None:
+                continue
+            found[address] += 1
+            if found[address] == _ALIKE:
+                return address, sorted(found)
+    return None, sorted(found)
+
+
+async def _ask(client: httpx.AsyncClient, service: str, timeout: timedelta) -> str | None:
+    """Return the global address that ``service`` gives, None if it gives none in time."""
+    answer = b""
+    try:
+        async with (
+            asyncio.timeout(timeout.total_seconds()),
+            client.stream("GET", service) as reply,
+        ):
+            reply.raise_for_status()
+            async for part in reply.aiter_raw(_MOST_BYTES):
+                answer += part
+                if len(answer) > _MOST_BYTES:
+                    return None
+        address = ipaddress.ip_address(answer.decode("ascii").strip())
+    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
+        return None
+    return str(address) if address.is_global else None

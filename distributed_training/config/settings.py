@@ -1,0 +1,789 @@
+"""All settings, one class for each package.
+
+The network's values are the defaults; presets (``presets.py``) replace them as a group. The class
+docstrings say what each group is for; the text below a field is its help.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic.dataclasses import dataclass
+
+from distributed_training.protocol import names
+from distributed_training.protocol.names import NETUID
+
+from .extras import extra
+from .types import (
+    DAY,
+    HOUR,
+    MINUTE,
+    SECOND,
+    SETTINGS,
+    Bytes,
+    ConfigError,
+    Duration,
+    File,
+    FileName,
+    Found,
+    GlobalBucket,
+    Hotkey,
+    IpAddress,
+    Ipv4Address,
+    NodeUrl,
+    PeerAddress,
+    Range,
+    Secret,
+    Subtensor,
+    Text,
+    WebUrl,
+    Words,
+    flag,
+)
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class GeneralSettings:
+    """Where defaults come from."""
+
+    preset: Literal[
+        "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-80gb",
+        "public-141gb", "local",
+    ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
+    """defaults for the public network, with or without what fits GPUs of so much memory (estimated,
+    not yet measured), or for a subnet on this machine"""
+    config: File | None = flag("config", None)
+    """TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"""
+
+
+Seconds = Annotated[float, Field(ge=0.1, le=3600)]
+Peers = Annotated[float, Field(ge=2, le=4096)]
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class ChainSettings:
+    """Identity, chain and signed server. Defaults are those of the public network.
+
+    Which chain: ``local_url`` (a chain server of the local subnet, HTTP) when it is set, else the
+    Subtensor named by ``network`` / ``chain_endpoint``.
+    """
+
+    # identity
+    netuid: int = flag("netuid", NETUID, ge=0, le=65535)
+    """number of the subnet (38 on the public network)"""
+    wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
+    """folder of the wallet (its coldkey is not read)"""
+    wallet_hotkey: FileName = flag("wallet.hotkey", "default", env="BT_WALLET_HOTKEY")
+    """name of the hotkey in the wallet"""
+    wallet_path: str = flag("wallet.path", "~/.bittensor/wallets/", env="BT_WALLET_PATH")
+    """folder of all wallets"""
+
+    # chain
+    network: Subtensor = flag("subtensor.network", "finney")
+    """chain to use: finney, test, local, or a ws:// or wss:// URL"""
+    chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
+    """URL of the chain node; wins over --subtensor.network"""
+    fallback_endpoints: Words[NodeUrl] = flag("subtensor.fallback_endpoints", ())
+    """further URLs to try when the first one fails (default: the SDK's list for the network)"""
+    local_url: WebUrl | None = flag("chain.local_url", None)
+    """http:// URL of a local subnet's chain server; it is then used instead of a Subtensor"""
+    poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
+    """time between two looks at the current block"""
+    neurons_interval: Duration = flag(
+        "chain.neurons_interval", 120 * SECOND, ge=SECOND / 100, le=HOUR
+    )
+    """time between two reads of all neurons and commitments of the subnet"""
+    call_timeout: Duration = flag("chain.call_timeout", 45 * SECOND, ge=SECOND / 10, le=HOUR)
+    """deadline of one read from the chain; lower it when a silent node holds things up"""
+    write_timeout: Duration = flag("chain.write_timeout", 120 * SECOND, ge=SECOND / 10, le=HOUR)
+    """deadline of one write to the chain, inclusion in a block included"""
+    start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
+    """how long the start waits for a first answer of the chain"""
+
+    # signed server
+    axon_port: int = flag("axon.port", 8091, ge=0, le=65535)
+    """port of the signed HTTP server; 0 takes a free one"""
+    axon_ip: IpAddress = flag("axon.ip", "[::]")
+    """address the signed HTTP server listens on"""
+    external_ip: Found[IpAddress] = flag("axon.external_ip", None)
+    """address validators reach this server at, as it is written to the chain (default, or auto:
+    asked from a public service)"""
+    external_port: int | None = flag("axon.external_port", None, ge=1, le=65535)
+    """port validators reach this server at (default: --axon.port)"""
+    auth_schemes: Annotated[Words[Literal["btauth", "legacy"]], Field(min_length=1)] = flag(
+        "axon.auth", ("btauth", "legacy")
+    )
+    """how callers may prove who they are: btauth (bittensor 11) and legacy (dendrite headers of
+    bittensor 10 and older)"""
+    client_scheme: Literal["btauth", "legacy"] = flag("axon.client_auth", "btauth")
+    """how this neuron signs its own calls to others"""
+    max_connections: int = flag("axon.max_connections", 256, ge=1, le=65535)
+    """open connections of the signed server, all addresses together"""
+    max_connections_per_address: int = flag("axon.max_connections_per_address", 16, ge=1, le=65535)
+    """open connections from one address"""
+    read_timeout: Duration = flag("axon.read_timeout", 5 * SECOND, ge=SECOND / 10, le=MINUTE)
+    """time a client has to send a whole request; slower ones are cut off"""
+    requests_per_hotkey: float = flag("axon.requests_per_hotkey", 5.0, ge=0.1, le=1e6)
+    """verified calls per second of one hotkey (burst: 6 times)"""
+    requests_per_address: float = flag("axon.requests_per_address", 50.0, ge=0.1, le=1e6)
+    """requests per second from one address (burst: 6 times)"""
+    legacy_timeout_cap: Duration = flag(
+        "axon.legacy_timeout_cap", 12 * SECOND, ge=0 * SECOND, le=MINUTE
+    )
+    """largest unsigned timeout header that widens the age at which a legacy call is accepted (4 s
+    plus the timeout)"""
+    clock_skew: Duration = flag("axon.clock_skew", 4 * SECOND, ge=0 * SECOND, le=MINUTE)
+    """how far in the future a caller's clock may be"""
+
+    # who may call
+    force_validator_permit: bool = flag("blacklist.force_validator_permit", False)
+    """answer IsAlive only to validators with a permit"""
+    allow_non_registered: bool = flag("blacklist.allow_non_registered", False)
+    """answer IsAlive to hotkeys that are not registered"""
+    min_stake: float = flag("blacklist.min_stake", 40960.0, ge=0, le=1e12)
+    """stake a validator with a permit needs to call AllReduce; the master hotkey needs none"""
+
+    # bounds of what a call may ask for (the legacy signature does not cover the body)
+    clamp_round_timeout: Range[Seconds] = flag("clamp.timeout", (30.0, 1200.0))
+    """LOW:HIGH seconds of a round"""
+    clamp_min_group_size: Range[Peers] = flag("clamp.min_group_size", (2.0, 128.0))
+    """LOW:HIGH peers"""
+    clamp_request_timeout: Range[Seconds] = flag("clamp.request_timeout", (1.0, 60.0))
+    """LOW:HIGH seconds"""
+    clamp_allreduce_timeout: Range[Seconds] = flag("clamp.allreduce_timeout", (10.0, 1200.0))
+    """LOW:HIGH seconds"""
+    clamp_next_chunk_timeout: Range[Seconds] = flag("clamp.next_chunk_timeout", (1.0, 120.0))
+    """LOW:HIGH seconds"""
+    clamp_min_matchmaking_time: Range[Seconds] = flag("clamp.min_matchmaking_time", (1.0, 120.0))
+    """LOW:HIGH seconds"""
+
+
+#: Kinds of ``--data.source``; those that are True need a folder after the colon.
+SOURCE_KINDS = {
+    "hf": False,
+    "stdlib": False,
+    "parquet": True,
+    "jsonl": True,
+    "text": True,
+    "shards": True,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceSpec:
+    """One source of a mixture; ``weight`` is its share of the sequences, all shares sum to 1."""
+
+    name: str
+    kind: str
+    folder: Path | None
+    weight: float = 1.0
+
+    @property
+    def text(self) -> str:
+        return f"{self.kind}:{self.folder}" if self.folder else self.kind
+
+
+def parse_source(name: str, text: str) -> SourceSpec:
+    """Read one source (``jsonl:DIR``) of the name ``name``. Raises ConfigError."""
+    kind, colon, folder = text.partition(":")
+    if kind not in SOURCE_KINDS:
+        raise ConfigError(
+            f"--data.source {text} is unknown, so there is nothing to train on: give "
+            "hf, stdlib, parquet:DIR, jsonl:DIR, text:DIR or shards:DIR"
+        )
+    if SOURCE_KINDS[kind] != bool(folder):
+        raise ConfigError(
+            f"--data.source {text} {'names no folder' if SOURCE_KINDS[kind] else 'takes no folder'}"
+            f", so there is nothing to train on: give {kind}{':DIR' if SOURCE_KINDS[kind] else ''}"
+        )
+    try:
+        return SourceSpec(name, kind, Path(folder).expanduser() if colon else None)
+    except RuntimeError:
+        raise ConfigError(
+            f"--data.source {text}: no user has this name, so there is nothing to train on: give "
+            "the whole path"
+        ) from None
+
+
+def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
+    """``--data.source`` and ``--data.mix`` as specifications.
+
+    ``source`` is one source (``jsonl:DIR``) or named ones (``web=hf,code=jsonl:DIR``), ``mix`` the
+    weights of the named ones (``web=0.7,code=0.3``). Raises ConfigError.
+    """
+    entries = [entry.strip() for entry in source.split(",") if entry.strip()]
+    if not entries:
+        raise ConfigError("--data.source is empty, so there is nothing to train on: give e.g. hf")
+    if len(entries) == 1 and "=" not in entries[0].partition(":")[0]:
+        if mix:
+            raise ConfigError(
+                f"--data.mix {mix} weighs several sources but --data.source names one, so the mix "
+                "is not defined: give --data.source name=SOURCE,other=SOURCE"
+            )
+        return (parse_source("", entries[0]),)
+    named: tuple[SourceSpec, ...] = extra(
+        "mixture", wanted_by=f"--data.source {source}"
+    ).parse_named(source, mix)
+    return named
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class DataSettings:
+    """Where text comes from and how far ahead it is prepared."""
+
+    source: str = flag("data.source", "hf")
+    """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
+    machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
+    'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
+    mix: Text = flag("data.mix", "")
+    """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
+    dataset: str = flag("data.dataset", names.DATASET)
+    """dataset of --data.source hf"""
+    rows_url: WebUrl = flag("data.rows_url", "https://datasets-server.huggingface.co")
+    """server of the rows API"""
+    text_column: str = flag("data.text_column", "text")
+    """column or key that holds a row's text"""
+    pages_per_block: int = flag("data.pages_per_block", 5, ge=1, le=1000)
+    """pages of each block; validators look at the first two"""
+    rows_per_page: int = flag("data.rows_per_page", 100, ge=1, le=100_000)
+    """rows of a page"""
+    max_length: int = flag("data.max_length", 1024, ge=1, le=10_000_000)
+    """tokens of a row; the rest of it is dropped"""
+    prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
+    """blocks prepared ahead of the one in training"""
+    max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
+    """the most blocks ahead while the source is slow"""
+    workers: int = flag("data.workers", 1, ge=1, le=256)
+    """processes of each rank that fetch and tokenize; raise this if the log says that data is
+    prepared more slowly than it is trained on"""
+    request_timeout: Duration = flag("data.request_timeout", 20 * SECOND, ge=SECOND / 10, le=HOUR)
+    """one HTTP request for rows, body included"""
+    request_attempts: int = flag("data.request_attempts", 6, ge=1, le=1000)
+    """attempts for a page, with growing waits, before it is left out"""
+    page_deadline: Duration = flag("data.page_deadline", 120 * SECOND, ge=SECOND / 10, le=DAY)
+    """all attempts for one page together, waits asked for by the server included"""
+    connections: int = flag("data.connections", 4, ge=1, le=256)
+    """pages of a block fetched at once"""
+    cache_dir: File | None = flag("data.cache_dir", None)
+    """folder for fetched pages; default: data/ in the run folder"""
+    cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
+    """size bound of the fetched pages, GB; 0: no cache"""
+    table_age: Duration = flag("data.table_age", 6 * HOUR, ge=SECOND, le=365 * DAY)
+    """age at which the dataset's table of configs is asked for again"""
+
+    @property
+    def sources(self) -> tuple[SourceSpec, ...]:
+        """The sources with their shares of the sequences. Raises ConfigError."""
+        return parse_sources(self.source, self.mix)
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class DiagnosticsSettings:
+    """Thresholds of the warnings and what the doctor wants to see."""
+
+    slow_step: Duration = flag("diagnostics.slow_step", 60 * SECOND, ge=SECOND / 100, le=DAY)
+    """inner steps that take longer print SLOW STEP"""
+    expected_step_min: Duration = flag(
+        "diagnostics.expected_step_min", 10 * SECOND, ge=0 * SECOND, le=DAY
+    )
+    """lower end of the expected step time named by SLOW STEP"""
+    expected_step_max: Duration = flag(
+        "diagnostics.expected_step_max", 30 * SECOND, ge=0 * SECOND, le=DAY
+    )
+    """upper end of the expected step time named by SLOW STEP"""
+    low_gpu_memory_gb: float = flag("diagnostics.low_gpu_memory_gb", 1.0, ge=0, le=10_000)
+    """less GPU memory in use than this (GB = 1e9 bytes) prints LOW GPU MEMORY"""
+    minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
+    """free disk in the run folder that the doctor wants beyond the checkpoints it computes"""
+    measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
+    """how long the doctor trains to estimate the step time; 0 leaves it out"""
+    start_check: bool = flag("diagnostics.start_check", True)
+    """run the doctor's quick checks (no network) at start and refuse to start on a failure"""
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class MinerSettings:
+    """What the loop and the launcher need and no package owns."""
+
+    name: FileName = flag("neuron.name", "miner")
+    """name of this neuron: in the default run folder, the file of --logging.record_log and W&B"""
+    run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
+    """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
+    ./runs/<neuron.name>-<wallet.hotkey>)"""
+    nproc_per_node: int | None = flag(
+        "nproc_per_node", None, ge=1, le=64, aliases=("neuron.nproc_per_node",)
+    )
+    """ranks to start, usually one per GPU (default: one per visible GPU, or 1 without a GPU)"""
+    device: Literal["auto", "cuda", "cpu"] = flag("neuron.device", "auto")
+    """what the ranks train on: auto takes the GPU if there is one"""
+    stop_timeout: Duration = flag("neuron.stop_timeout", 60 * SECOND, ge=SECOND, le=DAY)
+    """how long a stop may take (finish the micro-batch, checkpoint, close) before the ranks are
+    ended by force; at least twice what the last checkpoint took, and 20 s. What stops the miner
+    (pm2's kill_timeout, systemd's TimeoutStopSec) must wait 25 s longer"""
+    hang_timeout: Duration = flag("neuron.hang_timeout", 1200 * SECOND, ge=SECOND, le=DAY)
+    """ranks that come to no micro-batch boundary for so long, or no further in their start, hang:
+    the stacks of all processes are written to stacks.txt in the run folder, and the ranks start
+    again from their last checkpoint. Waiting for data, a round or an upload does not count;
+    compiling, loading weights and waiting until a checkpoint is written do"""
+    deregistered_wait: Duration = flag("neuron.deregistered_wait", DAY, ge=SECOND, le=365 * DAY)
+    """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
+    and the miner waits so long to be registered again (`btcli subnet register`), then ends with
+    status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
+    epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
+    """read by the validator only: blocks between two times it writes its weights to the chain"""
+    blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
+    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
+    miner plans with at least 750 after that on the public network, as validators do"""
+    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    """bucket of the global model; a miner's own bucket is this name and its uid"""
+    global_tokenizer_name: str = flag("neuron.global_tokenizer_name", names.TOKENIZER_NAME)
+    """tokenizer, by its Hugging Face name or as a folder"""
+    master_ss58_address: Hotkey = flag("neuron.master_ss58_address", names.MASTER_HOTKEY)
+    """hotkey of the validator that owns the global bucket and calls the rounds"""
+    round_reload_timeout: Duration = flag(
+        "neuron.round_reload_timeout", 2640 * SECOND, ge=SECOND, le=DAY
+    )
+    """after the start of a round: how long to wait for the validator's new global state before this
+    miner compares epochs and loads what the bucket holds"""
+    epoch_check_blocks: int = flag("neuron.epoch_check_blocks", 25, ge=1, le=1_000_000)
+    """blocks between two looks at the outer step of the global bucket while training"""
+    checkpoint_steps: int = flag("neuron.checkpoint_steps", 25, ge=1, le=1_000_000)
+    """inner steps between two local checkpoints, at least; one is also written after each outer
+    step and at each stop"""
+    checkpoint_interval: Duration = flag(
+        "neuron.checkpoint_interval", 600 * SECOND, ge=0 * SECOND, le=DAY
+    )
+    """time trained between two local checkpoints, at least. A checkpoint of 4 billion parameters is
+    58 GB: on fast hardware steps alone would write one each minute"""
+    keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
+    """local checkpoints to keep; older ones are deleted"""
+
+
+DEFAULT_PORT = 29400  # torchrun's
+MOST_NODES = 1024
+
+_HOST = re.compile(
+    r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
+_SLURM_LIST = re.compile(r"(?P<stem>[\w.-]+)\[(?P<first>[0-9]+)[-,\]][0-9,\]\w\[.-]*", re.ASCII)
+
+
+def parse_nodes(text: str) -> str:
+    """``N`` or ``MIN:MAX``, as torchrun reads it. Raises ValueError."""
+    least, _, most = str(text).partition(":")
+    numbers = [int(n) for n in (least, most or least) if n.isdecimal() and n.isascii()]
+    if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1] <= MOST_NODES:
+        raise ValueError(f"a number of nodes, or MIN:MAX, from 1 to {MOST_NODES}")
+    return str(text)
+
+
+def parse_endpoint(text: str) -> str:
+    """``HOST:PORT`` of ``HOST:PORT``, ``HOST``, or a list of nodes as Slurm writes it, whose first
+    is node 0: ``gpu[03-07,12]``, ``a1,b[1-2]``. Raises ValueError."""
+    text = text.strip()
+    if listed := _SLURM_LIST.match(text.partition(",")[0] if "[" not in text else text):
+        text = listed["stem"] + listed["first"]
+    elif not text.startswith("["):  # an IPv6 address
+        text = text.partition(",")[0]
+    found = _HOST.fullmatch(text)
+    if found is None or int(found["port"] or DEFAULT_PORT) > 65535:
+        raise ValueError("HOST:PORT of node 0, such as 10.0.0.1:29400")
+    return text if found["port"] else f"{text}:{DEFAULT_PORT}"
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class NodesSettings:
+    """Node 0 has wallet, chain, swarm, uploads and page; the others obey its ranks."""
+
+    nnodes: Annotated[str, BeforeValidator(parse_nodes)] = flag("nnodes", "1", env="SLURM_NNODES")
+    """machines of this miner; MIN:MAX: training goes on with fewer while some are away"""
+    node_rank: int = flag("node_rank", 0, ge=0, le=MOST_NODES - 1, env="SLURM_NODEID")
+    """number of this machine, from 0"""
+    rdzv_endpoint: Annotated[str, BeforeValidator(parse_endpoint)] | None = flag(
+        "rdzv_endpoint", None, env="SLURM_JOB_NODELIST"
+    )
+    """HOST:PORT at which node 0 listens for the others; what nodes say to each other goes through
+    the network interface with that address and nothing else"""
+    rdzv_timeout: Duration = flag("rdzv_timeout", 600 * SECOND, ge=SECOND, le=DAY)
+    """how long a node tries to reach node 0 for the first time; afterwards it tries without end"""
+    node_timeout: Duration = flag("node_timeout", 15 * SECOND, ge=3 * SECOND, le=HOUR)
+    """a node not heard of for so long is gone: the others go back to the last checkpoint"""
+    node_wait: Duration = flag("node_wait", 30 * SECOND, ge=0 * SECOND, le=DAY)
+    """with --nnodes MIN:MAX: how long a start waits for all before it goes on with fewer"""
+
+    @property
+    def least(self) -> int:
+        """Nodes without which there is no training."""
+        return int(self.nnodes.partition(":")[0])
+
+    @property
+    def most(self) -> int:
+        return int(self.nnodes.rpartition(":")[2])
+
+    @property
+    def several(self) -> bool:
+        return self.most > 1
+
+    @property
+    def leads(self) -> bool:
+        """Node 0, or the only one."""
+        return self.node_rank == 0 or not self.several
+
+
+LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be smaller
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class StoreSettings:
+    """Where this miner publishes and how. Keys come from the environment or ``.env`` only; they are
+    made in the R2 dashboard, Manage API tokens."""
+
+    account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
+    """Cloudflare account id, 32 hexadecimal digits"""
+    read_access_key_id: Secret | None = flag(
+        "r2.read_access_key_id", None, env="R2_READ_ACCESS_KEY_ID"
+    )
+    """key that may only read, published on the chain; from the R2 dashboard, Manage API tokens"""
+    read_secret_access_key: Secret | None = flag(
+        "r2.read_secret_access_key", None, env="R2_READ_SECRET_ACCESS_KEY"
+    )
+    """secret of the reading key, published on the chain; from the R2 dashboard, Manage API
+    tokens"""
+    write_access_key_id: Secret | None = flag(
+        "r2.write_access_key_id", None, env="R2_WRITE_ACCESS_KEY_ID"
+    )
+    """key that may read and write, never published; from the R2 dashboard, Manage API tokens"""
+    write_secret_access_key: Secret | None = flag(
+        "r2.write_secret_access_key", None, env="R2_WRITE_SECRET_ACCESS_KEY"
+    )
+    """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
+    endpoint_url: WebUrl | None = flag("r2.endpoint_url", None, env="R2_ENDPOINT_URL")
+    """object store to use instead of R2, e.g. http://127.0.0.1:9000"""
+    jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
+    """R2 jurisdiction the buckets were made in"""
+    region: str = flag("r2.region", "auto")
+    """region name that requests are signed for"""
+    checksum_mode: Literal["when_required", "when_supported"] = flag(
+        "r2.checksum_mode", "when_required"
+    )
+    """when botocore adds checksums of its own; R2 refuses the trailers of when_supported"""
+    write_interval: Duration = flag(
+        "r2.write_interval", 1.1 * SECOND, ge=0 * SECOND, le=60 * SECOND
+    )
+    """least time between two writes of one key; R2 allows one a second"""
+    connect_timeout: Duration = flag("r2.connect_timeout", 10 * SECOND, ge=SECOND / 10, le=HOUR)
+    """wait for a connection to the object store"""
+    read_timeout: Duration = flag("r2.read_timeout", 60 * SECOND, ge=SECOND / 10, le=HOUR)
+    """wait for the object store's answer, or for the next bytes of a download"""
+    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    """bucket of the global model; a miner's own bucket is this name and its uid"""
+    upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
+    """publish at most every so many inner steps"""
+    minimum_valid_inner_step: int = flag("neuron.minimum_valid_inner_step", 50, ge=0, le=1_000_000)
+    """first inner step of an outer step to publish; lowered, with a warning, if that is too late"""
+    age_limit: Duration = flag("neuron.repo_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY)
+    """age of gradients.pt from which validators count the bucket as stale"""
+    upload_slack: Duration = flag("neuron.upload_slack", 240 * SECOND, ge=0 * SECOND, le=DAY)
+    """a publication should end at least this long before a round or the age limit"""
+    block_on_preview: bool = flag("neuron.block_on_preview", False)
+    """do not publish a gradient whose own decode does not lower the loss (default: warn only)"""
+    keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
+    """outer steps kept in the bucket; of local snapshots only the newest published one stays"""
+    part_size: Bytes = flag("r2.part_size", Bytes(0), ge=Bytes(0), le=Bytes(5 * 2**30))
+    """bytes of a multipart upload's parts, at least 5MiB, e.g. 32MiB; 0: by the file's size"""
+    concurrency: int = flag("r2.concurrency", 6, ge=1, le=256)
+    """parts sent or fetched at the same time"""
+    uploader_nice: int = flag("r2.uploader_nice", 15, ge=0, le=19)
+    """the uploader's niceness above training's; less where training fills every core"""
+    file_deadline: Duration = flag("r2.file_deadline", 0 * SECOND, ge=0 * SECOND, le=DAY)
+    """longest time an upload, or the download of a state, may take: all files and retries, without
+    the pauses of a round; 0: as long as --neuron.repo_age_limit"""
+    snapshot_timeout: Duration = flag(
+        "neuron.snapshot_timeout", 600 * SECOND, ge=SECOND / 10, le=DAY
+    )
+    """wait for all ranks to have written their files of a snapshot"""
+    take_bucket: bool = flag("r2.take_bucket", False)
+    """publish even though another miner claimed this bucket within the last minutes"""
+
+    @property
+    def longest_transfer(self) -> timedelta:
+        """``--r2.file_deadline``. An upload counts until the age limit, so none is given up
+        before that unless an operator asks for it."""
+        return self.file_deadline or min(self.age_limit, DAY)
+
+
+#: Bytes of an uncompressed part. All peers of a group cut tensors into parts of as many values: one
+#: that cuts otherwise fails the round for everybody.
+PUBLIC_PART_SIZE = 512 * 1024
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class SwarmSettings:
+    """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
+
+    dht_port: int = flag("dht.port", 8009, ge=0, le=65535)
+    """TCP port of the swarm; must be reachable from outside; 0 takes a free one"""
+    dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
+    """IPv4 address other peers reach this machine at; it is announced to the swarm (default, or
+    auto: what hivemind finds out itself)"""
+    dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
+    """IPv4 address the swarm listens on"""
+    initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", names.BOOTSTRAP_PEERS)
+    """peers through which the swarm is joined, as /ip4/<ip>/tcp/<port>/p2p/<peer id>"""
+    run_id: str = flag("neuron.run_id", names.RUN_ID)
+    """names the swarm; all peers of a run must agree"""
+    min_group_size: int = flag("neuron.min_group_size", 32, ge=2, le=4096)
+    """fewest peers a round may take place with"""
+    min_matchmaking_time: Duration = flag(
+        "neuron.min_matchmaking_time", 30 * SECOND, ge=SECOND / 10, le=HOUR
+    )
+    """how long a round gathers peers before the averaging begins"""
+    request_timeout: Duration = flag(
+        "neuron.request_timeout", 10 * SECOND, ge=SECOND / 10, le=10 * MINUTE
+    )
+    """matchmaking: how long one answer of a group's leader is waited for; raise it when groups
+    split on slow networks"""
+    next_chunk_timeout: Duration = flag(
+        "neuron.next_chunk_timeout", 45 * SECOND, ge=SECOND / 10, le=HOUR
+    )
+    """averaging: a peer that sends nothing for this long is left out (as a reducer: twice it)"""
+    allreduce_timeout: Duration = flag(
+        "neuron.allreduce_timeout", 795 * SECOND, ge=SECOND / 10, le=6 * HOUR
+    )
+    """averaging, after the group is found, from the first to the last part"""
+    round_timeout: Duration = flag(
+        "neuron.round_timeout", 840 * SECOND, ge=SECOND / 10, le=6 * HOUR
+    )
+    """a whole round: matchmaking, retries and averaging; then it has failed"""
+    start_timeout: Duration = flag("dht.start_timeout", 60 * SECOND, ge=SECOND, le=HOUR)
+    """start of the DHT, one attempt; it is repeated with back-off"""
+    part_size: int = flag("neuron.part_size_bytes", PUBLIC_PART_SIZE, ge=1024, le=2**26)
+    """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
+    compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
+    """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
+    the bytes and rounds the values, which every peer understands"""
+    max_norm_ratio: float = flag("neuron.max_average_norm_ratio", 20.0, ge=0, le=1e9)
+    """an average whose norm is more than this times the median of the last rounds' (the local
+    pseudo-gradient's, until three are known) is refused; 0 accepts any"""
+    allow_failed_peers: bool = flag("neuron.allow_failed_peers", True)
+    """take the outer step although a peer of the group failed in mid-transfer, as the public
+    network does (its parts keep local values); 'no' refuses such a round"""
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class TelemetrySettings:
+    """What is said, how loudly, and where it is kept."""
+
+    debug: bool = flag("logging.debug", False)
+    """log debug lines (never secrets)"""
+    trace: bool = flag("logging.trace", False)
+    """log debug lines of hivemind, bittensor and boto3 too"""
+    info: bool = flag("logging.info", True)
+    """log information lines; off: warnings and errors only"""
+    record_log: bool = flag("logging.record_log", False)
+    """also write the log to a file in --logging.logging_dir"""
+    logging_dir: File | None = flag("logging.logging_dir", None)
+    """folder for the log file (default: the run folder)"""
+    show_all_rank_logs: bool = flag(
+        "neuron.show_all_rank_logs", False, aliases=("show_all_rank_logs",)
+    )
+    """information lines of every rank instead of rank 0 only"""
+    dont_save_events: bool = flag("neuron.dont_save_events", False)
+    """do not write events.jsonl into the run folder"""
+    events_retention_size: Bytes = flag(
+        "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
+    )
+    """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""
+    page_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = flag(
+        "neuron.page_port", 8010
+    )
+    """port of the page that shows this miner in a browser; 0: any free one"""
+    page_host: Text = flag("neuron.page_host", "127.0.0.1")
+    """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
+    page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
+    """16 characters or more that whoever opens the page must know"""
+    tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
+    """write every step's figures for `tensorboard --logdir` into a folder of this miner there"""
+    wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")
+    """send every step's figures to Weights & Biases; offline: keep them in the run folder for
+    `wandb sync`"""
+    wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
+    """project of W&B"""
+    wandb_entity: Text = flag("neuron.wandb_entity", "")
+    """team of W&B (default: that of the key)"""
+    wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
+    """key of W&B (default: that of `wandb login`)"""
+
+
+MicroBatch = Annotated[int, Field(ge=1, le=65536)]
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class TrainingSettings:
+    """One inner step is ``local_batch_size_train_effective`` sequences over all ranks."""
+
+    local_batch_size_train: MicroBatch | Literal["auto"] = flag(
+        "neuron.local_batch_size_train", "auto"
+    )
+    """sequences per micro-batch and rank; 'auto' measures at the first start which size that fits
+    is the fastest, up to 32 and on a CPU up to 16. When memory runs out it is lowered by itself"""
+    local_batch_size_train_effective: int = flag(
+        "neuron.local_batch_size_train_effective", 512, ge=1, le=1_000_000
+    )
+    """sequences per inner step over all ranks; rounded up to a multiple of micro-batch x ranks"""
+    sequence_length: int = flag("neuron.sequence_length", 1024, ge=2, le=1_000_000)
+    """tokens per sequence, as the validators evaluate"""
+    learning_rate: float = flag("neuron.learning_rate", 2.5e-4, ge=0, le=10)
+    """highest learning rate of AdamW, reached after the warm-up"""
+    warmup_steps: int = flag("neuron.warmup_steps", 1000, ge=0, le=10**9)
+    """inner steps of linear warm-up of the learning rate"""
+    total_steps: int = flag("neuron.total_steps", 88000, ge=1, le=10**9)
+    """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
+    falls below a tenth of the highest rate, the rate stays at a tenth"""
+    weight_decay: float = flag("neuron.weight_decay", 0.1, ge=0, le=10)
+    """weight decay of AdamW"""
+    adam_beta1: float = flag("neuron.adam_beta1", 0.9, ge=0, le=0.9999)
+    """first moment decay of AdamW"""
+    adam_beta2: float = flag("neuron.adam_beta2", 0.95, ge=0, le=0.9999)
+    """second moment decay of AdamW"""
+    gradient_clip: float = flag("neuron.gradient_clip", 1.0, ge=0, le=1e9)
+    """largest norm of the gradient of an inner step; 0 is off"""
+    outer_learning_rate: float = flag("neuron.outer_learning_rate", 0.8, ge=0, le=10)
+    """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
+    outer_momentum: float = flag("neuron.outer_momentum", 0.9, ge=0, le=1)
+    """Nesterov momentum of the outer step; all peers must agree"""
+    topk_compression: int = flag("neuron.topk_compression", 32, ge=1, le=4096)
+    """values kept per row of the published pseudo-gradient"""
+    target_chunk: int = flag("neuron.target_chunk", 64, ge=1, le=4096)
+    """largest chunk side of the published pseudo-gradient's format"""
+    use_dct: bool = flag("neuron.use_dct", False)
+    """publish DCT coefficients; the validators of the public network cannot read them"""
+    momentum_decay: float = flag("neuron.momentum_decay", 0.999, ge=0, le=1)
+    """decay of the error feedback of the published gradient"""
+    error_feedback: Literal["best", "upload", "off"] = flag("neuron.error_feedback", "best")
+    """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
+    what earlier uploads left out, as the public miner does; 'off' publishes the largest entries
+    and forgets the rest; 'best' tries both at each upload and publishes the one that lowers the
+    loss more. Never part of the all-reduce"""
+    step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
+    """'search': multiply the published values by the factor that lowers the loss on held-back
+    sequences most, as validators apply them; 'plain': publish them as they are, as the public
+    miner does. Needs --neuron.preview_sequences"""
+    preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
+    """sequences of the miner, over all ranks, that are left out of training, others after each
+    outer step: each gradient to be published is tried on them as validators do; 0: no preview"""
+    pcgrad: bool = flag("train.pcgrad", False)
+    """of several --data.source, project each source's gradient off those it conflicts with
+    (gradient surgery); reduces at every micro-batch, one more gradient in memory per source"""
+    precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
+    """of the computation; weights and optimizer are always float32. 'auto': bf16 where the hardware
+    has it, else float32"""
+    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+        "neuron.activation_checkpointing", "none"
+    )
+    """recompute activations instead of keeping them: 'selective' every second block, 'full' every
+    block. Saves memory, costs up to a third of the speed"""
+    compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
+    """torch.compile of each block; 'auto': on with a GPU, off without"""
+    compile_mode: Literal["default", "max-autotune"] = flag("neuron.compile_mode", "default")
+    """'max-autotune' tries more kernels: minutes at the first start, perhaps a few percent after"""
+    gradient_sync: Literal["auto", "last", "every"] = flag("neuron.gradient_sync", "auto")
+    """when ranks reduce their gradients: 'last' micro-batch of a step (fastest; holds the whole
+    gradient on each GPU) or 'every' micro-batch. 'auto': by memory"""
+    keep_unsharded: Literal["auto", "on", "off"] = flag("neuron.keep_unsharded", "auto")
+    """keep the gathered weights on each GPU through a step: 'on', 'off' or 'auto' by memory"""
+    wrap: Literal["auto", "block", "root"] = flag("neuron.fsdp_wrap", "auto")
+    """what FSDP gathers at once: each 'block', the whole model at its 'root', or 'auto' by size"""
+    offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
+    """keep AdamW's state in host memory: 'on', 'off', or 'auto': where it would not fit the GPU"""
+    nan_limit: int = flag("neuron.nan_limit", 3, ge=1, le=1_000_000)
+    """inner steps in a row with NaN or Inf after which the last good checkpoint is loaded"""
+    nan_slow_steps: int = flag("neuron.nan_slow_steps", 50, ge=0, le=1_000_000)
+    """inner steps at half the learning rate after such a roll-back"""
+    seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
+    """seed of initial weights where none are loaded"""
+    profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
+    """write a torch profiler trace of this many inner steps, without stopping the miner"""
+    profile_start: int = flag("profile.start", 3, ge=0, le=1_000_000)
+    """inner steps after the start to pass before the profile begins"""
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class ValidatorSettings:
+    """What the validator calls, scores and publishes, and when."""
+
+    # the period
+    blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
+    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
+    miner plans with at least 750 after that on the public network, as validators do"""
+    blocks_per_allreduce_later: int = flag(
+        "validator.blocks_per_allreduce_later", 750, ge=0, le=1_000_000
+    )
+    """blocks between two rounds after the first successful one; 0: no change"""
+    epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
+    """blocks between two times the weights are written to the chain"""
+    tick: Duration = flag("validator.tick", SECOND, ge=SECOND / 100, le=MINUTE)
+    """time between two looks at the block clock"""
+
+    # the round
+    alive_wanted: int = flag("validator.alive_wanted", 64, ge=1, le=4096)
+    """miners to call to a round; each sweep that finds fewer lowers this by one, down to
+    --validator.alive_least"""
+    alive_least: int = flag("validator.alive_least", 3, ge=1, le=4096)
+    """fewest alive miners with which a round is called at all"""
+    alive_timeout: Duration = flag(
+        "validator.alive_timeout", 2.3 * SECOND, ge=SECOND / 10, le=MINUTE
+    )
+    """time a miner has to answer one IsAlive call"""
+    sweep_interval: Duration = flag(
+        "validator.sweep_interval", 5 * SECOND, ge=SECOND / 1000, le=HOUR
+    )
+    """time between two IsAlive sweeps while too few miners are alive"""
+    sweep_patience: Duration = flag("validator.sweep_patience", 120 * SECOND, ge=0 * SECOND, le=DAY)
+    """how long sweeps go on while not even --validator.alive_least miners are alive; then the round
+    has failed and a whole period passes"""
+    minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=4096)
+    """peers (this validator included, failed ones not) without which an average is refused"""
+    loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
+    """an outer step is refused when it makes the held-out loss worse by more than this fraction"""
+    top_candidates: int = flag("validator.top_candidates", 3, ge=0, le=256)
+    """miners, best first, whose checkpoint is tried as this validator's own contribution"""
+
+    publication_budget: Duration = flag(
+        "validator.publication_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
+    )
+    """how long the publication of an outer step is tried again before the step is given up"""
+
+    # the initial model, only when the global bucket is empty
+    model_config: File | None = flag("validator.model_config", None)
+    """config.json of the model to publish when the global bucket is empty (default: a Llama of
+    about 2 million parameters)"""
+    initial_seed: int = flag("validator.initial_seed", 42, ge=0, le=2**63 - 1)
+    """seed of the initial weights"""
+
+    # scoring
+    score_blocks: int = flag("validator.score_blocks", 25, ge=1, le=1_000_000)
+    """blocks between two scoring passes over the miners' uploads"""
+    score_uids: int = flag("validator.score_uids", 25, ge=1, le=4096)
+    """miners scored in one pass"""
+    upload_age_limit: Duration = flag(
+        "validator.upload_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY
+    )
+    """an upload older than this makes its miner's total score zero"""
+    evaluation_ranks: int = flag("validator.evaluation_ranks", 4, ge=1, le=64)
+    """ranks of a miner whose pages are evaluated (2 pages each); the public validators use 4"""
+    evaluation_pages: int = flag("validator.evaluation_pages", 2, ge=1, le=1000)
+    """pages evaluated for each rank: the first of the miner's"""
+    evaluation_sequences: int = flag("validator.evaluation_sequences", 0, ge=0, le=1_000_000)
+    """at most so many sequences for each evaluation; 0: all of the pages"""
+    held_out_sequences: int = flag("validator.held_out_sequences", 32, ge=1, le=1_000_000)
+    """sequences of held-out text on which each outer step is judged"""
+    seed: int = flag("validator.seed", 0, ge=0, le=2**63 - 1)
+    """seed of the random blocks; 0: from the system"""
+    minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
+    """uids with a permit and more stake than this are validators and not called"""

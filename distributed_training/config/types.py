@@ -1,0 +1,276 @@
+"""Declare a setting once: its flag, type, default, range and help.
+
+Each package has one frozen pydantic dataclass in ``settings.py``. A field of it reads
+
+    upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=100_000)
+    "upload at most every so many inner steps"
+
+and this is all there is to write: the command line, ``--help``, docs/flags.md, the environment
+variable, the conversion from text and the check of type and range follow from it. pydantic applies
+type and range whenever a settings object is made, so a test or a script cannot step around them.
+
+A type's validator raises ValueError with what was wanted ("an IP address"); the loader adds flag
+and place. Names of hotkeys and peers are checked by their own checksums, without the libraries that
+use them: a typing error there would otherwise show as a round that nobody ever calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
+
+import base58
+from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
+
+
+class ConfigError(ValueError):
+    """Bad input from the operator: one line naming cause, consequence and remedy. Exit status 2."""
+
+
+#: The ``config=`` of every settings class. The string below a field is its help text.
+SETTINGS = ConfigDict(
+    extra="forbid", allow_inf_nan=False, str_min_length=1, use_attribute_docstrings=True
+)
+
+SECOND = timedelta(seconds=1)
+MINUTE = timedelta(minutes=1)
+HOUR = timedelta(hours=1)
+DAY = timedelta(days=1)
+
+
+def flag(
+    name: str,
+    default: Any,
+    *,
+    ge: Any = None,
+    le: Any = None,
+    env: str | None = None,
+    aliases: tuple[str, ...] = (),
+) -> Any:
+    """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
+
+    ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
+    here or in its type. ``env`` names an environment variable that may give the value as well. A
+    field of type ``Secret`` comes from ``env`` only.
+    """
+    return Field(
+        default,
+        ge=ge,
+        le=le,
+        json_schema_extra={"name": name, "env": env, "aliases": list(aliases)},
+    )
+
+
+_SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
+
+
+def is_ss58(text: str) -> bool:
+    """Whether ``text`` is an account of Substrate's format 42, its checksum included.
+
+    The format: https://github.com/paritytech/ss58-registry
+    """
+    try:
+        data = base58.b58decode(text)
+    except ValueError:
+        return False
+    if len(data) != 35 or data[0] != 42:
+        return False
+    return hashlib.blake2b(b"SS58PRE" + data[:33]).digest()[:2] == data[33:]
+
+
+def is_peer_id(text: str) -> bool:
+    """Whether ``text`` is a libp2p peer id: a multihash of a public key, in base58.
+
+    The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+    """
+    try:
+        data = base58.b58decode(text)
+    except ValueError:
+        return False
+    return len(data) > 2 and data[0] in (_SHA2_256, _IDENTITY) and data[1] == len(data) - 2
+
+
+def is_peer_address(text: str) -> bool:
+    """Whether ``text`` is ``/ip4/<ip>/tcp/<port>/.../p2p/<peer id>`` (or ip6, dns, udp)."""
+    start, *words = text.split("/")
+    if start or len(words) < 6 or words[-2] != "p2p" or not is_peer_id(words[-1]):
+        return False
+    kind, host, transport, port = words[:4]
+    if kind in ("ip4", "ip6"):
+        try:
+            known = ipaddress.ip_address(host).version == int(kind[-1])
+        except ValueError:
+            return False
+    else:
+        known = kind in ("dns", "dns4", "dns6") and bool(host)
+    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
+    return known and transport in ("tcp", "udp") and is_port
+
+
+T = TypeVar("T")
+
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_USER = re.compile(r"(?<=://).*@")
+
+
+def parse_duration(text: str) -> timedelta:
+    """``90``, ``90s``, ``15m``, ``2h``, ``1d``; without a unit: seconds. Raises ValueError."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?\s*", text, re.ASCII)
+    if match is None:
+        raise ValueError("a duration such as 90, 90s, 15m or 2h")
+    try:
+        return timedelta(seconds=float(match[1]) * _SECONDS[match[2] or ""])
+    except OverflowError:
+        raise ValueError("a duration that a clock can hold") from None
+
+
+def parse_range(text: str) -> tuple[float, float]:
+    """``LOW:HIGH`` as two finite numbers, 0 <= LOW <= HIGH. Raises ValueError."""
+    low_text, _, high_text = text.partition(":")
+    try:
+        low, high = float(low_text), float(high_text)
+    except ValueError:
+        low, high = 1.0, 0.0
+    if not 0 <= low <= high < float("inf"):
+        raise ValueError("a range LOW:HIGH of two numbers")
+    return low, high
+
+
+def _from_text(parse: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    words = text.replace(",", " ").split()
+    return () if text.strip().lower() == "none" else tuple(words)
+
+
+def _holds(wanted: str, condition: Any) -> AfterValidator:
+    """A validator that asks for ``wanted`` unless ``condition(value)``."""
+
+    def check(value: str) -> str:
+        if not condition(value):
+            raise ValueError(wanted)
+        return value
+
+    return AfterValidator(check)
+
+
+def _expand(path: Path) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError("a path: no user has this name") from None
+
+
+def _is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
+    try:
+        return ipaddress.ip_address(text.strip("[]")).version in versions
+    except ValueError:
+        return False
+
+
+def _is_ipv4(text: str) -> bool:
+    return "[" not in text and _is_ip(text, versions=(4,))
+
+
+def _is_url(*schemes: str, user: bool = False) -> Any:
+    def condition(text: str) -> bool:
+        try:
+            url = urlsplit(text)
+            host, _ = url.hostname, url.port  # .port raises ValueError if it is none
+        except ValueError:
+            return False
+        return url.scheme in schemes and bool(host) and (user or "@" not in url.netloc)
+
+    return condition
+
+
+def _is_subtensor(text: str) -> bool:
+    return bool(re.fullmatch(r"[a-z][a-z0-9_-]*", text)) or _is_node(text)
+
+
+_is_node = _is_url("ws", "wss", user=True)
+_is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
+
+
+def _is_file_name(text: str) -> bool:
+    return "/" not in text and text.strip() not in ("", ".", "..") and len(text.encode()) <= 200
+
+
+Duration = Annotated[timedelta, _from_text(parse_duration)]
+Bytes = ByteSize
+File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
+Range = Annotated[tuple[T, T], _from_text(parse_range)]
+Secret = Annotated[SecretStr, _from_text(str.strip)]
+Words = Annotated[tuple[T, ...], _from_text(_split)]
+
+Text = Annotated[str, Field(min_length=0)]  # may be empty
+FileName = Annotated[str, _holds("a name without '/'", _is_file_name)]
+Bucket = Annotated[
+    str, _holds("3 to 63 lower-case letters, digits and '-', as buckets are named", _is_bucket)
+]
+GlobalBucket = Annotated[  # a miner's own is this and four characters more
+    Bucket, _holds("a bucket's name of at most 59 characters", lambda text: len(text) <= 59)
+]
+Hotkey = Annotated[
+    str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
+]
+IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", _is_ip)]
+Ipv4Address = Annotated[str, _holds("an IP address of version 4 such as 203.0.113.7", _is_ipv4)]
+# For an address that is found out where none is given, which the public miner calls "auto".
+Found = Annotated[
+    T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
+]
+NodeUrl = Annotated[str, _holds("a ws:// or wss:// URL", _is_node)]
+Subtensor = Annotated[str, _holds("finney, test, local, or a ws:// or wss:// URL", _is_subtensor)]
+PeerAddress = Annotated[
+    str,
+    _holds("a peer's address: /ip4/<ip>/tcp/<port>/p2p/<peer id>", is_peer_address),
+]
+WebUrl = Annotated[
+    str, _holds("an http:// or https:// URL without user and password", _is_url("http", "https"))
+]
+
+
+def show(value: Any) -> str:
+    """A value as an operator would write it; secrets and the user part of a URL masked."""
+    if isinstance(value, SecretStr):
+        return "********" if value.get_secret_value() else "(empty)"
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, timedelta):
+        return _show_duration(value.total_seconds())
+    if isinstance(value, ByteSize):
+        return _show_size(int(value))
+    if isinstance(value, tuple) and any(isinstance(v, float) for v in value):
+        return ":".join(f"{v:g}" for v in value)  # LOW:HIGH
+    if isinstance(value, tuple):
+        return " ".join(mask(str(v)) for v in value) or "-"
+    return mask(str(value))
+
+
+def _show_duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600)):
+        if seconds >= 2 * length and seconds % length == 0:
+            return f"{seconds / length:g}{unit}"
+    return f"{seconds:g}s"
+
+
+def _show_size(size: int) -> str:
+    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if size and size % 1024**power == 0:
+            return f"{size // 1024**power}{unit}"
+    return str(size)
+
+
+def mask(text: str) -> str:
+    """``text`` without the user and password that a URL in it may hold."""
+    return _USER.sub("********@", text)

@@ -1,0 +1,348 @@
+"""Build the tokens of one block in a data worker: open the source, fetch pages, tokenize, cut.
+
+A worker gets a picklable :class:`WorkerSpec` over its socket. Nothing here imports torch, so a
+worker starts in a fraction of a second and stays small.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from distributed_training.config.extras import extra
+from distributed_training.config.settings import DataSettings, SourceSpec
+from distributed_training.config.types import ConfigError
+from distributed_training.protocol.pages import pages_read_by, select_pages
+
+from .corpus import StdlibSource
+from .page_source import Counts, PageSource, PageUnavailable
+from .parquet import ParquetSource
+from .shards import SUFFIX, ShardError, open_shard, token_digest, write_shard
+from .tokenizer import TextTokenizer, tokenizer_hash
+
+
+@dataclass(frozen=True)
+class WorkerSpec:
+    """Everything a worker needs; picklable. ``folder`` takes prepared blocks and the cache.
+
+    ``vocabulary``: the model's; rows with ids beyond it are left out. None: not checked.
+    """
+
+    settings: DataSettings
+    uid: int
+    rank: int
+    world_size: int
+    sequence_length: int
+    tokenizer_path: Path
+    eos_id: int
+    folder: Path
+    vocabulary: int | None = None
+
+    @property
+    def blocks(self) -> Path:
+        """Where this rank's prepared blocks are. What changes their content changes the name."""
+        settings = self.settings
+        mixed = [(s.name, s.text, s.weight) for s in settings.sources]
+        facts = [
+            mixed, settings.dataset, settings.text_column, settings.pages_per_block,
+            settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
+            self.sequence_length, self.eos_id, self.vocabulary,
+            tokenizer_hash(self.tokenizer_path),
+        ]  # fmt: skip
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        return self.folder / "blocks" / f"rank{self.rank}-{name}"
+
+    @property
+    def cache(self) -> Path:
+        return self.settings.cache_dir or self.folder / "pages"
+
+
+def check_folder(spec: SourceSpec) -> None:
+    """Raises ConfigError when the folder of ``--data.source`` is none."""
+    if spec.folder is not None and not spec.folder.is_dir():
+        raise ConfigError(
+            f"--data.source {spec.text}: {spec.folder} is no folder, so there is nothing to train "
+            "on: correct the path"
+        )
+
+
+def open_rows(
+    settings: DataSettings, spec: SourceSpec, *, cache: Path | None, counts: Counts
+) -> PageSource:
+    """The source of one specification. ``cache``: folder for pages and indexes, None for none.
+
+    Raises ConfigError for a folder that is none, or for shards, which hold no rows.
+    """
+    check_folder(spec)
+    if spec.kind == "stdlib":
+        return StdlibSource()
+    if spec.kind == "hf":
+        size = round(settings.cache_gb * 1e9)
+        # httpx: for this source alone, and not for whoever only trains.
+        from .dataset_server import PageCache, RowsApiSource
+
+        return RowsApiSource(
+            settings=settings,
+            token=os.environ.get("HF_TOKEN"),  # Hugging Face's own convention
+            cache=PageCache(cache, limit_bytes=size) if cache and size > 0 else None,
+            counts=counts,
+        )
+    if spec.folder is None or spec.kind == "shards":
+        raise ConfigError(
+            f"--data.source {spec.text} holds tokens instead of rows of text, so pages cannot be "
+            "compared with other neurons': give another source here"
+        )
+    if spec.kind == "parquet":
+        return ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
+    lines = extra("line_files", wanted_by=f"--data.source {spec.text}")
+    opened: PageSource = lines.open_lines(
+        spec, text_key=settings.text_column, index=cache, counts=counts
+    )
+    return opened
+
+
+def open_source(settings: DataSettings) -> PageSource:
+    """The one source that ``--data.source`` names, without a cache. Raises ConfigError."""
+    sources = settings.sources
+    if len(sources) != 1:
+        raise ConfigError(
+            f"--data.source {settings.source} names several sources where one is needed: give one"
+        )
+    return open_rows(settings, sources[0], cache=None, counts=Counts())
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """What one source has for a block: int32 (tokens,), its pages with their tokens, and the pages
+    that could not be had."""
+
+    tokens: np.ndarray[Any, Any]
+    pages: list[tuple[str, int, str, int]]  # config, row, split, tokens
+    missing: list[str]
+
+
+class TokenSource(Protocol):
+    def block(self, block: int, pages: int) -> SourceTokens: ...
+
+
+class RowsTokens:
+    """Pages of rows as the page selection assigns them, tokenized in page order."""
+
+    def __init__(
+        self, spec: WorkerSpec, source: PageSource, tokenizer: TextTokenizer, counts: Counts
+    ) -> None:
+        self._spec = spec
+        self._source = source
+        self._tokenizer = tokenizer
+        self._counts = counts
+        self._pool = ThreadPoolExecutor(spec.settings.connections, "pages")
+
+    def block(self, block: int, pages: int) -> SourceTokens:
+        empty = np.zeros(0, dtype=np.int32)
+        try:
+            chosen = self._choose(block, pages)
+        except (PageUnavailable, ValueError) as error:
+            self._counts.add("pages_missing", pages)
+            return SourceTokens(empty, [], [str(error)])
+        pieces: list[np.ndarray[Any, Any]] = []
+        used: list[tuple[str, int, str, int]] = []
+        missing: list[str] = []
+        # Page order, not completion order.
+        for page, fetched in zip(chosen, self._pool.map(self._fetch, chosen), strict=True):
+            if isinstance(fetched, PageUnavailable):
+                self._counts.add("pages_missing")
+                missing.append(str(fetched))
+                continue
+            tokens = self._encode(fetched)
+            if not len(tokens):
+                self._counts.add("pages_empty")
+                missing.append(f"page {page[0]} {page[1]} has no text")
+                continue
+            pieces.append(tokens)
+            used.append((*page, len(tokens)))
+        return SourceTokens(np.concatenate(pieces) if pieces else empty, used, missing)
+
+    def _choose(self, block: int, pages: int) -> list[tuple[str, int, str]]:
+        table = self._source.num_rows()
+        dealt = pages_read_by(rank=self._spec.rank, world_size=self._spec.world_size, n_pages=pages)
+        of_rank = {
+            owner: select_pages(
+                uid=self._spec.uid,
+                local_rank=owner,
+                block=block,
+                n_pages=1 + max(number for other, number in dealt if other == owner),
+                num_rows=table,
+            )
+            for owner in {owner for owner, _ in dealt}
+        }
+        return [of_rank[owner][number] for owner, number in dealt]
+
+    def _fetch(self, page: tuple[str, int, str]) -> list[str] | PageUnavailable:
+        config, row, split = page
+        limit = self._spec.settings.rows_per_page
+        try:
+            return self._source.rows(config, row, split=split, limit=limit)
+        except PageUnavailable as error:
+            return error
+
+    def _encode(self, rows: Sequence[str]) -> np.ndarray[Any, Any]:
+        encoded = self._tokenizer.encode_fitting(
+            rows,
+            max_length=self._spec.settings.max_length,
+            vocabulary=self._spec.vocabulary,
+            counts=self._counts,
+        )
+        return np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A block whose tokens lie in ``path``; see :mod:`.shards`.
+
+    The header's ``extra`` has ``sources`` (sequences of each), ``pages`` ([source, config, row,
+    split, tokens]) in the order of the tokens, and ``digest``.
+    """
+
+    block: int
+    path: Path
+    sequences: int
+    seconds: float
+    missing: tuple[str, ...]
+    counts: dict[str, int]
+    kept: bool = False  # it was there already, from before a restart
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A block that could not be prepared."""
+
+    block: int
+    line: str
+
+
+class BlockMaker:
+    """Prepares blocks of one rank: every source's share, cut into sequences, in a file.
+
+    Raises ConfigError for a folder that is none.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self._counts = Counts()
+        self._tokenizer = TextTokenizer(spec.tokenizer_path, eos_id=spec.eos_id)
+        self._sources = spec.settings.sources
+        self._tokens: list[TokenSource] = [self._open(source) for source in self._sources]
+        self._pages = self._pages_per_source(spec.settings.pages_per_block)
+        self._folder = spec.blocks
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _open(self, source: SourceSpec) -> TokenSource:
+        if source.kind == "shards":
+            shards = extra("shard_source", wanted_by=f"--data.source {source.text}")
+            opened: TokenSource = shards.ShardTokens(self._spec, source, self._counts)
+            return opened
+        rows = _Reopened(
+            lambda: open_rows(
+                self._spec.settings, source, cache=self._spec.cache, counts=self._counts
+            )
+        )
+        return RowsTokens(self._spec, rows, self._tokenizer, self._counts)
+
+    def _pages_per_source(self, pages: int) -> list[int]:
+        if len(self._sources) == 1:
+            return [pages]
+        mixture = extra("mixture", wanted_by="--data.source with several sources")
+        shares: list[int] = mixture.pages_of([source.weight for source in self._sources], pages)
+        return shares
+
+    def prepare(self, block: int) -> Prepared:
+        """Raises OSError when the block cannot be written."""
+        started = time.monotonic()
+        path = self._folder / f"{block}{SUFFIX}"
+        kept = self._kept(block, path)
+        if kept is not None:
+            return replace(kept, counts=self._counts.take())
+        length = self._spec.sequence_length
+        parts, missing, pages, per_source = [], [], [], []
+        for source, tokens, n in zip(
+            self._sources,
+            self._tokens,
+            self._pages,
+            strict=True,
+        ):
+            had = tokens.block(block, n)
+            count = len(had.tokens) // length
+            parts.append(had.tokens[: count * length].reshape(count, length))
+            per_source.append(count)
+            pages += [[source.name, *page] for page in had.pages]
+            missing += [f"{source.name}: {line}" if source.name else line for line in had.missing]
+        sequences = np.concatenate(parts)
+        self._counts.add("blocks")
+        self._counts.add("tokens", sequences.size)
+        if len(sequences):  # a block without tokens is asked for again, not kept
+            write_shard(
+                path,
+                sequences,
+                tokenizer=self._tokenizer.hash,
+                eos_id=self._spec.eos_id,
+                vocabulary=self._tokenizer.vocabulary,
+                extra={
+                    "block": block,
+                    "sources": per_source,
+                    "pages": pages,
+                    "missing": missing,
+                    "digest": token_digest(sequences),
+                },
+                durable=False,  # it carries its checksum, and can be had again
+            )
+        return Prepared(
+            block=block,
+            path=path,
+            sequences=len(sequences),
+            seconds=time.monotonic() - started,
+            missing=tuple(missing),
+            counts=self._counts.take(),
+        )
+
+    def _kept(self, block: int, path: Path) -> Prepared | None:
+        """The block as it was prepared before a restart, so that positions in it still hold."""
+        try:
+            header, _ = open_shard(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, ShardError) as error:
+            log.warning("A kept block is damaged and is prepared again: %s", error)
+            return None
+        os.utime(path)
+        return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
+
+
+class _Reopened:
+    """A source opened when a block first needs it, and again for each next block while that fails:
+    its pages are missing then, those of other sources are not."""
+
+    def __init__(self, open_source: Callable[[], PageSource]) -> None:
+        self._open = open_source
+        self._source: PageSource | None = None
+
+    def num_rows(self) -> Mapping[str, int]:
+        if self._source is None:
+            self._source = self._open()
+        return self._source.num_rows()
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        assert self._source is not None  # pages are chosen by its rows
+        return self._source.rows(config, row, split=split, limit=limit)

@@ -1,0 +1,362 @@
+"""Read rows of a Hugging Face dataset over the datasets server, and keep fetched pages on disk.
+
+``GET /size?dataset=`` returns the configs and their row counts, ``GET /rows?dataset=&config=&split=
+&offset=&length=`` at most 100 rows (protocol page, section 5). Fetched pages stay in a folder of
+bounded size that several processes may share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import threading
+import time
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from distributed_training.common.files import write_bytes
+from distributed_training.config.settings import DataSettings
+
+from .page_source import Counts, PageUnavailable, usable_texts
+
+log = logging.getLogger(__name__)
+
+_SWEEP_EVERY = 32  # writes between two looks at the folder's size
+
+
+class PageCache:
+    """JSON values by key. The least recently used are deleted above ``limit_bytes``.
+
+    A file that is damaged counts as absent. A full disk or a folder that cannot be written costs
+    the cache, not the training: one line, then no more writes.
+    """
+
+    def __init__(self, folder: Path, *, limit_bytes: int) -> None:
+        self._folder = folder
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._writes = 0
+        self._usable = True
+
+    def get(self, key: str) -> Any | None:
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+            checksum, body = data[:4], data[4:]
+            if zlib.crc32(body).to_bytes(4, "big") != checksum:
+                raise ValueError("checksum")
+            stored = json.loads(zlib.decompress(body))
+            if stored["key"] != key:
+                return None
+            os.utime(path)  # the sweep looks at it
+            return stored["value"]
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError, zlib.error):
+            with contextlib.suppress(OSError):
+                path.unlink()
+            return None
+
+    def put(self, key: str, value: Any) -> None:
+        if not self._usable:
+            return
+        path = self._path(key)
+        body = zlib.compress(json.dumps({"key": key, "value": value}).encode(), 1)
+        try:
+            write_bytes(path, zlib.crc32(body).to_bytes(4, "big") + body, durable=False)
+        except OSError as error:
+            self._usable = False
+            log.warning(
+                "The cache of pages %s cannot be written (%s), so every page is fetched anew: make "
+                "room or give --data.cache_dir",
+                self._folder,
+                error.strerror,
+            )
+            return
+        with self._lock:
+            self._writes += 1
+            due = self._writes % _SWEEP_EVERY == 1
+        if due:
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Delete down to nine tenths of the bound, oldest use first."""
+        files = []
+        for path in self._folder.glob("??/*"):
+            with contextlib.suppress(OSError):
+                stat = path.stat()
+                files.append((stat.st_mtime, stat.st_size, path))
+        total = sum(size for _, size, _ in files)
+        if total <= self._limit:
+            return
+        for _, size, path in sorted(files):
+            if total <= self._limit * 0.9:
+                return
+            with contextlib.suppress(OSError):
+                path.unlink()
+            total -= size
+
+    def _path(self, key: str) -> Path:
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return self._folder / name[:2] / name[2:34]
+
+
+_MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
+_FIRST_WAIT, _MAX_WAIT = 0.5, 30.0
+_LONGEST_HOLD = 900.0  # whatever a server asks for
+_ASK_AGAIN = 300.0  # for the table, after a failure
+_WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
+_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
+
+
+class RowsApiSource:
+    """``/size`` and ``/rows`` with retries over a few connections that are kept open.
+
+    Of the settings, ``request_timeout`` covers one request with its body. ``request_attempts`` are
+    made for each page within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as
+    long as ``Retry-After`` asks; after a 429 all connections hold back, since the limit is on the
+    address. ``table_age``: how old the table of configs may get. ``token``: of Hugging Face.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: DataSettings,
+        token: str | None,
+        cache: PageCache | None,
+        counts: Counts,
+    ) -> None:
+        self._url = settings.rows_url.rstrip("/")
+        self._dataset = settings.dataset
+        self._text_column = settings.text_column
+        self._timeout = settings.request_timeout.total_seconds()
+        self._attempts = settings.request_attempts
+        self._page_deadline = settings.page_deadline.total_seconds()
+        self._table_age = settings.table_age.total_seconds()
+        self._cache = cache
+        self._counts = counts
+        self._client = httpx.Client(
+            headers={"Authorization": f"Bearer {token}"} if token else {},
+            timeout=self._timeout,
+            follow_redirects=True,
+            limits=httpx.Limits(max_connections=settings.connections),
+        )
+        self._lock = threading.Lock()
+        self._table: dict[str, int] = {}
+        self._table_at = 0.0  # time.time()
+        self._whole = True  # the table, or the server left out configs
+        self._ask_table_at = 0.0  # time.monotonic(): not before; after a failure
+        self._hold_until = 0.0  # time.monotonic()
+
+    # --- the table -----------------------------------------------------------------------------
+
+    def num_rows(self) -> Mapping[str, int]:
+        with self._lock:
+            if not self._table:
+                self._recall_table()
+            now = time.time()
+            # Kept while a clock was ahead, a table is of the future: that is no young one.
+            age = now - self._table_at
+            if self._table and self._whole and 0 <= age < self._table_age:
+                return self._table
+            if self._table and time.monotonic() < self._ask_table_at:
+                return self._table
+            try:
+                table, left_out = self._fetch_table()
+                if left_out and self._table and self._whole and 0 <= age < _WHOLE_TABLE_LASTS:
+                    raise PageUnavailable(f"the reply of /size leaves out {left_out} configs")
+            except PageUnavailable as error:
+                if not self._table:
+                    raise
+                self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
+                log.warning(
+                    "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
+                    self._dataset,
+                    error,
+                    age / 3600,
+                )
+                return self._table
+            if self._table and table != self._table:
+                # Every page after this is another one than before, also for the validators.
+                self._counts.add("table_changes")
+                log.warning(
+                    "The table of %s changed: %d configs (before: %d), %d of them new or of "
+                    "another size. Pages are drawn from the new one",
+                    self._dataset,
+                    len(table),
+                    len(self._table),
+                    sum(self._table.get(config) != rows for config, rows in table.items()),
+                )
+            self._keep_table(table, now, left_out)
+            return table
+
+    def _keep_table(self, table: dict[str, int], now: float, left_out: int) -> None:
+        """One that is not whole is asked for again soon, and not remembered over a restart."""
+        changed = table != self._table
+        self._table, self._table_at, self._whole = table, now, not left_out
+        if self._whole:
+            if self._cache is not None:
+                self._cache.put(self._table_key, {"at": now, "rows": table})
+            return
+        if changed:
+            log.warning(
+                "The table of %s leaves out %d configs, which the server still counts or could not "
+                "count: until it is whole, pages may differ from those of the validators",
+                self._dataset,
+                left_out,
+            )
+        self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
+
+    @property
+    def _table_key(self) -> str:
+        return f"size {self._url} {self._dataset}"
+
+    def _recall_table(self) -> None:
+        stored = self._cache.get(self._table_key) if self._cache is not None else None
+        if isinstance(stored, dict):
+            self._table = {str(config): int(rows) for config, rows in stored["rows"].items()}
+            self._table_at = float(stored["at"])
+
+    def _fetch_table(self) -> tuple[dict[str, int], int]:
+        """The table, and how many configs the server left out: jobs that wait, run or failed."""
+        reply = self._get("size", {"dataset": self._dataset})
+        try:
+            table = {
+                str(split["config"]): int(split["num_rows"])
+                for split in reply["size"]["splits"]
+                if split["config"] != "default"
+            }
+            left_out = sum(
+                entry.get("config") != "default"
+                for why in ("pending", "failed")
+                for entry in reply.get(why) or ()
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
+        if not table:
+            raise PageUnavailable(f"the reply of /size names no config of {self._dataset}")
+        return table, left_out
+
+    # --- pages ---------------------------------------------------------------------------------
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        key = f"rows {self._dataset} {config} {split} {row} {limit} {self._text_column}"
+        cached = self._cache.get(key) if self._cache is not None else None
+        if isinstance(cached, list):
+            self._counts.add("pages_from_cache")
+            return cached
+        reply = self._get(
+            "rows",
+            {
+                "dataset": self._dataset,
+                "config": config,
+                "split": split,
+                "offset": str(row),
+                "length": str(limit),
+            },
+        )
+        try:
+            entries = list(reply["rows"])
+            values = [entry["row"].get(self._text_column) for entry in entries]
+            truncated = sum(bool(entry.get("truncated_cells")) for entry in entries)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise PageUnavailable(f"the reply of /rows is not a page: {error!r}") from error
+        self._counts.add("rows_truncated_by_server", truncated)
+        if not entries:
+            raise PageUnavailable(f"{config} has no rows from {row} on")
+        texts = usable_texts(values, self._counts)
+        self._counts.add("pages_fetched")
+        if self._cache is not None:
+            self._cache.put(key, texts)
+        return texts
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def _get(self, path: str, query: Mapping[str, str]) -> Any:
+        """The JSON of a reply. Raises PageUnavailable when attempts or deadline are used up."""
+        wait, problem = _FIRST_WAIT, "not asked"
+        deadline = time.monotonic() + self._page_deadline
+        for attempt in range(self._attempts):
+            if not self._hold(deadline):
+                if not attempt:
+                    left = self._hold_until - time.monotonic()
+                    problem = f"the server asked to be left alone for {left:.0f} s more"
+                break
+            asked: float | None = None
+            try:
+                return _parse(self._request(path, query))
+            except httpx.HTTPStatusError as error:
+                status = error.response.status_code
+                problem = f"HTTP {status}"
+                self._counts.add(f"http_{status}")
+                if status not in _AGAIN:
+                    break  # asking again gives the same answer
+                asked = retry_after(error.response.headers.get("Retry-After"))
+                if status == 429:
+                    hold = wait if asked is None else min(asked, _LONGEST_HOLD)
+                    self._hold_until = time.monotonic() + hold
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
+                problem = f"{type(error).__name__}: {error}"
+                self._counts.add("http_failures")
+            if attempt + 1 == self._attempts:
+                break
+            pause = wait * random.uniform(0.5, 1.5)
+            pause = max(pause, asked or 0.0)
+            if time.monotonic() + pause >= deadline:
+                break
+            time.sleep(pause)
+            wait = min(2 * wait, _MAX_WAIT)
+        where = ", ".join(query[k] for k in ("config", "offset") if k in query)
+        raise PageUnavailable(f"/{path} {where or self._dataset}: {problem}")
+
+    def _hold(self, deadline: float) -> bool:
+        """Wait while the server wants to be left alone; False if that is beyond the deadline."""
+        while (pause := self._hold_until - time.monotonic()) > 0:
+            if time.monotonic() + pause >= deadline:
+                return False
+            time.sleep(pause + random.uniform(0, 0.2))  # not all connections at one instant
+        return True
+
+    def _request(self, path: str, query: Mapping[str, str]) -> bytes:
+        # httpx bounds each read; a body that trickles in is bounded here.
+        end = time.monotonic() + self._timeout
+        body = bytearray()
+        with self._client.stream("GET", f"{self._url}/{path}", params=dict(query)) as reply:
+            reply.raise_for_status()
+            for chunk in reply.iter_bytes():
+                body += chunk
+                if len(body) > _MAX_REPLY:
+                    raise ValueError(f"the reply is larger than {_MAX_REPLY} bytes")
+                if time.monotonic() > end:
+                    raise TimeoutError(f"the reply took longer than {self._timeout:g} s")
+        return bytes(body)
+
+
+def _parse(body: bytes) -> Any:
+    # Bytes that are not UTF-8 become lone surrogates: their rows are left out, the others used.
+    return json.loads(body.decode("utf-8", "surrogateescape"))
+
+
+def retry_after(value: str | None) -> float | None:
+    """Seconds that a ``Retry-After`` header asks for; it holds seconds or a date (RFC 9110)."""
+    if not value:
+        return None
+    try:
+        seconds = float(value)
+        return max(0.0, seconds) if math.isfinite(seconds) else None
+    except ValueError:
+        pass
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    except (ValueError, OverflowError):
+        return None

@@ -1,0 +1,128 @@
+"""Rows of text as the page selection addresses them, and the rows that training never sees.
+
+A :class:`PageSource` returns the rows of one page. Rows that hold no usable text are left out and
+counted. The first sequences of some blocks are *held out*: an upload is tried on them before it is
+sent, so they are never trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import tokenize
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from distributed_training.common.files import atomic_file
+
+#: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 5).
+MINIMUM_ROWS = 102
+
+
+class PageUnavailable(RuntimeError):
+    """A page, or the table of configs, cannot be had now. The message says why."""
+
+
+class PageSource(Protocol):
+    """Rows of text, addressed as the page selection does. Used from several threads at once."""
+
+    def num_rows(self) -> Mapping[str, int]:
+        """Rows of each config. Raises PageUnavailable."""
+        ...
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        """Texts of at most ``limit`` rows from row ``row`` on, in order; rows that are not text are
+        left out. Raises PageUnavailable, also for a page beyond the config's end."""
+        ...
+
+
+class Counts:
+    """What happened, by name; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counter: Counter[str] = Counter()
+
+    def add(self, name: str, amount: int = 1) -> None:
+        if amount:
+            with self._lock:
+                self._counter[name] += amount
+
+    def take(self) -> dict[str, int]:
+        """Counts since the last call."""
+        with self._lock:
+            taken, self._counter = self._counter, Counter()
+        return dict(taken)
+
+
+def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
+    """The values that can be trained on; the others are counted by what is wrong with them."""
+    texts = []
+    for value in values:
+        if not isinstance(value, str):
+            counts.add("rows_without_text")
+        elif not value:
+            counts.add("rows_empty")
+        elif not _is_unicode(value):
+            counts.add("rows_not_utf8")
+        else:
+            texts.append(value)
+    return texts
+
+
+def _is_unicode(text: str) -> bool:
+    """False for lone surrogates: what is left of bytes that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def large_enough(rows: Mapping[str, int], *, where: str, counts: Counts) -> dict[str, int]:
+    """The configs a page can be drawn from. Raises PageUnavailable if there are none."""
+    kept = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
+    counts.add("configs_too_small", len(rows) - len(kept))
+    if not kept:
+        most = max(rows.values(), default=0)
+        raise PageUnavailable(
+            f"{where}: the largest config has {most} rows and a page is drawn from at least "
+            f"{MINIMUM_ROWS}: add text"
+        )
+    return kept
+
+
+log = logging.getLogger(__name__)
+
+
+class HeldBack:
+    """Kept in ``path`` since they were first set aside, so that a restart holds back the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, count: int) -> np.ndarray[Any, Any] | None:
+        """(count, sequence_length), or None where there are not so many."""
+        try:
+            # Mapped: a damaged header may tell of more sequences than there is memory.
+            kept = np.load(self._path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError, OverflowError, SyntaxError):
+            return None
+        except (zipfile.BadZipFile, tokenize.TokenError):  # of what looks like another format
+            return None
+        if getattr(kept, "ndim", 0) != 2 or kept.dtype.kind not in "iu" or len(kept) < count:
+            return None
+        return np.array(kept[:count])
+
+    def keep(self, sequences: np.ndarray[Any, Any]) -> None:
+        """A full disk costs a line, and others are set aside after a restart."""
+        try:
+            with atomic_file(self._path, durable=False) as file:
+                np.save(file, sequences)
+        except OSError as error:
+            log.warning("What is held back from training could not be kept on disk: %s", error)

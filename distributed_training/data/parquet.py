@@ -1,0 +1,177 @@
+"""Rows of a local folder of Parquet files, as of a mirror of the dataset.
+
+Each folder that holds files is a config (the given folder itself is called ``root``); its rows are
+those of its files, sorted by name, one after the other.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .page_source import Counts, PageUnavailable, large_enough, usable_texts
+
+log = logging.getLogger(__name__)
+
+_KEPT_GROUPS = 8
+
+
+class _Files:
+    """Files in configs, and which of them holds a row."""
+
+    def __init__(self, folder: Path, suffixes: Sequence[str]) -> None:
+        self.folder = folder
+        self.paths: dict[str, list[Path]] = {}
+        for path in sorted(folder.rglob("*")):
+            hidden = any(p.startswith((".", "_")) for p in path.relative_to(folder).parts)
+            if path.suffix.lower() in suffixes and path.is_file() and not hidden:
+                config = path.parent.relative_to(folder).as_posix()
+                self.paths.setdefault("root" if config == "." else config, []).append(path)
+        if not self.paths:
+            raise PageUnavailable(f"{folder} holds no {' or '.join(suffixes)} files")
+        self.ends: dict[str, list[int]] = {}
+
+    def count(self, rows: Mapping[Path, int]) -> dict[str, int]:
+        """Rows of each config; a file without an entry is left out."""
+        self.paths = {c: [p for p in paths if p in rows] for c, paths in self.paths.items()}
+        self.ends = {
+            config: list(itertools.accumulate(rows[path] for path in paths))
+            for config, paths in self.paths.items()
+        }
+        return {config: ends[-1] if ends else 0 for config, ends in self.ends.items()}
+
+    def spans(self, config: str, row: int, limit: int) -> Iterator[tuple[Path, int, int]]:
+        """(file, first row, rows) covering ``limit`` rows from ``row`` on."""
+        ends = self.ends.get(config)
+        if not ends or row >= ends[-1]:
+            raise PageUnavailable(
+                f"{config} of {self.folder} has {ends[-1] if ends else 0} rows, none at {row}"
+            )
+        end = min(row + limit, ends[-1])
+        at = bisect.bisect_right(ends, row)
+        while row < end:
+            first = ends[at - 1] if at else 0
+            rows = min(end, ends[at]) - row
+            if rows > 0:
+                yield self.paths[config][at], row - first, rows
+            row += rows
+            at += 1
+
+
+class FolderSource:
+    """A folder of files of one kind: each is scanned once, unreadable ones are left out."""
+
+    suffixes: tuple[str, ...]
+
+    def __init__(self, folder: Path, *, counts: Counts) -> None:
+        self._files = _Files(folder, self.suffixes)
+        self._counts = counts
+        self._lock = threading.Lock()
+        self._table: dict[str, int] | None = None
+        self._all: dict[str, int] | None = None
+
+    def num_rows(self) -> Mapping[str, int]:
+        rows = self.all_rows()
+        with self._lock:
+            if self._table is None:
+                self._table = large_enough(rows, where=str(self._files.folder), counts=self._counts)
+            return self._table
+
+    def all_rows(self) -> dict[str, int]:
+        """Rows of each config, also of those too small for the page selection."""
+        with self._lock:
+            if self._all is None:
+                rows: dict[Path, int] = {}
+                for path in itertools.chain.from_iterable(self._files.paths.values()):
+                    try:
+                        rows[path] = self._scan(path)
+                    except (OSError, ValueError) as error:
+                        self._counts.add("files_unreadable")
+                        log.warning("%s is left out: %s", path, error)
+                self._all = self._files.count(rows)
+            return self._all
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        del split  # a folder has one
+        self.all_rows()
+        values: list[object] = []
+        for path, first, count in self._files.spans(config, row, limit):
+            try:
+                values += self._read(path, first, count)
+            except (OSError, ValueError) as error:
+                raise PageUnavailable(f"{path}, row {first}: {error}") from error
+        return usable_texts(values, self._counts)
+
+    def _scan(self, path: Path) -> int:
+        """Rows of a file. Raises OSError, ValueError."""
+        raise NotImplementedError
+
+    def _read(self, path: Path, first: int, count: int) -> list[Any]:
+        """Values of rows that the file has. Raises OSError, ValueError."""
+        raise NotImplementedError
+
+
+class ParquetSource(FolderSource):
+    """``*.parquet``; row groups are read whole and the last few kept."""
+
+    suffixes = (".parquet",)
+
+    def __init__(self, folder: Path, *, text_column: str, counts: Counts) -> None:
+        super().__init__(folder, counts=counts)
+        self._column = text_column
+        self._group_ends: dict[Path, list[int]] = {}
+        self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
+
+    def _scan(self, path: Path) -> int:
+        import pyarrow.parquet as pq
+
+        meta = pq.read_metadata(path)  # Arrow's errors are OSErrors and ValueErrors
+        if self._column not in meta.schema.to_arrow_schema().names:
+            raise ValueError(f"it has no column {self._column!r}: see --data.text_column")
+        groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
+        self._group_ends[path] = list(itertools.accumulate(groups))
+        return int(meta.num_rows)
+
+    def _read(self, path: Path, first: int, count: int) -> list[Any]:
+        ends = self._group_ends[path]
+        values: list[Any] = []
+        group = bisect.bisect_right(ends, first)
+        while count > 0:
+            begin = ends[group - 1] if group else 0
+            here = min(count, ends[group] - first)
+            values += self._group(path, group)[first - begin : first - begin + here]
+            first, count, group = first + here, count - here, group + 1
+        return values
+
+    def _group(self, path: Path, group: int) -> list[Any]:
+        import pyarrow.parquet as pq
+
+        with self._lock:  # one thread decodes, the others find it done
+            if (path, group) not in self._groups:
+                with pq.ParquetFile(path) as file:
+                    table = file.read_row_group(group, columns=[self._column], use_threads=False)
+                self._groups[path, group] = _texts(table.column(0))
+                while len(self._groups) > _KEPT_GROUPS:
+                    self._groups.popitem(last=False)
+            self._groups.move_to_end((path, group))
+            return self._groups[path, group]
+
+
+def _texts(column: Any) -> list[Any]:
+    """Values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
+    import pyarrow as pa
+
+    if pa.types.is_string(column.type):
+        column = column.cast(pa.binary())  # Arrow does not check what a file claims to be UTF-8
+    elif pa.types.is_large_string(column.type):
+        column = column.cast(pa.large_binary())
+    return [
+        value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
+        for value in column.to_pylist()
+    ]

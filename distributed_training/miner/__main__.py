@@ -1,0 +1,32 @@
+"""The miner as a program: train, upload and average until a stop.
+
+    python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
+    torchrun --nproc_per_node 4 -m distributed_training.miner ...     the same, without a launcher
+
+Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
+them when one fails, forwards a stop and cleans up. ``dt-miner`` and ``neurons/miner.py`` are the
+same program. Exit status: :class:`~distributed_training.common.processes.ExitStatus`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the launcher, or one rank where ``RANK`` is set. Return the exit status."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "RANK" in os.environ:
+        from distributed_training.common.processes import leave
+        from distributed_training.miner.start import run_rank
+
+        leave(run_rank(argv))
+    from distributed_training.miner.launcher import launch
+
+    return launch(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

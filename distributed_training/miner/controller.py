@@ -1,0 +1,192 @@
+"""Rank 0's side of the loop: one queue of events in, one command per boundary out.
+
+Threads and processes of rank 0 (signed HTTP server, swarm, uploader, watch of the global bucket,
+signals) only ever post events; so does the loop with the result of each command. At each boundary
+the controller drains the queue. Every event first goes to the subscribers, who may answer with
+events that follow at once (uploads request a snapshot of the step that just ended); then
+:func:`~.state_machine.decide` returns orders and tasks. Tasks start here; a round of the swarm runs
+in a thread of its own, so the loop never waits for a network. Orders wait for their boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
+from distributed_training.swarm import HivemindSwarm
+
+from . import state_machine as ev
+from .block_list import BlockList
+from .global_state import GlobalEpoch
+from .state_machine import Command, DataOrder, Given, MinerState, Order, Rules, Task, decide, trains
+
+log = logging.getLogger(__name__)
+
+
+class Averaging:
+    """Each :meth:`start` is answered by exactly one ``Averaged`` or ``RoundFailed``."""
+
+    def __init__(self, *, swarm: HivemindSwarm, post: Callable[[ev.Event], None]) -> None:
+        self._swarm = swarm
+        self._post = post
+        self._cancelled = threading.Event()  # the round of the last start
+
+    def start(self, request: RoundRequest) -> None:
+        self._cancelled = threading.Event()
+        arguments = (request, self._cancelled)
+        threading.Thread(target=self._run, args=arguments, name="averaging", daemon=True).start()
+
+    def cancel(self) -> None:
+        self._cancelled.set()  # its thread may not have come to the swarm yet
+        self._swarm.cancel()
+
+    def _run(self, request: RoundRequest, cancelled: threading.Event) -> None:
+        try:
+            result = self._swarm.average(request, cancelled=cancelled)
+        except AllReduceError as error:
+            self._post(ev.RoundFailed(error.fault, error.detail))
+        except Exception as error:  # a round must end whatever happens, or the miner waits for ever
+            log.exception("The swarm failed with an unexpected error; please report it")
+            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
+        else:
+            self._post(ev.Averaged(result))
+
+
+#: Sees each event with the state it finds; what it returns is handled before anything else.
+Subscriber = Callable[[ev.Event, MinerState], Iterable[ev.Event] | None]
+
+#: How long a boundary waits for an event when there is nothing to do: the other ranks sit in the
+#: broadcast for that long.
+_IDLE_WAIT = timedelta(milliseconds=200)
+
+
+class Controller:
+    """Decides what all ranks do next. ``tick``: how often deadlines are looked at."""
+
+    def __init__(
+        self,
+        *,
+        state: MinerState,
+        rules: Rules,
+        events: queue.SimpleQueue[ev.Event],
+        blocks: BlockList,
+        averaging: Averaging,
+        global_epoch: GlobalEpoch,
+        clock: Callable[[], float] = time.monotonic,
+        tick: timedelta = timedelta(seconds=1),
+    ) -> None:
+        self.state = state
+        self._rules = rules
+        self._events = events
+        self._blocks = blocks
+        self._averaging = averaging
+        self._global_epoch = global_epoch
+        self._clock = clock
+        self._tick = tick.total_seconds()
+        self._last_tick = -math.inf
+        self._pending: deque[Order] = deque()
+        self._subscribers: list[Subscriber] = [blocks.see]
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Show it every event from now on, after those that subscribed before."""
+        self._subscribers.append(subscriber)
+
+    def post(self, event: ev.Event) -> None:
+        """From any thread: something happened. Returns at once."""
+        self._events.put(event)
+
+    def next_command(self) -> Command:
+        """The command of this boundary. Waits at most 0.2 s when there is nothing to do."""
+        self.drain()
+        now = self._clock()
+        if now - self._last_tick >= self._tick:
+            self._last_tick = now
+            self._handle(ev.Tick(now))
+        may_train = trains(self.state.mode) and not self._pending
+        data = self._blocks.on_boundary(may_begin=may_train)
+        if self._pending:
+            return self._command(self._pending.popleft(), data)
+        if may_train and (data.begin or self._blocks.available):
+            return Command(Order.TRAIN, 0, data)
+        if not data.request:
+            self._wait_for_event()
+        return Command(Order.WAIT_FOR_DATA if may_train else Order.IDLE, 0, data)
+
+    def drain(self) -> None:
+        """Handle every event that was posted until now."""
+        while True:
+            try:
+                event = self._events.get_nowait()
+            except queue.Empty:
+                return
+            self._handle(event)
+
+    def _wait_for_event(self) -> None:
+        try:
+            event = self._events.get(timeout=_IDLE_WAIT.total_seconds())
+        except queue.Empty:
+            return
+        self._handle(event)
+
+    def _handle(self, event: ev.Event) -> None:
+        for subscriber in self._subscribers:
+            for follows in subscriber(event, self.state) or ():
+                self._handle(follows)
+        before = self.state.mode
+        self.state, orders = decide(self.state, event, self._rules)
+        if self.state.mode is not before:
+            self._handle(ev.ModeChanged(before, self.state.mode))
+        for order in orders:
+            if isinstance(order, Task):
+                self._start(order)
+                continue
+            if order is Order.STOP:
+                self._pending.clear()  # nothing that was wanted before matters now
+            self._pending.append(order)
+
+    def _start(self, task: Task) -> None:
+        state = self.state
+        match task:
+            case Task.AVERAGE:
+                assert state.round is not None
+                self._averaging.start(state.round)
+            case Task.CANCEL_AVERAGE:
+                self._averaging.cancel()
+            case Task.COMPARE_EPOCHS:
+                self._global_epoch.compare_soon()
+            case Task.COMPARE_WEIGHTS:
+                self._global_epoch.compare_weights(state.outer_step)
+            case Task.FETCH_GLOBAL:
+                assert state.fetch_target is not None
+                self._global_epoch.fetch(state.fetch_target)
+            case Task.REFUSE_GLOBAL:
+                self._global_epoch.refuse_fetched()
+
+    def _command(self, order: Order, data: DataOrder) -> Command:
+        """``order`` with its number and what rank 0 adds, as they are now that its turn came."""
+        state, blocks, request = self.state, self._blocks, DataOrder(data.request)
+        match order:
+            case Order.LOAD | Order.REBASE:
+                # A roll-back to another epoch may have come between: then it is a load.
+                order = Order.REBASE if state.rebase else Order.LOAD
+                target = state.fetch_target or 0
+                return Command(order, target, request, Given(folder=state.fetched))
+            case Order.SNAPSHOT:
+                return Command(order, blocks.chain_block(), request, Given(blocks=blocks.blocks()))
+            case Order.CHECKPOINT:
+                return Command(order, 0, request, self._kept())
+            case Order.STOP:
+                return Command(order, state.exit_status, request, self._kept())
+            case _:
+                return Command(order, 0, request)
+
+    def _kept(self) -> Given:
+        kept = {"rank_zero": {"blocks": self._blocks.state()}}
+        return Given(blocks=self._blocks.blocks(), kept=kept)

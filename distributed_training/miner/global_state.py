@@ -1,0 +1,547 @@
+"""The global bucket as a miner uses it: its outer step, its files, and our drift from it.
+
+The validator that owns the bucket publishes the global state there after each round: the model's
+``config.json`` and ``model.safetensors`` and the ``outer_optimizer.pt``. Its read keys stand in
+that validator's commitment on the chain. A start waits for both (:func:`open_global_bucket`,
+:func:`first_global_state`); later a thread of rank 0 watches the bucket. It only ever posts events:
+a bucket that does not answer, or a state that is refused, never stops training.
+
+A peer that is lost in the middle of a transfer leaves the survivors of a round with averages that
+differ in parts, and outer steps are compared by number alone. So after a round, once the validator
+has published, this miner reads a few slices of the global ``model.safetensors`` and compares them
+with the weights it began the outer step with (rank 0's rows of them).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from distributed_training import __version__
+from distributed_training.chain.base import Chain, ChainError
+from distributed_training.common.backoff import doubling
+from distributed_training.common.files import read_json_object, write_json
+from distributed_training.config import Config
+from distributed_training.protocol import keys, names
+from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
+from distributed_training.protocol.pt_file import safetensors_table
+from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.s3 import (
+    AccessDeniedError,
+    DeadlineError,
+    S3ObjectStore,
+    StoppedError,
+    StoreError,
+)
+
+from . import state_machine as ev
+
+#: Of float32 weights that went through the same arithmetic in another order.
+TOLERANCE = 1e-4
+SLICES = 48
+SLICE_ROWS_BYTES = 256 * 1024
+
+#: (first byte, bytes) of the object -> its content.
+ReadRange = Callable[[int, int], bytes]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a parameter, as this rank holds them: float32, ``first`` is the first one's index."""
+
+    name: str
+    first: int
+    values: Tensor
+
+
+class NotComparable(ValueError):
+    """The object is not a float32 safetensors file with our parameters; the message says why."""
+
+
+def drift(
+    rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int, slices: int = SLICES
+) -> float:
+    """The largest difference found, relative to the largest weight of its slice.
+
+    ``size``: bytes of the whole object.
+
+    Reads the header and ``slices`` slices of at most 256 KiB, chosen at random among all rows by
+    their size. Raises NotComparable, and what ``read`` raises.
+    """
+    try:
+        table = safetensors_table(read, size)
+    except ValueError as error:
+        raise NotComparable(f"it is not a whole safetensors file: {error}") from None
+    chosen = random.Random(seed)
+    usable = [item for item in rows if item.values.numel()]
+    weights = [item.values.numel() for item in usable]
+    largest = 0.0
+    for item in chosen.choices(usable, weights, k=slices):
+        row_bytes = 4 * item.values[0].numel()
+        count = max(1, min(len(item.values), SLICE_ROWS_BYTES // row_bytes))
+        start = chosen.randrange(len(item.values) - count + 1)
+        entry = table.get(item.name)
+        if entry is None or entry.dtype != "F32":
+            raise NotComparable(f"it holds no float32 {item.name}")
+        at = (item.first + start) * row_bytes
+        if at + count * row_bytes > entry.size or entry.shape[1:] != item.values.shape[1:]:
+            raise NotComparable(f"{item.name} has another shape")
+        data = read(entry.start + at, count * row_bytes)
+        theirs = torch.frombuffer(bytearray(data), dtype=torch.float32)
+        ours = item.values[start : start + count].reshape(-1)
+        scale = max(float(theirs.abs().max()), 1e-12)
+        difference = float((ours - theirs).abs().max()) / scale
+        if not difference <= largest:  # NaN counts as the largest
+            largest = difference
+    return largest
+
+
+log = logging.getLogger(__name__)
+
+_REFUSED = "refused.json"  # in a state's folder
+_SAY_AGAIN = 300.0  # seconds between two lines of a start that waits
+_EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
+_LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
+_FETCH_AGAIN = timedelta(seconds=1)  # a state that is refused: doubled by each refusal
+_FETCH_AGAIN_LONGEST = timedelta(minutes=5)
+
+_T = TypeVar("_T")
+
+
+class GlobalUnavailableError(RuntimeError):
+    """The global state cannot be had now; the message says why."""
+
+
+class GlobalEmptyError(GlobalUnavailableError):
+    """Nothing was published yet."""
+
+
+class GlobalSilentError(GlobalUnavailableError):
+    """The store does not answer."""
+
+
+class GlobalRefusedError(GlobalUnavailableError):
+    """The global state could not be loaded when it was tried; ``folder`` holds its files."""
+
+    def __init__(self, folder: Path, problem: str) -> None:
+        super().__init__(
+            f"{folder.name} of the global bucket was refused: {problem}; it is neither downloaded "
+            f"nor loaded again before another one is published; to try it, delete "
+            f"{folder / _REFUSED}"
+        )
+        self.folder = folder
+
+
+class StopBeforeStart(RuntimeError):
+    """A stop was asked for while the start waited."""
+
+
+class GlobalBucket:
+    """``folder`` keeps the states fetched, one ``epoch-N`` each: a restart need not download.
+
+    ``moved``: whether its owner published other read keys, perhaps of another account, since;
+    asked before each use, so it must not wait. ``renew`` is asked then, and when the read keys are
+    refused: the bucket with the keys of now, None if they are the same or unusable. All methods
+    raise :class:`GlobalUnavailableError` with a line that says why, and StoppedError after
+    :meth:`stop`, which nobody has to hear of.
+    """
+
+    def __init__(
+        self,
+        *,
+        remote: RemoteState,
+        run: int,
+        folder: Path,
+        renew: Callable[[], RemoteState | None] = lambda: None,
+        moved: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._remote = remote
+        self._run = run
+        self.run_seen: int | None = None  # of the bucket, when it was last looked at
+        self._folder = folder
+        self._renew = renew
+        self._moved = moved
+
+    def _read(self, operation: Callable[[RemoteState], _T]) -> _T:
+        if self._moved():  # the old bucket may stay as it was for weeks
+            self._remote = self._renew() or self._remote
+        try:
+            return operation(self._remote)
+        except AccessDeniedError:
+            renewed = self._renew()
+            if renewed is None:
+                raise
+            self._remote = renewed
+            return operation(renewed)
+
+    def outer_step(self) -> int:
+        """Of the root metadata, which its owner writes last."""
+        with _unavailable():
+            metadata = self._read(lambda remote: remote.metadata())
+        if metadata is None:
+            raise GlobalEmptyError("the global bucket is empty so far")
+        self.run_seen = metadata.run
+        if metadata.run != self._run:
+            raise GlobalUnavailableError(
+                f"the global bucket is of run {metadata.run}, this miner of run {self._run}: "
+                "upgrade the miner"
+            )
+        return metadata.outer_step
+
+    def fetch(self, outer_step: int) -> Path:
+        """Return the folder of that epoch's config.json, model.safetensors and outer_optimizer.pt,
+        checked. Raises GlobalRefusedError for a state that :func:`refuse` was called for."""
+        with _unavailable():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            folder = self._read(lambda remote: remote.fetch(outer_step, self._folder))
+        for old in self._folder.glob("epoch-*"):
+            number = old.name.partition("-")[2]
+            if number.isdigit() and int(number) < outer_step - 1:
+                shutil.rmtree(old, ignore_errors=True)
+        refusal = read_json_object(folder / _REFUSED) or {}
+        if refusal.get("version") == __version__:
+            raise GlobalRefusedError(folder, str(refusal.get("problem")))
+        return folder
+
+    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
+        """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
+        with _unavailable():
+            key = keys.epoch_key(outer_step, keys.MODEL)
+            size, read = self._read(lambda remote: remote.reader(key))
+            return drift(rows, read, size=size, seed=outer_step)
+
+    def on_disk(self) -> tuple[int, Path] | None:
+        """Return the newest outer step that was fetched whole, and its folder."""
+        found = [
+            (int(number), folder)
+            for folder in self._folder.glob("epoch-*")
+            if (number := folder.name.partition("-")[2]).isdigit()
+        ]
+        return max(found, default=None)
+
+    def stop(self) -> None:
+        """End a fetch under way; what was fetched stays for the next."""
+        self._remote.stop()
+
+
+@contextlib.contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except StoppedError:
+        raise
+    except (StoreError, NotComparable, OSError) as error:
+        silent = isinstance(error, DeadlineError) or getattr(error, "retryable", False)
+        raise (GlobalSilentError if silent else GlobalUnavailableError)(str(error)) from None
+
+
+def refuse(folder: Path, problem: str) -> None:
+    """Note that this version of the miner cannot load the state in ``folder``.
+
+    The files stay, since they are the bucket's until other ones are published: deleted ones would
+    be downloaded again by every start, tens of gigabytes each time.
+    """
+    with contextlib.suppress(OSError):  # a full disk: it is tried once more
+        write_json(folder / _REFUSED, {"version": __version__, "problem": problem})
+
+
+def model_config(folder: Path) -> dict[str, Any]:
+    """``config.json`` of a fetched state (checked when it was fetched)."""
+    content: dict[str, Any] = json.loads((folder / keys.CONFIG).read_bytes())
+    return content
+
+
+# --- at the start -------------------------------------------------------------------------------
+
+
+def open_global_bucket(
+    config: Config, chain: Chain, folder: Path, wanted: Callable[[], bool]
+) -> GlobalBucket:
+    """Its read credentials stand in the master hotkey's commitment; waits for them.
+
+    Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
+    master = config.miner.master_ss58_address
+    waiting = _Waiting("if for long: is --neuron.master_ss58_address the subnet's?")
+    text = ""
+
+    def open_bucket() -> RemoteState:
+        nonlocal text
+        committed = chain.commitment(master) or ""
+        remote = _remote_state(config, parse_commitment(committed))
+        text = committed
+        return remote
+
+    def moved() -> bool:
+        try:
+            return (chain.commitment(master) or "") != text
+        except ChainError:
+            return False
+
+    def renew() -> RemoteState | None:
+        try:
+            if not moved():
+                return None
+            remote = open_bucket()
+        except (ValueError, ChainError):
+            return None
+        log.info("The master hotkey committed other read keys: the global bucket is read with them")
+        return remote
+
+    while True:
+        try:
+            remote = open_bucket()
+            break
+        except (ValueError, ChainError) as error:  # none, of no account, or not read yet
+            waiting.say(f"Waiting for the commitment of the master hotkey {master} ({error})")
+        pause(wanted)
+    return GlobalBucket(
+        remote=remote, run=names.RUN, folder=folder / "global", renew=renew, moved=moved
+    )
+
+
+def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState:
+    bucket = config.store.global_model_name
+    return RemoteState(
+        store=S3ObjectStore.of_peer(config.store, bucket=bucket, credentials=credentials),
+        deadline=config.store.longest_transfer,
+        concurrency=config.store.concurrency,
+    )
+
+
+def first_global_state(
+    bucket: GlobalBucket, wanted: Callable[[], bool], *, resumes: bool = False
+) -> tuple[int, Path, bool]:
+    """Return the present epoch, the folder with its files, and whether the bucket showed it; wait
+    until there is one.
+
+    ``resumes``: there is a checkpoint to train from, so a state that was refused will do, and
+    while the store does not answer the newest one on the disk.
+    """
+    waiting = _Waiting("if it stays so: check the network of this machine, or update the miner")
+    target, failures, not_before = -1, 0, 0.0
+    while True:
+        try:
+            outer_step = bucket.outer_step()
+            if outer_step != target:
+                target, failures, not_before = outer_step, 0, 0.0
+            if time.monotonic() >= not_before:
+                try:
+                    return outer_step, bucket.fetch(outer_step), True
+                finally:  # what is refused was downloaded whole, and every miner does that
+                    failures += 1
+                    wait = doubling(failures, first=_FETCH_AGAIN, longest=_FETCH_AGAIN_LONGEST)
+                    not_before = time.monotonic() + wait.total_seconds()
+        except GlobalUnavailableError as error:
+            if resumes and isinstance(error, GlobalRefusedError):
+                return outer_step, error.folder, True
+            found = bucket.on_disk() if resumes and isinstance(error, GlobalSilentError) else None
+            if found is not None:
+                log.warning(
+                    "The global bucket does not answer (%s): starting from the disk with outer "
+                    "step %d, fetched %.0f minutes ago, or a later checkpoint. The bucket is asked "
+                    "again in the background; no round is joined before it answers",
+                    error,
+                    found[0],
+                    (time.time() - found[1].stat().st_mtime) / 60,
+                )
+                return *found, False
+            expected = isinstance(error, GlobalEmptyError)
+            waiting.say(f"Waiting for the global state: {error}", expected=expected)
+        pause(wanted)
+
+
+class _Waiting:
+    """Log what a start waits for: when that changes, and every five minutes.
+
+    What is expected, an empty bucket at first, is no warning in its first ten minutes.
+    """
+
+    def __init__(self, advice: str) -> None:
+        self._advice = advice
+        self._said, self._said_at = "", 0.0
+        self._began = time.monotonic()
+
+    def say(self, what: str, *, expected: bool = False) -> None:
+        now = time.monotonic()
+        if what == self._said and now - self._said_at < _SAY_AGAIN:
+            return
+        self._said, self._said_at = what, now
+        early = expected and now - self._began < _EXPECTED
+        level = logging.INFO if early else logging.WARNING
+        log.log(level, "%s. Training cannot begin before; %s", what, self._advice)
+
+
+def pause(wanted: Callable[[], bool]) -> None:
+    """Before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
+    deadline = time.monotonic() + _LOOK_AGAIN
+    while time.monotonic() < deadline:
+        if not wanted():
+            raise StopBeforeStart
+        time.sleep(0.05)
+
+
+_ATTEMPTS = 3  # at a fetch, before it is given up with an event
+_SHORT = 30.0  # seconds: a fetch that failed later has used its time, and what waits for it goes on
+_LONGEST_WAIT = timedelta(minutes=1)  # between two of them
+
+
+class GlobalEpoch:
+    """Compares and fetches in a thread of its own.
+
+    ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
+    failed fetch, doubled by each further one. ``epoch_start``: our outer step and what its global
+    weights are compared with; called in this thread.
+    """
+
+    def __init__(
+        self,
+        *,
+        bucket: GlobalBucket,
+        post: Callable[[ev.Event], None],
+        interval: timedelta,
+        epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
+        retry: timedelta = timedelta(seconds=5),
+    ) -> None:
+        self._bucket = bucket
+        self._post = post
+        self._interval = interval.total_seconds()
+        self._epoch_start = epoch_start
+        self._retry = retry
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._target: int | None = None  # to fetch
+        self._fetched: Path | None = None
+        self._compare_weights: int | None = None  # the outer step to compare
+        self._unavailable_since: float | None = None
+        self._seen: int | None = None
+        self._drift_unknown = False  # told already
+        self._thread = threading.Thread(target=self._run, name="global-epoch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def compare_soon(self) -> None:
+        """Answered by GlobalEpochSeen, unless the bucket cannot be read."""
+        self._wake.set()
+
+    def fetch(self, outer_step: int) -> None:
+        """Fetch that epoch in the background; answered by GlobalFetched or GlobalFetchFailed."""
+        self._target = outer_step
+        self._wake.set()
+
+    def refuse_fetched(self) -> None:
+        """Note that the state fetched last does not fit this model: it is not loaded again."""
+        if self._fetched is not None:
+            refuse(self._fetched, "it does not fit this model")
+
+    def compare_weights(self, outer_step: int) -> None:
+        """Answered by WeightsCompared, unless the bucket cannot be read."""
+        self._compare_weights = outer_step
+        self._wake.set()
+
+    def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """Ends a download; waits at most ``timeout`` for a request in flight."""
+        self._closed.set()
+        self._wake.set()
+        self._bucket.stop()
+        if self._thread.is_alive():
+            self._thread.join(timeout.total_seconds())
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.wait(self._interval)
+            self._wake.clear()
+            if self._closed.is_set():
+                return
+            target, self._target = self._target, None
+            try:
+                self._look(target)
+            except StoppedError:
+                return  # a clean end: nothing of it is worth a line
+            except Exception as error:  # this thread gone, a load would be waited for for ever
+                log.exception("Unexpected error while reading the global bucket; please report it")
+                if target is not None:
+                    self._post(ev.GlobalFetchFailed(repr(error), time.monotonic()))
+
+    def _look(self, target: int | None) -> None:
+        if target is not None:
+            self._compare_weights = None  # with an epoch's start that is about to be another
+            self._fetch(target)
+            return
+        self._compare_epochs()
+        compare, self._compare_weights = self._compare_weights, None
+        if compare is not None:
+            self._look_for_drift(compare)
+
+    def _compare_epochs(self) -> None:
+        try:
+            seen = self._bucket.outer_step()
+        except GlobalUnavailableError as error:
+            if self._unavailable_since is None:
+                self._unavailable_since = time.monotonic()
+                log.warning("The global bucket does not answer (%s). Training goes on.", error)
+            return
+        if self._unavailable_since is not None:
+            log.info(
+                "The global bucket answers again after %.0f s",
+                time.monotonic() - self._unavailable_since,
+            )
+            self._unavailable_since = None
+        self._seen = seen
+        self._post(ev.GlobalEpochSeen(seen, time.monotonic()))
+
+    def _look_for_drift(self, outer_step: int) -> None:
+        ours, rows = self._epoch_start()
+        if not rows or ours != outer_step:
+            return
+        try:
+            found = self._bucket.drift(outer_step, rows)
+        except GlobalUnavailableError as error:
+            if self._compare_weights is None and self._seen in (None, outer_step):
+                self._compare_weights = outer_step  # at the next look
+            if not self._drift_unknown:
+                log.warning("The global weights could not be compared with ours yet: %s", error)
+            self._drift_unknown = True
+            return
+        self._drift_unknown = False
+        if self._epoch_start()[0] != outer_step:  # a round was faster
+            return
+        same = found <= TOLERANCE
+        if not same:
+            log.warning(
+                "Our weights of outer step %d are not the global ones (difference %.1e): the "
+                "global state is taken as the epoch's start, what was trained since is kept",
+                outer_step,
+                found,
+            )
+        self._post(ev.WeightsCompared(outer_step, same))
+
+    def _fetch(self, outer_step: int) -> None:
+        began = time.monotonic()
+        for failures in range(1, _ATTEMPTS + 1):
+            try:
+                self._fetched = self._bucket.fetch(outer_step)
+            except GlobalUnavailableError as error:
+                detail = str(error)
+            else:
+                self._post(ev.GlobalFetched(self._fetched))
+                return
+            wait = doubling(failures, first=self._retry, longest=_LONGEST_WAIT)
+            if time.monotonic() - began > _SHORT:
+                break
+            if failures < _ATTEMPTS and self._closed.wait(wait.total_seconds()):
+                return
+        self._post(ev.GlobalFetchFailed(detail, time.monotonic()))

@@ -1,0 +1,455 @@
+"""Rank 0's services, opened from the configuration: wallet, chain, buckets, swarm and server.
+
+Each may take long or fail. All are opened before a model is built, so that a missing key or an
+unregistered hotkey is reported at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distributed_training import __version__
+from distributed_training.chain.base import Chain, find
+from distributed_training.chain.identity import AddressUnknown, external_ip
+from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
+from distributed_training.chain.registration import MISSING_FOR, RegistrationRecord, believable
+from distributed_training.chain.server import MinerCallbacks, SignedServer
+from distributed_training.common.backoff import Throttle
+from distributed_training.common.memory import ModelShape
+from distributed_training.config import Config, ConfigError
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.global_state import (
+    GlobalBucket,
+    GlobalEpoch,
+    Rows,
+    first_global_state,
+    model_config,
+    open_global_bucket,
+    pause,
+)
+from distributed_training.miner.ranks import Ranks
+from distributed_training.miner.round_clock import RoundClock
+from distributed_training.node import buckets, identity
+from distributed_training.node.failures import Deregistered, NetworkFailure, NotRegistered
+from distributed_training.node.identity import (
+    Member,
+    join_subnet,
+    keep_state,
+    refuse_second_node,
+    seconds_per_block,
+)
+from distributed_training.node.start import fetch_tokenizer
+from distributed_training.protocol import lines, names, schedule
+from distributed_training.protocol.types import RoundRequest
+from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.s3 import StoreError
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.store.uploader import Uploader
+from distributed_training.swarm import (
+    HivemindSwarm,
+    HostLaunch,
+    SwarmUnavailable,
+    launch_host,
+)
+from distributed_training.telemetry import MetricsFile
+
+log = logging.getLogger(__name__)
+
+REGISTRATION_FILE = "registration.json"  # in the run folder
+#: While a start waits for the registration: between two questions to another chain endpoint, two
+#: lines in the log, two writes of the metrics and of how long it has waited.
+ASK_ANOTHER, SAY_AGAIN, KEEP = timedelta(minutes=5), timedelta(minutes=30), timedelta(minutes=5)
+#: Neurons that were not read for so long, beyond the interval, say nothing about us.
+SILENT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rank 0 found out and every rank needs; JSON-able."""
+
+    uid: int = 0
+    model_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str = ""
+    eos_id: int = 0
+    global_outer_step: int = 0
+    global_seen: bool = True  # in the bucket; else it is the newest on rank 0's disk
+    first_block: int = 0  # of the chain: what a fresh start trains on first
+    hotkey: str = ""
+    problem: str = ""  # why there is no start; the other ranks leave quietly then
+
+
+@dataclass(frozen=True)
+class Published:
+    """What our bucket held when this process started; None: nothing, or it could not be read."""
+
+    at: float | None = None  # time.monotonic() of its newest gradients.pt
+    newest_block: int | None = None  # of the block list beside it
+
+
+@dataclass
+class Outside:
+    """What :func:`connect` found, and what it can open."""
+
+    config: Config
+    folder: Path
+    swarm_launch: HostLaunch
+    member: Member
+    published: Published
+    ip: str  # validators reach us at
+    commitment: str  # our read credentials, as the chain holds them
+    bucket: str
+    global_bucket: GlobalBucket
+    global_folder: Path
+    facts: Facts
+
+    @property
+    def hotkey(self) -> str:
+        return self.member.hotkey
+
+    @property
+    def chain(self) -> Chain:
+        return self.member.chain
+
+    @property
+    def uid(self) -> int:
+        return self.member.uid
+
+    def upload_schedule(self) -> UploadSchedule:
+        settings = self.config.store
+        return UploadSchedule(
+            upload_steps=settings.upload_steps,
+            minimum_inner_step=settings.minimum_valid_inner_step,
+            age_limit=settings.age_limit,
+            slack=settings.upload_slack,
+            published_at=self.published.at,
+        )
+
+    def round_clock(self) -> RoundClock:
+        """The public validator's period is longer from the first successful round on."""
+        shortest = period = self.config.miner.blocks_per_allreduce
+        if self.config.is_public and self.facts.global_outer_step > 0:
+            period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
+        last = self.facts.model_config.get("last_allreduce_block")
+        return RoundClock(
+            chain_block=self.chain.block,
+            blocks_per_allreduce=period,
+            shortest_period=shortest,  # which a validator falls back to when it starts again
+            last_allreduce_block=last if isinstance(last, int) else None,
+            chain_age=self.chain.age,
+            seconds_per_block=seconds_per_block(self.config),
+        )
+
+    def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
+        """Raises NetworkFailure."""
+        try:
+            return HivemindSwarm(
+                settings=self.config.swarm,
+                schema=schema,
+                run_folder=self.folder,
+                launch=self.swarm_launch,
+            )
+        except SwarmUnavailable as error:
+            raise NetworkFailure(str(error)) from None
+
+    def open_publisher(self, snapshots: Path) -> Uploader:
+        return Uploader(
+            settings=self.config.store,
+            bucket=self.bucket,
+            folder=self.folder,
+            snapshots=snapshots,
+        )
+
+    def watch(
+        self,
+        post: Callable[[ev.Event], None],
+        epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
+    ) -> GlobalEpoch:
+        blocks = self.config.miner.epoch_check_blocks
+        return GlobalEpoch(
+            bucket=self.global_bucket,
+            post=post,
+            interval=timedelta(seconds=blocks * seconds_per_block(self.config)),
+            epoch_start=epoch_start,
+        )
+
+    def open_server(
+        self,
+        *,
+        epoch: Callable[[], int],
+        on_all_reduce: Callable[[RoundRequest], None],
+        round_phase: Callable[[], str | None],
+        round_due: Callable[[], bool | None],
+    ) -> SignedServer:
+        """Bound, not yet answering. Raises ConfigError when the port is taken."""
+
+        def called(request: RoundRequest) -> None:
+            log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
+            on_all_reduce(request)
+
+        return SignedServer(
+            settings=self.config.chain,
+            wallet=self.member.wallet,
+            chain=self.chain,
+            master_hotkey=self.config.miner.master_ss58_address,
+            miner=MinerCallbacks(epoch, called, round_phase, round_due),
+            folder=self.folder,
+        )
+
+    def announce(self, port: int) -> None:
+        """Write our endpoint to the chain unless it is there. Returns at once."""
+        identity.announce(self.member, *self._endpoint(port))
+
+    def follow_registration(
+        self,
+        port: int,
+        stop: Callable[[str, int], None],
+        stack: ExitStack,
+        *,
+        round_missed: Callable[[], bool],
+    ) -> None:
+        """See :func:`~distributed_training.node.identity.follow_registration`."""
+
+        def public_ip() -> str | None:
+            with suppress(AddressUnknown):
+                return external_ip(self.config.chain) if round_missed() else None
+            return None
+
+        local = self.config.preset == "local"  # where a minute is a long time
+        watcher = identity.follow_registration(
+            self.member,
+            endpoint=self._endpoint(port),
+            commitment=self.commitment,
+            stop=stop,
+            master=self.config.miner.master_ss58_address,
+            on_read=lambda: keep_state(self.chain, self.config.chain, self.folder),
+            interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
+            missing_for=timedelta(seconds=5) if local else MISSING_FOR,
+            public_ip=public_ip,
+        )
+        stack.callback(watcher.close)
+
+    def _endpoint(self, port: int) -> tuple[str, int]:
+        return self.ip, self.config.chain.external_port or port
+
+
+def connect(
+    config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
+) -> Outside:
+    """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
+    swarm_launch = launch_host(folder)
+    stack.callback(swarm_launch.end)
+    member = _join(config, folder, stack, wanted)
+    bucket = names.miner_bucket(config.store.global_model_name, member.uid)
+    log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
+    ip = _address(config, member)
+    refuse_second_node(member)
+    published, commitment = _open_bucket(config, member, bucket)
+    identity.commit(member, commitment)
+    global_bucket = open_global_bucket(config, member.chain, folder, wanted)
+    resumes = any((folder / "checkpoints").glob("checkpoint-*"))
+    outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
+    log.info("%s", model_line(model_config(global_folder), outer_step))
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    return Outside(
+        config=config,
+        folder=folder,
+        swarm_launch=swarm_launch,
+        member=member,
+        published=published,
+        ip=ip,
+        commitment=commitment,
+        bucket=bucket,
+        global_bucket=global_bucket,
+        global_folder=global_folder,
+        facts=Facts(
+            uid=member.uid,
+            model_config=model_config(global_folder),
+            tokenizer_path=str(tokenizer_path),
+            eos_id=eos_id,
+            global_outer_step=outer_step,
+            global_seen=seen,
+            first_block=member.chain.block(),
+            hotkey=member.hotkey,
+        ),
+    )
+
+
+def _address(config: Config, member: Member) -> str:
+    """Return the address that others call. While nobody tells it, the one that the chain shows for
+    this miner; a change is noticed later. Raises NetworkFailure."""
+    try:
+        return external_ip(config.chain)
+    except AddressUnknown as error:
+        me = find(member.chain.neurons(), member.hotkey)
+        if me is None or me.port is None:
+            raise NetworkFailure(str(error)) from None
+        log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
+        return me.ip
+
+
+def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
+    """Return what our bucket holds and the commitment to it, both keys checked. While the store
+    does not answer, read keys that the chain shows for us were checked by an earlier start.
+
+    Raises ConfigError, NetworkFailure."""
+    try:
+        return _check_bucket(config, bucket), buckets.own_commitment(config.store, bucket)
+    except NetworkFailure as error:
+        commitment = buckets.commitment_text(config.store)
+        if member.chain.commitment(member.hotkey) != commitment:
+            raise
+        log.warning(
+            "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "
+            "until it answers",
+            bucket,
+            error,
+        )
+        return Published(), commitment
+
+
+def identity_line(member: Member, *, netuid: int, bucket: str) -> str:
+    """Return who this miner is, for the log: before anything is downloaded."""
+    return (
+        f"Miner {__version__}: uid {member.uid}, hotkey {member.hotkey}, netuid {netuid}, "
+        f"bucket {bucket}"
+    )
+
+
+def model_line(content: Mapping[str, Any], outer_step: int) -> str:
+    """Return the size of the network's model, for the log; a size that is not known is left out."""
+    try:
+        parameters = ModelShape.from_config(content).parameters
+    except ValueError:  # the trainer refuses it in words
+        return f"Global state of outer step {outer_step}"
+    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+    return f"Global state of outer step {outer_step}: a model of {size} parameters"
+
+
+def _join(config: Config, folder: Path, stack: ExitStack, wanted: Callable[[], bool]) -> Member:
+    """:func:`join_subnet`. A hotkey that was registered when this run folder's miner ran, and is
+    not now, is waited for; one that never was ends the start with :class:`NotRegistered`."""
+    path = folder / REGISTRATION_FILE
+    record = RegistrationRecord.load(path)
+
+    def absent(chain: Chain, hotkey: str, problem: NotRegistered) -> int:
+        if record.hotkey != hotkey:
+            raise problem
+        return _registered_again(config, chain, record, folder, wanted)
+
+    member = join_subnet(config, stack, folder=folder, absent=absent)
+    RegistrationRecord(member.hotkey, member.uid).save(path)
+    return member
+
+
+def _registered_again(
+    config: Config,
+    chain: Chain,
+    record: RegistrationRecord,
+    folder: Path,
+    wanted: Callable[[], bool],
+) -> int:
+    """Wait until the chain shows the record's hotkey; its uid, which may be another.
+
+    Nothing is trained, uploaded or on the GPU meanwhile. Raises Deregistered after
+    ``--neuron.deregistered_wait``, StopBeforeStart."""
+    longest = config.miner.deregistered_wait.total_seconds()
+    metrics = MetricsFile(folder / "metrics.prom", every=60.0)
+    metrics.registry.set("registered", 0)
+    metrics.registry.set("protocol_run", names.RUN)
+    say, ask, keep = (
+        Throttle(every.total_seconds(), clock=lambda: time.monotonic())
+        for every in (SAY_AGAIN, ASK_ANOTHER, KEEP)
+    )
+    silent = (config.chain.neurons_interval + SILENT).total_seconds()
+    before = read_at = time.monotonic()
+    reads = chain.reads()
+    try:
+        while (uid := chain.uid(record.hotkey)) is None:
+            now = time.monotonic()
+            if reads != chain.reads():
+                reads, read_at = chain.reads(), now
+            if now - read_at < silent and believable(
+                chain.neurons(), config.miner.master_ss58_address
+            ):
+                record.waited += now - before
+            before = now
+            if record.waited >= longest:
+                record.waited = 0.0  # a start by hand waits again
+                raise Deregistered(
+                    f"hotkey {record.hotkey} was not registered again within "
+                    f"--neuron.deregistered_wait ({longest / 3600:.1f} h), so the miner ends; its "
+                    "weights are kept: register it with `btcli subnet register`, then start the "
+                    "miner"
+                )
+            if say():
+                log.warning(
+                    "Hotkey %s is not registered on subnet %d any more, so nothing is trained or "
+                    "uploaded; weights and run folder are kept. Register it with `btcli subnet "
+                    "register --netuid %d`, and the miner goes on by itself. It ends with status 3 "
+                    "in %.1f h (--neuron.deregistered_wait)",
+                    record.hotkey,
+                    config.chain.netuid,
+                    config.chain.netuid,
+                    (longest - record.waited) / 3600,
+                )
+            if ask():
+                chain.ask_another()
+            metrics.write(now, lambda: None)
+            if keep():
+                record.save(folder / REGISTRATION_FILE)
+            pause(wanted)
+    finally:  # what was waited counts for the next start
+        record.save(folder / REGISTRATION_FILE)
+    log.info("Hotkey %s is registered again, with uid %d: the miner goes on", record.hotkey, uid)
+    return uid
+
+
+def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Facts:
+    """Rank 0's ``facts``, where other machines have the tokenizer in a folder of their own."""
+    node, found = ranks.rank // ranks.local_world_size, None
+    if node == 0 or facts.problem:
+        return facts
+    if ranks.local_rank == 0:
+        path, eos_id = fetch_tokenizer(config, folder)
+        if eos_id != facts.eos_id:
+            raise ConfigError(
+                "--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end "
+                f"of text is token {eos_id}, there {facts.eos_id}), so this node would train on "
+                f"other tokens: remove {path}, and start again"
+            )
+        found = {"path": str(path)}
+    return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
+
+
+def _check_bucket(config: Config, bucket: str) -> Published:
+    """That the bucket is there and the write keys work, and what it holds.
+
+    Raises ConfigError, NetworkFailure."""
+    store = buckets.open_own(config.store, bucket)
+    try:
+        buckets.check_own(store)
+        return read_published(RemoteState(store=store, deadline=buckets.BUCKET_CHECK))
+    finally:
+        store.close()
+
+
+def read_published(bucket: RemoteState) -> Published:
+    found = Published()
+    try:
+        root = bucket.metadata()
+        age = None if root is None else bucket.age(root.outer_step)
+        if root is not None and age is not None:
+            found = Published(at=time.monotonic() - age.total_seconds())
+            newest = max(bucket.block_list(root.outer_step), default=None)
+            found = replace(found, newest_block=newest)
+    except StoreError as error:
+        what = "what is published" if found.at is None else "the published block list"
+        log.warning("The age of %s is not known before the next upload: %s", what, error)
+    return found

@@ -1,0 +1,541 @@
+"""The miner's next action, as one pure function of state and event.
+
+Everything that happens becomes an *event* in one queue of rank 0: a call from the validator, the
+end of an average, a new global state, a signal, the result of each command. :func:`decide` turns
+the :class:`MinerState` and an event into the next state and what follows: *orders*, which reach all
+ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. Both are answered
+by an event. No process, clock or network is touched here: events carry the time they happened at,
+of ``time.monotonic()``, since a wall clock that is set must move no deadline.
+
+=================  ==============================================================================
+mode               meaning
+=================  ==============================================================================
+TRAINING           inner steps; the global outer step is compared with ours from time to time
+AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step
+AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global outer step
+                   behind ours is left alone until the validator has had its time to publish
+                   (``reload`` timeout)
+FETCHING           the global state is being fetched; inner steps go on, and their result is kept
+                   should the fetch fail. No round: our pseudo-gradient is another outer step's
+LOADING            the global state is being loaded; inner steps pause
+STOPPING           the last order was STOP
+=================  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from distributed_training.common.backoff import doubling
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    AllReduceResult,
+    Progress,
+    PublicationReport,
+    Revision,
+    RoundRequest,
+    StepReport,
+)
+
+if TYPE_CHECKING:
+    from distributed_training.training.snapshot import SnapshotHandle
+
+
+class Order(enum.IntEnum):
+    """What every rank does next. ``Command.arg`` is 0 unless something else is said."""
+
+    TRAIN = 0  # one micro-batch
+    IDLE = 1  # nothing: rank 0 waits for something
+    WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
+    WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers
+    OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
+    LOAD = 5  # the fetched global state; arg: its outer step
+    REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
+    SNAPSHOT = 7  # of everything a publication needs; arg: the chain's block
+    PREVIEW = 8  # try the snapshot's gradient as a validator would
+    CHECKPOINT = 9
+    ROLL_BACK = 10  # to the last good checkpoint
+    STOP = 11  # checkpoint and leave the loop; arg: exit status
+
+
+class Task(enum.Enum):
+    """What rank 0 alone starts, beside the loop."""
+
+    AVERAGE = "let the swarm average in its own thread"
+    CANCEL_AVERAGE = "the round is over: free the swarm"
+    COMPARE_EPOCHS = "read the global epoch soon"
+    COMPARE_WEIGHTS = "compare a sample of the global weights with our epoch start"
+    FETCH_GLOBAL = "download the global state"
+    REFUSE_GLOBAL = "refuse the fetched global state: it does not fit this model"
+
+
+class DataOrder(NamedTuple):
+    """What a boundary says about data; 0 where there is nothing to say.
+
+    ``request``: a block to prefetch. ``begin``: the block to train on from here, cut to
+    ``sequences`` on every rank, of which the first ``start`` were trained on before a restart.
+    """
+
+    request: int = 0
+    begin: int = 0
+    sequences: int = 0
+    start: int = 0
+
+
+class Given(NamedTuple):
+    """What rank 0 has for an order and the other ranks have not; it is never sent."""
+
+    folder: Path | None = None  # LOAD, REBASE: the fetched global state
+    blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last publication
+    kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
+
+
+@dataclass(frozen=True)
+class Command:
+    """One boundary: the order, its number, what it says about data, and what rank 0 adds."""
+
+    order: Order
+    arg: int = 0
+    data: DataOrder = field(default=DataOrder())
+    given: Given = field(default=Given(), compare=False)
+
+
+class Mode(enum.Enum):
+    """Where the miner stands; the values are those of the ``state`` events. What each means stands
+    in :mod:`.state_machine`."""
+
+    TRAINING = "training"
+    AVERAGING = "averaging"
+    AWAITING_GLOBAL = "awaiting_global"
+    FETCHING = "fetching"
+    LOADING = "loading"
+    STOPPING = "stopping"
+
+
+class Event:
+    """One of the dataclasses below; none is derived from another."""
+
+
+# --- what an order came to ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Done(Event):
+    """``order`` was carried out, and nothing more is to be said of it."""
+
+    order: Order
+
+
+@dataclass(frozen=True)
+class MicroBatchTrained(Event):
+    """One micro-batch, and the inner step is not complete yet."""
+
+
+@dataclass(frozen=True)
+class BlockUsedUp(Event):
+    """There was no micro-batch left in the block, on any rank."""
+
+
+@dataclass(frozen=True)
+class InnerStepDone(Event):
+    """``diverged``: so many steps in a row had no finite loss that a checkpoint must be loaded."""
+
+    report: StepReport
+    diverged: bool = False
+
+
+@dataclass(frozen=True)
+class PseudoGradientWritten(Event):
+    """All ranks wrote their shard of the pseudo-gradient; ``norm`` is global."""
+
+    norm: float
+
+
+@dataclass(frozen=True)
+class OuterStepEnded(Event):
+    """``outer_step``: after it. ``detail``: why a rank voted against it."""
+
+    committed: bool
+    outer_step: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Loaded(Event):
+    """Weights, or after a rebase the epoch's start, are those of the global state."""
+
+    outer_step: int
+
+
+@dataclass(frozen=True)
+class LoadFailed(Event):
+    """The fetched state does not fit this model; weights are as they were."""
+
+    problem: str
+    at: float
+
+
+@dataclass(frozen=True)
+class SnapshotTaken(Event):
+    """Training goes on; ``handle`` tells when this rank's files are complete."""
+
+    handle: SnapshotHandle
+    progress: Progress
+
+
+@dataclass(frozen=True)
+class Previewed(Event):
+    """``delta``: loss with minus without the snapshot's gradient, nats per token; None: unknown."""
+
+    delta: float | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RolledBack(Event):
+    """``progress`` of the checkpoint loaded, None without one; ``kept``: what rank 0 kept in it."""
+
+    progress: Progress | None
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Stopped(Event):
+    exit_status: int
+
+
+# --- from rank 0's threads and processes ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AllReduceCalled(Event):
+    """A signed call that the server accepted."""
+
+    request: RoundRequest
+    at: float
+
+
+@dataclass(frozen=True)
+class Averaged(Event):
+    """The average lies in the swarm's buffers."""
+
+    result: AllReduceResult
+
+
+@dataclass(frozen=True)
+class RoundFailed(Event):
+    """There is no average. ``began`` is False when the pseudo-gradient could not be written."""
+
+    fault: AllReduceFault
+    detail: str = ""
+    began: bool = True
+
+
+@dataclass(frozen=True)
+class GlobalEpochSeen(Event):
+    outer_step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class WeightsCompared(Event):
+    """Whether the global weights of ``outer_step`` are those our epoch began with."""
+
+    outer_step: int
+    same: bool
+
+
+@dataclass(frozen=True)
+class GlobalFetched(Event):
+    folder: Path
+
+
+@dataclass(frozen=True)
+class GlobalFetchFailed(Event):
+    detail: str
+    at: float
+
+
+@dataclass(frozen=True)
+class StopRequested(Event):
+    reason: str
+    exit_status: int = 0
+
+
+# --- what follows from others ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tick(Event):
+    """About once a second: deadlines are looked at."""
+
+    at: float
+
+
+@dataclass(frozen=True)
+class ModeChanged(Event):
+    before: Mode
+    after: Mode
+
+
+@dataclass(frozen=True)
+class SnapshotWanted(Event):
+    """The inner step that just ended is to be published."""
+
+
+@dataclass(frozen=True)
+class SnapshotComplete(Event):
+    """Rank 0's part of the snapshot is on disk: its gradient can be previewed."""
+
+
+@dataclass(frozen=True)
+class SnapshotFailed(Event):
+    """``revision`` is None when none was begun; otherwise its files could not be written.
+
+    ``kind``: that of metric ``snapshots_refused_total``."""
+
+    problem: str
+    revision: Revision | None = None
+    kind: Literal["disk", "blocks", "write"] = "write"
+
+
+@dataclass(frozen=True)
+class SnapshotPutOff(Event):
+    """A snapshot is due, and the block list is too old for it; posted at most once a minute."""
+
+
+@dataclass(frozen=True)
+class SnapshotSubmitted(Event):
+    """The uploader has it. ``preview``: None when the gradient could not be tried."""
+
+    revision: Revision
+    preview: Previewed
+
+
+@dataclass(frozen=True)
+class PublicationEnded(Event):
+    report: PublicationReport
+
+
+_FETCH_AGAIN = timedelta(minutes=1)  # after a fetch that failed, doubled by each further one
+_FETCH_AGAIN_LONGEST = timedelta(hours=1)
+
+
+@dataclass(frozen=True)
+class MinerState:
+    """``outer_step`` is the local epoch. Times are ``time.monotonic()``."""
+
+    mode: Mode
+    outer_step: int
+    # a round
+    round: RoundRequest | None = None
+    called_at: float = 0.0
+    averaged: AllReduceResult | None = None  # what the outer step under way is made of
+    partial: bool = False  # our last outer step may differ from that of others
+    unpublished: bool = False  # the bucket was not seen at our last outer step yet
+    # the global state
+    global_due: float = 0.0  # when AWAITING_GLOBAL ends
+    fetch_target: int | None = None  # the epoch being fetched
+    fetched: Path | None = None  # its files
+    rebase: bool = False  # the epoch is ours, only its start is not
+    fetch_failures: int = 0  # in a row, of failed_target
+    failed_target: int | None = None
+    unseen: bool = False  # the bucket, since a start from the disk: the epoch may be an old one
+    # trained since the last checkpoint
+    unsaved_steps: int = 0
+    unsaved_seconds: float = 0.0
+    # the end
+    exit_status: int = 0
+    stop_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """``reload_seconds``: from an AllReduce call until the validator must have published.
+    ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
+    checkpoints; both must have passed."""
+
+    reload_seconds: float
+    checkpoint_steps: int
+    checkpoint_seconds: float = 0.0
+
+
+Decision = tuple[MinerState, tuple[Order | Task, ...]]
+
+
+def trains(mode: Mode) -> bool:
+    """Return whether inner steps run in this mode. Uploads go on then too: validators judge those
+    of an outer step for half a round period after it, and a rebase stays in the outer step."""
+    return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
+
+
+def ignores_calls(state: MinerState) -> bool:
+    """Whether an AllReduce call leads to nothing: there is no pseudo-gradient of this epoch."""
+    return state.unseen or state.mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING)
+
+
+def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
+    """The next state, and the orders and tasks that follow from ``event``. Pure.
+
+    An event that has no meaning in a mode (an average that ends after it was given up, say)
+    changes nothing.
+    """
+    if state.mode is Mode.STOPPING:
+        return state, ()
+    match event:
+        case StopRequested(reason=reason, exit_status=status):
+            after = replace(
+                state, mode=Mode.STOPPING, round=None, exit_status=status, stop_reason=reason
+            )
+            if state.mode is Mode.AVERAGING:
+                return after, (Task.CANCEL_AVERAGE, Order.STOP)
+            return after, (Order.STOP,)
+        case InnerStepDone() if trains(state.mode):
+            return _after_step(state, event, rules)
+        case SnapshotWanted() if trains(state.mode):
+            # A checkpoint of the same boundary shares the snapshot's copies in host memory.
+            if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
+                return _saved(state), (Order.SNAPSHOT, Order.CHECKPOINT)
+            return state, (Order.SNAPSHOT,)
+        case SnapshotComplete() if trains(state.mode):
+            return state, (Order.PREVIEW,)
+        case RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
+            # A rebase would keep what was trained in an epoch that is not ours any more.
+            after = replace(state, outer_step=outer, rebase=False, unpublished=False)
+            return after, (Task.COMPARE_EPOCHS,)
+        case AllReduceCalled() if ignores_calls(state):
+            return state, ()
+        case _ if state.mode is Mode.AVERAGING:
+            return _in_round(state, event, rules)
+        case AllReduceCalled(request=request, at=at):
+            after = replace(state, mode=Mode.AVERAGING, round=request, called_at=at)
+            return after, (Order.WRITE_PSEUDO_GRADIENT,)
+        case _:
+            return _global_state(state, event)
+
+
+def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decision:
+    if event.diverged:
+        return _saved(state), (Order.ROLL_BACK,)
+    report = event.report
+    if report.skipped:
+        return state, ()
+    # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25 steps
+    # in a minute.
+    steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
+    if steps < rules.checkpoint_steps or seconds < rules.checkpoint_seconds:
+        return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
+    return _saved(state), (Order.CHECKPOINT,)
+
+
+def _saved(state: MinerState) -> MinerState:
+    """All that was trained is in a checkpoint, or given up."""
+    return replace(state, unsaved_steps=0, unsaved_seconds=0.0)
+
+
+def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
+    match event:
+        case PseudoGradientWritten():
+            return state, (Task.AVERAGE,)
+        case Averaged(result=result):
+            return replace(state, averaged=result), (Order.OUTER_STEP,)
+        case RoundFailed():
+            return _round_over(state, rules), ()
+        case OuterStepEnded(committed=committed, outer_step=outer):
+            after = replace(_round_over(state, rules), outer_step=outer)
+            if not committed:
+                return after, ()
+            partial = state.averaged is not None and state.averaged.partial
+            # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
+            after = replace(after, partial=partial, unpublished=True)
+            return _saved(after), (Order.CHECKPOINT,)
+        case _:
+            return state, ()
+
+
+def _round_over(state: MinerState, rules: Rules) -> MinerState:
+    return replace(
+        state,
+        mode=Mode.AWAITING_GLOBAL,
+        round=None,
+        averaged=None,
+        fetch_failures=0,
+        failed_target=None,
+        global_due=state.called_at + rules.reload_seconds,
+    )
+
+
+def _global_state(state: MinerState, event: Event) -> Decision:
+    match event:
+        case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
+            after = replace(state, mode=Mode.TRAINING)
+            return after, (Task.COMPARE_EPOCHS, Task.COMPARE_WEIGHTS)
+        case GlobalEpochSeen(outer_step=seen, at=at):
+            return _epoch_seen(replace(state, unseen=False), seen, at)
+        case WeightsCompared(outer_step=outer, same=False) if (
+            state.mode is Mode.TRAINING and outer == state.outer_step
+        ):
+            return _fetch(state, outer, rebase=True)
+        case GlobalFetched(folder=folder) if state.mode is Mode.FETCHING:
+            after = replace(state, mode=Mode.LOADING, fetched=folder)
+            return after, (Order.REBASE if state.rebase else Order.LOAD,)
+        case GlobalFetchFailed(at=at) if state.mode is Mode.FETCHING:
+            return _fetch_failed(state, at), ()
+        case LoadFailed(at=at) if state.mode is Mode.LOADING:
+            return _fetch_failed(state, at), (Task.REFUSE_GLOBAL,)
+        case Loaded(outer_step=outer) if state.mode is Mode.LOADING:
+            return MinerState(mode=Mode.TRAINING, outer_step=outer), (Order.CHECKPOINT,)
+        case _:
+            return state, ()
+
+
+def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
+    if state.mode is Mode.AWAITING_GLOBAL:
+        # The root metadata is written last: our outer step in it is published whole. The next round
+        # may be called before the time to publish is up, and must begin from the same weights.
+        published = state.unpublished and seen != state.failed_target
+        if seen == state.outer_step and (published or at >= state.global_due):
+            if state.partial:
+                return _fetch(state, seen, rebase=True)
+            after = replace(state, mode=Mode.TRAINING, unpublished=False)
+            return after, (Task.COMPARE_WEIGHTS,)
+        # Before its time is up the validator may still be publishing the epoch we already have.
+        # An epoch ahead of ours is never on its way: it is there.
+        # One that could not be fetched is not asked for again before its time.
+        if at < state.global_due and (seen <= state.outer_step or seen == state.failed_target):
+            return state, ()
+    elif state.mode is not Mode.TRAINING:
+        return state, ()
+    if seen != state.outer_step:
+        return _fetch(state, seen, rebase=False)
+    return _fetch(state, seen, rebase=True) if state.partial else (state, ())
+
+
+def _fetch(state: MinerState, target: int, *, rebase: bool) -> Decision:
+    after = replace(
+        state, mode=Mode.FETCHING, fetch_target=target, rebase=rebase, unpublished=False
+    )
+    return after, (Task.FETCH_GLOBAL,)
+
+
+def _fetch_failed(state: MinerState, at: float) -> MinerState:
+    """Training on stale weights beats not training; a later comparison tries again."""
+    again = state.fetch_target == state.failed_target
+    failures = 1 + (state.fetch_failures if again else 0)
+    wait = doubling(failures, first=_FETCH_AGAIN, longest=_FETCH_AGAIN_LONGEST)
+    return replace(
+        state,
+        mode=Mode.AWAITING_GLOBAL,
+        fetch_target=None,
+        fetched=None,
+        rebase=False,
+        partial=state.partial or state.rebase,
+        fetch_failures=failures,
+        failed_target=state.fetch_target,
+        global_due=at + wait.total_seconds(),
+    )

@@ -1,0 +1,169 @@
+"""From events to snapshots and uploads.
+
+An upload begins at the end of an inner step that the upload schedule chooses. Four events follow
+each other, and this subscriber answers the first three:
+
+    InnerStepDone      schedule, disk and block list allow it               -> SnapshotWanted
+    (the loop takes the snapshot: SnapshotTaken; its files are written beside training)
+    InnerStepDone      the files of this rank are complete                  -> SnapshotComplete
+    Previewed          the gradient was checked; the uploader gets it       -> SnapshotSubmitted
+    Tick               the uploader has answered                            -> PublicationEnded
+
+Uploads pause while a round needs the network link.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from distributed_training.protocol import keys, lines, names
+from distributed_training.protocol.types import StepReport
+from distributed_training.store.s3 import IntegrityError
+from distributed_training.store.snapshot_folder import read_config
+from distributed_training.store.upload_rules import upload_gate
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.store.uploader import Uploader
+
+from . import state_machine as ev
+from .block_list import BlockList
+from .round_clock import RoundClock
+from .state_machine import MinerState, Mode, trains
+
+log = logging.getLogger(__name__)
+
+_STALE_LIST_EVERY = 60.0  # seconds between two lines about it
+
+
+class Publishing:
+    """Rank 0 only; subscribes to the event stream.
+
+    ``disk_problem``: the line that says why a snapshot would not fit on the disk, or None.
+    ``world_size``: ranks, each of which writes its part of a snapshot.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedule: UploadSchedule,
+        round_clock: RoundClock,
+        blocks: BlockList,
+        publisher: Uploader,
+        disk_problem: Callable[[], str | None],
+        world_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._schedule = schedule
+        self._round_clock = round_clock
+        self._blocks = blocks
+        self._publisher = publisher
+        self._disk_problem = disk_problem
+        self._world_size = world_size
+        self._clock = clock
+        self._taken: ev.SnapshotTaken | None = None  # until it was previewed
+        self._stale_list_said = -math.inf
+
+    def see(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
+        match event:
+            case ev.InnerStepDone(report=report, diverged=False):
+                return [*self._completed(), *self._wanted(report, state)]
+            case ev.RoundFailed() if state.mode is Mode.AVERAGING:
+                self._round_clock.round_ended(averaged=False)
+            case ev.OuterStepEnded(committed=committed):
+                self._round_clock.round_ended(averaged=committed)
+            case ev.Loaded() if state.fetched is not None:
+                self._round_clock.round_heard_of(_last_round(state.fetched))
+            case ev.SnapshotTaken():
+                self._taken = event
+            case ev.SnapshotFailed():
+                self._schedule.cancelled()
+            case ev.Previewed():
+                return [self._submit(event)]
+            case ev.Tick():
+                return [ev.PublicationEnded(report) for report in self._publisher.reports()]
+            case ev.PublicationEnded(report=publication):
+                # The schedule counts on our clock; the report's is the wall's.
+                self._schedule.published(replace(publication, finished_at=self._clock()))
+            case ev.ModeChanged(before=before, after=after):
+                self._give_way(before, after)
+            case _:
+                pass
+        return []
+
+    def _wanted(self, report: StepReport, state: MinerState) -> list[ev.Event]:
+        """Whether the step that just ended is published, as far as is known now."""
+        now = self._clock()
+        rounds, age = self._round_clock, self._blocks.newest_age()
+        self._schedule.expect_round(rounds.next_at(), rounds.seconds())
+        decision = self._schedule.step(
+            report, now, block_age=None if age is None else rounds.seconds(age)
+        )
+        for level, text in decision.lines:
+            log.log(logging.WARNING if level == "warning" else logging.INFO, "%s", text)
+        if not decision.snapshot:
+            return []
+        if not trains(state.mode):
+            self._schedule.cancelled()
+            return []
+        if (problem := self._disk_problem()) is not None:
+            return [ev.SnapshotFailed(problem, kind="disk")]
+        if not self._blocks.blocks():
+            problem = upload_gate(inner_step=report.inner_step, minimum=0, blocks=())
+            assert problem is not None
+            return [ev.SnapshotFailed(problem, kind="blocks")]
+        if not self._blocks.list_is_recent():
+            # Trained on earlier blocks alone since the last publication.
+            self._schedule.cancelled(again=True)
+            if now - self._stale_list_said <= _STALE_LIST_EVERY:
+                return []
+            self._stale_list_said = now
+            return [ev.SnapshotPutOff()]
+        return [ev.SnapshotWanted()]
+
+    def _completed(self) -> list[ev.Event]:
+        """Whether a snapshot waits for its preview; one that could not be written is given up.
+
+        Asked at each step until the preview came: a round may be in the way of it.
+        """
+        if self._taken is None or not self._taken.handle.done():
+            return []
+        handle, revision = self._taken.handle, self._taken.progress.revision(names.RUN)
+        if handle.error is None:
+            return [ev.SnapshotComplete()]
+        self._taken = None
+        shutil.rmtree(handle.folder, ignore_errors=True)  # a full disk needs the room
+        problem = (
+            f"The snapshot could not be written, so this revision is not published: {handle.error}"
+        )
+        return [ev.SnapshotFailed(problem, revision)]
+
+    def _submit(self, preview: ev.Previewed) -> ev.SnapshotSubmitted:
+        assert self._taken is not None
+        folder, revision = self._taken.handle.folder, self._taken.progress.revision(names.RUN)
+        self._taken = None
+        self._publisher.submit(folder, revision, self._world_size, preview_delta=preview.delta)
+        return ev.SnapshotSubmitted(revision, preview)
+
+    def _give_way(self, before: Mode, after: Mode) -> None:
+        if after is Mode.AVERAGING:
+            self._round_clock.round_called()
+            if self._publisher.busy:
+                log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
+            self._publisher.pause()
+            self._schedule.interrupt()
+        elif before is Mode.AVERAGING and after is not Mode.STOPPING:
+            self._publisher.resume()
+            self._schedule.interrupt()
+
+
+def _last_round(folder: Path) -> int | None:
+    """The block of the last round, if the global state in ``folder`` says it."""
+    try:
+        return read_config(folder / keys.CONFIG).last_allreduce_block
+    except (OSError, IntegrityError):  # checked when it was fetched; a disk may fail since
+        return None

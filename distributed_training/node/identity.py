@@ -1,0 +1,399 @@
+"""This node on the subnet: its wallet, its view of the chain, its uid, and what it writes there.
+
+It writes two things: the *commitment*, the read credentials of its bucket, through which others
+find its uploads; and the *endpoint* it is called at. Chains are slow and refuse now and then, and a
+reorganization may take a write back. So a thread writes both, retries until the chain shows them,
+and writes them again when they vanish.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed_training.chain.base import (
+    Chain,
+    ChainError,
+    ChainState,
+    LastKnown,
+    Neuron,
+    find,
+    wait_ready,
+)
+from distributed_training.chain.client import SignedClient
+from distributed_training.chain.identity import Wallet, load_wallet
+from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registration import (
+    INTERVAL,
+    MISSING_FOR,
+    Change,
+    RegistrationEvent,
+    RegistrationWatcher,
+    believable,
+)
+from distributed_training.chain.subtensor import minutes_behind
+from distributed_training.common.backoff import doubling
+from distributed_training.common.exits import ExitStatus
+from distributed_training.config import Config
+from distributed_training.config.settings import ChainSettings
+from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
+from distributed_training.protocol import lines, schedule
+
+if TYPE_CHECKING:
+    from distributed_training.chain.subtensor import BittensorChain
+
+
+log = logging.getLogger(__name__)
+
+STATE_FILE = "chain.json"  # in the run folder
+SOON = timedelta(seconds=30)  # for an endpoint to answer, where a kept state would do
+_SECOND_NODE_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
+
+_UNREGISTERED = {
+    "miner": "so nobody would score or pay this miner",
+    "validator": "so it can neither call miners nor set weights",
+}
+
+
+@dataclass(frozen=True)
+class Member:
+    """A registered hotkey. ``uid`` is the one it had at the start."""
+
+    wallet: Wallet
+    chain: Chain
+    uid: int
+
+    @property
+    def hotkey(self) -> str:
+        return self.wallet.ss58
+
+
+def open_chain(settings: ChainSettings, wallet: Wallet | None) -> LocalChain | BittensorChain:
+    """The local subnet's chain if there is one, else a Subtensor. Close it. Without a wallet it
+    can be read, not written."""
+    if settings.local_url is not None:
+        return LocalChain(url=settings.local_url, wallet=wallet)
+    from distributed_training.chain.subtensor import BittensorChain
+
+    return BittensorChain(settings=settings, wallet=wallet)
+
+
+def chain_name(settings: ChainSettings) -> str:
+    """Which subnet of which chain, whatever the endpoint."""
+    network = settings.local_url or settings.network
+    return f"{network}, netuid {settings.netuid}"
+
+
+def keep_state(chain: Chain, settings: ChainSettings, folder: Path) -> None:
+    """Write what the chain shows into the run folder, for a start in an outage."""
+    state = chain.state(chain_name(settings)) if isinstance(chain, LastKnown) else None
+    if state is not None:
+        state.save(folder / STATE_FILE)
+
+
+def follow_chain(
+    settings: ChainSettings,
+    stack: ExitStack,
+    wallet: Wallet | None = None,
+    *,
+    kept: ChainState | None = None,
+) -> Chain:
+    """The chain, once it has answered; closed by ``stack``. Raises NetworkFailure.
+
+    ``kept``: gone by if no endpoint answers soon; the chain is asked on in the background."""
+    chain = open_chain(settings, wallet)
+    stack.callback(chain.close)
+    if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
+        chain.recall(kept)
+        log.warning(
+            "No chain endpoint answers: starting with what the chain showed %.0f minutes ago "
+            "(block %d); it is asked again in the background. If it lasts, name a node with "
+            "--subtensor.chain_endpoint",
+            chain.age().total_seconds() / 60,
+            kept.block,
+        )
+    try:
+        wait_ready(chain, settings.start_timeout)
+    except ChainError as error:
+        raise NetworkFailure(str(error)) from None
+    return chain
+
+
+def join_subnet(
+    config: Config,
+    stack: ExitStack,
+    *,
+    folder: Path | None = None,
+    absent: Callable[[Chain, str, NotRegistered], int] | None = None,
+) -> Member:
+    """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure.
+
+    ``absent``: asked for the uid of a hotkey that is not registered; it may wait, or raise what it
+    is given. ``folder``: a run folder, whose kept state of the chain serves while no endpoint
+    answers.
+    """
+    wallet = load_wallet(config.chain)
+    kept = None
+    if folder is not None:
+        name = chain_name(config.chain)
+        kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
+    chain = follow_chain(config.chain, stack, wallet, kept=kept)
+    uid = _uid(chain, wallet.ss58, config.chain, config.miner.master_ss58_address)
+    if uid is None:
+        problem = NotRegistered(
+            f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
+            f"{_UNREGISTERED[config.kind]}: register it with `btcli subnet register`, or give "
+            "another --wallet.hotkey"
+        )
+        if absent is None:
+            raise problem
+        uid = absent(chain, wallet.ss58, problem)
+    return Member(wallet, chain, uid)
+
+
+def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:
+    """None if two reads of the chain agree that it has none: a node that is behind or broken, or a
+    reorganization, may hide it from one. The second is another endpoint's, where there is one.
+
+    Raises NetworkFailure when the chain cannot be read a second time, shows no list that may be the
+    subnet's (``master`` is not on it), or none in blocks that are old: the registration may be
+    younger.
+    """
+    uid, reads = chain.uid(hotkey), chain.reads()
+    if uid is not None:
+        return uid
+    chain.ask_another()
+    expected = master if master != hotkey else None
+    patience = settings.neurons_interval + settings.call_timeout
+    log.warning(
+        "The chain does not show hotkey %s on subnet %d; it is asked once more (at most %.0f s)",
+        hotkey,
+        settings.netuid,
+        patience.total_seconds(),
+    )
+    deadline = time.monotonic() + patience.total_seconds()
+    while chain.uid(hotkey) is None and (
+        chain.reads() == reads or not believable(chain.neurons(), expected)
+    ):
+        if time.monotonic() > deadline:
+            seen = "was read once and then no more"
+            if chain.reads() != reads:
+                seen = f"shows no neurons, or not the master hotkey {master}"
+            raise NetworkFailure(
+                f"the chain {seen}, so it is not known whether hotkey {hotkey} is registered: see "
+                "--subtensor.chain_endpoint if this comes again"
+            )
+        time.sleep(0.1)
+    uid, behind = chain.uid(hotkey), minutes_behind(chain)
+    if uid is None and behind is not None:
+        raise NetworkFailure(
+            f"the chain as this node reads it is {behind:.0f} minutes behind the clock, so it is "
+            f"not known whether hotkey {hotkey} is registered: see whether timedatectl says "
+            "'synchronized: yes', or name another node with --subtensor.chain_endpoint"
+        )
+    return uid
+
+
+def refuse_second_node(
+    member: Member,
+    *,
+    patience: timedelta = timedelta(minutes=5),
+    ask_again: timedelta = timedelta(seconds=15),
+) -> None:
+    """Raise HotkeyInUse if the chain's endpoint of this hotkey proves that it holds the key too.
+
+    A miner that answers there without a proof may be the public one with our key, or anybody who
+    has the address by now. It cannot end a start, only hold it up for ``patience``.
+    """
+    me = find(member.chain.neurons(), member.hotkey)
+    if me is None or me.port is None:
+        return
+    client = SignedClient(wallet=member.wallet)
+    began = time.monotonic()
+    told = False
+    while (proven := client.same_key_at(me, _SECOND_NODE_TIMEOUT)) is not None:
+        if proven:
+            raise HotkeyInUse(
+                f"another miner with hotkey {member.hotkey} answers at {me.ip}:{me.port}, so both "
+                "would overwrite each other's uploads: stop it first, or give another "
+                "--wallet.hotkey"
+            )
+        if time.monotonic() - began >= patience.total_seconds():
+            log.warning(
+                "A miner still answers at %s:%d: the start goes on; if it has this hotkey, both "
+                "overwrite each other's uploads until one is stopped",
+                me.ip,
+                me.port,
+            )
+            return
+        if not told:
+            told = True
+            log.warning(
+                "A miner answers at %s:%d, the address the chain has for hotkey %s, and does not "
+                "prove that it holds the key. If it is yours (the public miner, or an older "
+                "version of this one), stop it: both would overwrite each other's uploads. The "
+                "start waits up to %.0f minutes for that",
+                me.ip,
+                me.port,
+                member.hotkey,
+                patience.total_seconds() / 60,
+            )
+        time.sleep(ask_again.total_seconds())
+
+
+def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float) -> list[Neuron]:
+    """Whom validators call and score: with an endpoint, and not a validator themselves, which is a
+    permit and more than ``minimum_stake``."""
+    return [
+        n
+        for n in neurons
+        if n.port is not None and not (n.validator_permit and n.stake > minimum_stake)
+    ]
+
+
+def seconds_per_block(config: Config) -> float:
+    """12 on the public network; the local subnet's chain makes a block a second."""
+    return 1.0 if config.preset == "local" else schedule.SECONDS_PER_BLOCK
+
+
+ASK_EVERY = timedelta(minutes=5)  # for the public address
+
+
+def commit(member: Member, text: str) -> None:
+    """Write the commitment unless the chain holds it already. Returns at once."""
+
+    def shown() -> bool:
+        return member.chain.commitment(member.hotkey) == text
+
+    def write() -> None:
+        member.chain.commit(text)
+        log.info("%s", lines.METADATA_LOGGED)
+
+    _in_background("commitment", shown, write, timedelta(seconds=5), timedelta(minutes=10))
+
+
+def announce(member: Member, ip: str, port: int) -> None:
+    """Write the endpoint unless the chain holds it already. Returns at once."""
+
+    def shown() -> bool:
+        me = find(member.chain.neurons(), member.hotkey)
+        return me is not None and (me.ip, me.port) == (ip, port)
+
+    def write() -> None:
+        member.chain.serve(ip, port)
+        log.info("Endpoint %s:%d written to the chain", ip, port)
+
+    _in_background("endpoint", shown, write, timedelta(seconds=2), timedelta(minutes=5))
+
+
+def follow_registration(
+    member: Member,
+    *,
+    endpoint: tuple[str, int],
+    commitment: str,
+    stop: Callable[[str, int], None],
+    master: str | None = None,
+    on_read: Callable[[], None] = lambda: None,
+    interval: timedelta = INTERVAL,
+    missing_for: timedelta = MISSING_FOR,
+    public_ip: Callable[[], str | None] | None = None,
+) -> RegistrationWatcher:
+    """Watch that the hotkey stays registered and ours alone. Close what is returned.
+
+    ``stop(reason, exit status)`` is called when it does not: used by a second node (3: starting
+    again would not help), deregistered (1: the next start waits until it is registered again),
+    moved to another uid (1: a new start publishes to the new bucket). What a reorganization took
+    back is written again. ``master``, ``missing_for``, ``on_read``: see
+    :class:`RegistrationWatcher`.
+
+    ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
+    provider or a cloud may give the machine another address, and validators would call the old one
+    for ever. An address that it tells twice in a row is written to the chain.
+    """
+    ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
+
+    def changed(event: RegistrationEvent) -> None:
+        double = event.change is Change.DOUBLE
+        stop(event.line, ExitStatus.DEREGISTERED if double else ExitStatus.FAULT)
+
+    def lost(what: str) -> None:
+        if what == "endpoint":
+            announce(member, *ours["endpoint"])
+        else:
+            commit(member, commitment)
+
+    watcher = RegistrationWatcher(
+        chain=member.chain,
+        hotkey=member.hotkey,
+        uid=member.uid,
+        on_event=changed,
+        on_lost=lost,
+        ours=ours,
+        on_read=on_read,
+        master=master,
+        missing_for=missing_for,
+        interval=interval,
+    )
+    watcher.start()
+    if public_ip is not None:
+        threading.Thread(
+            target=_follow_address,
+            args=(member, watcher, ours, public_ip),
+            name="public-address",
+            daemon=True,
+        ).start()
+    return watcher
+
+
+def _follow_address(
+    member: Member,
+    watcher: RegistrationWatcher,
+    ours: dict[str, Any],
+    public_ip: Callable[[], str | None],
+) -> None:
+    seen = None
+    while not watcher.closed(ASK_EVERY):
+        before, (old, port) = seen, ours["endpoint"]
+        seen = public_ip()
+        if seen is None or seen == old or seen != before:
+            continue
+        log.warning(
+            "No round was called here, and the public address of this machine is %s now, no "
+            "longer %s: it is written to the chain; if that is not where validators reach it, "
+            "give --axon.external_ip",
+            seen,
+            old,
+        )
+        ours["endpoint"] = (seen, port)  # first: what we write is no second miner's
+        announce(member, seen, port)
+
+
+def _in_background(
+    what: str,
+    shown: Callable[[], bool],
+    write: Callable[[], None],
+    first: timedelta,
+    longest: timedelta,
+) -> None:
+    """``write`` in a thread until it goes through or the chain shows it anyway."""
+
+    def run() -> None:
+        failures = 0
+        while True:
+            try:
+                if not shown():
+                    write()
+                return
+            except ChainError as error:
+                failures += 1
+                log.warning("The %s was not written (%s). Trying again.", what, error)
+            time.sleep(doubling(failures, first=first, longest=longest).total_seconds())
+
+    threading.Thread(target=run, name=what, daemon=True).start()

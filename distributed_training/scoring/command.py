@@ -1,0 +1,298 @@
+"""What a validator would score a miner with now, why it is what it is, and the one thing to change.
+
+    python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [options] [flags]...
+
+    python scripts/score.py                          the miner of this wallet
+    python scripts/score.py --uid 227 31             two miners, against the best paid others
+    python scripts/score.py --all --json             everybody, for programs
+    python scripts/score.py --subnet runs/localnet --all        a local subnet that runs
+    python scripts/score.py --uid 5 --folder UPLOAD --global GLOBAL   two folders, no network
+
+    --uid N...           whose score (default: of the hotkey that the wallet flags name)
+    --all                every miner's
+    --others N           so many other miners to rank them among, the best paid first (8)
+    --random-block N...  unseen text of these blocks; without it one block is drawn as validators do
+    --draws N            draw so many blocks: slower, and surer figures (1)
+    --sequences N        at most so many sequences a block; 0: all, as validators do
+    --passes N           of which rank and share speak; 1: these figures alone (40)
+    --timeout SECONDS    for all that is read from one miner (60)
+    --watch [SECONDS]    look again and again (every 300)
+    --json               one JSON object a look
+    --subnet FOLDER      the local subnet whose run folder this is
+    --bucket NAME        read the one --uid from this bucket of yours, with the R2_READ keys
+    --folder FOLDER      read the one --uid from a folder: a snapshot, or a bucket's copy
+    --global FOLDER      the global state from a folder; with --folder no chain is asked
+    --background         at the lowest priority, one thread, no GPU, 32 sequences a block
+    --cache FOLDER       keeps the global weights (default ~/.cache/distributed-training/score)
+
+A GPU that another process uses is left alone: without a free one this runs as with --background.
+``--neuron.device cuda`` takes the first GPU all the same.
+Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
+Exit status: 0 looked, 1 the chain or the global state could not be read or memory ran out, 2 a flag
+is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from distributed_training.common.files import read_json_object
+from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.types import File
+
+if TYPE_CHECKING:
+    from distributed_training.node.buckets import Reader
+    from distributed_training.scoring.score_preview import Preview, Sources
+
+
+def run() -> int:
+    """Run the command. Ctrl-C is the ordinary end of ``--watch``."""
+    signal.signal(signal.SIGINT, lambda *_: sys.exit(0))
+    return main(sys.argv[1:])
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = build_parser().parse_known_args(argv)
+    if options.help:
+        print(__doc__)
+        return 0
+    try:
+        given = [*subnet_flags(options.subnet), *flags]
+        if options.background:
+            given += ["--neuron.device", "cpu"]
+        config = choose_device(load_config("validator", given, check=False), options)
+        sequences = options.sequences
+        if options.background and sequences is None and not config.validator.evaluation_sequences:
+            sequences = BACKGROUND_SEQUENCES
+        if sequences is not None:
+            limited = replace(config.validator, evaluation_sequences=sequences)
+            config = replace(config, validator=limited)
+        return score(config, options)
+    except ConfigError as error:
+        return exit_with(error)
+
+
+BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
+
+
+def choose_device(config: Config, options: argparse.Namespace) -> Config:
+    """Have this process see one GPU that nobody uses, or else behave as with ``--background``.
+
+    Only ``--neuron.device`` takes a GPU that is in use: it would be a training miner's, which runs
+    out of memory then and goes on with a smaller micro-batch.
+    """
+    if config.miner.device != "auto":
+        return config
+    from distributed_training.diagnostics.nvml import unused_gpu
+
+    gpu, why = unused_gpu()
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before torch counts them
+        return config
+    if not why.startswith("no GPU"):
+        print(
+            f"{why}, so this takes one CPU thread at low priority and {BACKGROUND_SEQUENCES} "
+            "sequences a block: run it on another machine, or give --neuron.device cuda",
+            file=sys.stderr,
+            flush=True,
+        )
+        options.background = True
+    return replace(config, miner=replace(config.miner, device="cpu"))
+
+
+def build_parser() -> Parser:
+    parser = Parser(add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--uid", type=ranged(0, 65535), nargs="+")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--others", type=ranged(0, 256), default=8)
+    parser.add_argument("--random-block", type=ranged(1, 10**12), nargs="+", default=[])
+    parser.add_argument("--draws", type=ranged(1, 100), default=1)
+    parser.add_argument("--sequences", type=ranged(0, 10**6))
+    parser.add_argument("--passes", type=ranged(1, 1000), default=40)
+    parser.add_argument("--timeout", type=ranged(1.0, 3600.0), default=60.0)
+    parser.add_argument("--watch", type=ranged(1.0, 86400.0), nargs="?", const=300.0)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--subnet", type=argument(File))
+    parser.add_argument("--bucket", type=argument(str))
+    parser.add_argument("--folder", type=argument(File))
+    parser.add_argument("--global", type=argument(File), dest="global_folder")
+    parser.add_argument("--background", action="store_true")
+    parser.add_argument("--cache", type=argument(File))
+    return parser
+
+
+def subnet_flags(folder: Path | None) -> list[str]:
+    """The addresses of a local subnet that runs. Raises ConfigError."""
+    if folder is None:
+        return []
+    state = read_json_object(folder / "localnet.json") or {}
+    runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
+    if not (runs and state.get("chain") and state.get("store")):
+        raise ConfigError(
+            f"--subnet {folder} is no run folder of a local subnet that runs, so nothing was "
+            "scored: start one with `make run`, or correct the path"
+        )
+    return [
+        *("--preset", "local", "--chain.local_url", state["chain"]),
+        *("--r2.endpoint_url", state["store"], "--neuron.run_folder", str(folder)),
+    ]
+
+
+def score(config: Config, options: argparse.Namespace) -> int:
+    """Look once, or until Ctrl-C."""
+    # The heavy imports, once the flags are known to be right.
+    from distributed_training.chain.base import ChainError
+    from distributed_training.node.failures import NetworkFailure
+    from distributed_training.scoring.score_preview import NotJudgeable, Session, Wanted
+
+    # What it may say while it tries again is told once, by the error that ends the look.
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
+    if options.background:
+        _stay_out_of_the_way()
+    with ExitStack() as stack:
+        try:
+            sources, uids = find_sources(config, options, stack)
+            folder = cache_folder(options)
+            miners = None if options.subnet else config.run_folder.parent
+            session = Session(config, sources, folder=folder, miners=miners)
+        except NetworkFailure as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+        wanted = Wanted(
+            uids=uids,
+            others=options.others,
+            random_blocks=options.random_block,
+            draws=options.draws,
+            passes=options.passes,
+            timeout=timedelta(seconds=options.timeout),
+        )
+        while True:
+            try:
+                show(session.look(wanted), as_json=options.json)
+            except (NotJudgeable, ChainError, MemoryError, RuntimeError) as error:
+                print(f"error: {reason(error)}", file=sys.stderr, flush=True)
+                if options.watch is None:
+                    return 1
+            if options.watch is None:
+                return 0
+            time.sleep(options.watch)
+
+
+def find_sources(
+    config: Config, options: argparse.Namespace, stack: ExitStack
+) -> tuple[Sources, list[int] | None]:
+    """Where to look and at which uids, None for all. Raises ConfigError, NetworkFailure."""
+    from distributed_training.chain.identity import load_wallet
+    from distributed_training.node.buckets import BucketReader, open_own
+    from distributed_training.scoring.score_preview import FolderReader, in_folders, on_chain
+
+    uids: list[int] = options.uid or []
+    instead: dict[int, Reader] = {}
+    if options.bucket or options.folder:
+        if len(uids) != 1:
+            raise ConfigError(
+                "--folder and --bucket hold one miner's upload, and which text it is judged on "
+                "depends on its uid: give one --uid"
+            )
+        if options.folder and options.global_folder:
+            return in_folders(options.folder, options.global_folder, uids[0]), uids
+        if options.folder:
+            instead[uids[0]] = FolderReader(options.folder)
+        else:
+            instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
+    hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting
+    if sys.stderr.isatty():
+        print("… asking the chain and the buckets", file=sys.stderr, flush=True)
+    timeout = timedelta(seconds=options.timeout)
+    master = None if options.subnet else config.miner.master_ss58_address
+    sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)
+    if options.global_folder:
+        state = FolderReader(options.global_folder)
+        sources = replace(sources, global_bucket=lambda: state)
+    if hotkey is None:
+        return sources, None if options.all else uids
+    mine = [neuron.uid for neuron in sources.miners() if neuron.hotkey == hotkey]
+    if not mine:
+        raise ConfigError(
+            f"hotkey {hotkey} is no miner with an endpoint on subnet {config.chain.netuid}, so it "
+            "is not scored: start the miner, or give --uid N or --all"
+        )
+    return sources, mine
+
+
+def cache_folder(options: argparse.Namespace) -> Path:
+    """Return the folder for tokenizer and global weights; never a miner's run folder."""
+    if options.cache or options.subnet:
+        return Path(options.cache or options.subnet / "score")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "distributed-training" / "score"
+
+
+def reason(error: BaseException) -> str:
+    """Return in one line why a look failed. Raises what is a fault of this program."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"the GPU's memory is not enough ({first_line(error)}), so nothing was scored: give "
+            "--neuron.device cpu, or run this on another machine"
+        )
+    # torch has no type for it on the CPU.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return (
+            "this machine's memory is not enough for two copies of the weights, so nothing was "
+            "scored: run this on another machine"
+        )
+    if type(error) is RuntimeError:
+        raise error
+    return str(error)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition(". ")[0]
+
+
+def show(preview: Preview, *, as_json: bool) -> None:
+    from distributed_training.scoring.report import table, to_json
+
+    if as_json:
+        text = json.dumps(to_json(preview)) + "\n"
+    else:
+        from rich.console import Console
+
+        console = Console()
+        with console.capture() as captured:
+            console.print(table(preview))
+        text = captured.get()
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+
+
+def _stay_out_of_the_way() -> None:
+    """Beside a miner that trains: every cycle and every byte of its GPU belongs to that."""
+    import torch
+
+    os.nice(19)
+    torch.set_num_threads(1)
+    # Where the machine's memory runs out, the kernel ends this process and not a rank.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")

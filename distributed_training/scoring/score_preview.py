@@ -1,0 +1,812 @@
+"""The score preview: what a validator would compute now, for some miners or all.
+
+It is the reference validator's own evaluator over what anybody may read: the chain, the global
+bucket, and miners' buckets, whose read keys are public. A folder on this machine can take a
+bucket's place. Nothing it finds flows back into training: which block a validator will draw from a
+miner's list can be computed, but training on it preferentially would only falsify the figure that
+says how good the training is.
+
+A validator differs in two things. Its ratings have a history that nobody else can see; the preview
+starts from fresh ones, judges the present uploads again and again, each time with the uncertainty
+that the texts leave, and reports the rank and share they lead to. And it draws its random block
+itself; the preview draws another from the same range, so the figures agree to the last digit only
+for the same blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import random
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import NormalDist
+from typing import IO, Any
+
+from torch import Tensor
+
+from distributed_training.chain.base import Neuron
+from distributed_training.common.memory import ModelShape, disk_space
+from distributed_training.config import Config, ConfigError
+from distributed_training.config.settings import MinerSettings
+from distributed_training.data.block_builder import open_source
+from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.node.buckets import PeerBuckets, Reader
+from distributed_training.node.identity import follow_chain, miners_of
+from distributed_training.node.start import fetch_tokenizer
+from distributed_training.protocol import keys, names, schedule
+from distributed_training.protocol.metadata import (
+    MAX_CONFIG_BYTES,
+    MAX_METADATA_BYTES,
+    Metadata,
+    MetadataError,
+    parse_config,
+)
+from distributed_training.protocol.payload import Schema
+from distributed_training.protocol.scoring import RESET, ScoreBoard
+from distributed_training.scoring.causes import Cause
+from distributed_training.scoring.evaluator import (
+    Comparison,
+    EvaluationModel,
+    Evaluator,
+    Judgement,
+    Pages,
+    evaluation_device,
+    load_weights,
+    model_bytes,
+)
+from distributed_training.scoring.upload import (
+    DataUnavailable,
+    InvalidUpload,
+    OpenBucket,
+    PageReader,
+    Repository,
+    Upload,
+    inspect,
+    read_upload,
+    within,
+)
+from distributed_training.store.contents import PtFile
+from distributed_training.store.s3 import IntegrityError, ObjectInfo, ObjectMissingError, StoreError
+from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
+from distributed_training.training.nesterov import OUTER_LEARNING_RATE
+
+
+class FolderReader:
+    """A :class:`~distributed_training.node.buckets.Reader`. Its files have no age: a copy says
+    nothing of when the original was published, and what is not published cannot be too old.
+
+    ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
+    a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
+    else the newest ``epoch-N/metadata.json``, else what the files say of themselves.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._flat = not any(folder.glob("epoch-*"))
+
+    @property
+    def name(self) -> str:
+        return str(self._folder)
+
+    def root(self) -> Metadata | None:
+        """None for a folder that holds none. Raises StoreError, MetadataError."""
+        found = [self._folder / keys.ROOT_METADATA]
+        found += sorted(self._folder.glob(f"epoch-*/{keys.METADATA}"), key=_epoch, reverse=True)
+        for path in found:
+            if path.exists():
+                return Metadata.parse(_read(path, MAX_METADATA_BYTES))
+        gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
+        if not gradients.exists() or not config.exists():
+            return None
+        content = PtFile(gradients).content
+        said = content.get("metadata") if isinstance(content, dict) else None
+        outer_step = said.get("outer_step") if isinstance(said, dict) else None
+        if type(outer_step) is not int or outer_step < 0:
+            raise IntegrityError(f"{gradients} does not say of which outer step it is")
+        inner_step = parse_config(_read(config, MAX_CONFIG_BYTES))[1].inner_step
+        return Metadata(names.RUN, outer_step, inner_step, "")
+
+    def head(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        with _store_errors(path):
+            if not path.exists():
+                return None
+            status = path.stat()
+        return ObjectInfo(key, status.st_size, "", status.st_mtime, 0.0)
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        if key == keys.ROOT_METADATA:
+            root = self.root()
+            return root.to_json() if root is not None else None
+        path = self._path(key)
+        return _read(path, limit) if path.exists() else None
+
+    read = get
+
+    def download(self, key: str, path: Path, *, limit: int) -> None:
+        info, source = self.head(key), self._path(key)
+        if info is None:
+            raise ObjectMissingError(f"{source} does not exist")
+        _check_size(source, info.size, limit)
+        with _store_errors(source):
+            shutil.copyfile(source, path)
+
+    def open(self, key: str) -> IO[bytes]:
+        with _store_errors(self._path(key)):
+            return self._path(key).open("rb")
+
+    def _path(self, key: str) -> Path:
+        parsed = keys.parse_epoch_key(key)
+        if self._flat and parsed is not None:
+            root = self.root()
+            if root is not None and root.outer_step == parsed[0]:
+                return self._folder / parsed[1]
+        return self._folder / key
+
+
+def _epoch(path: Path) -> int:
+    number = path.parent.name.partition("-")[2]
+    return int(number) if number.isdigit() else -1
+
+
+def _read(path: Path, limit: int) -> bytes:
+    with _store_errors(path):
+        _check_size(path, path.stat().st_size, limit)
+        return path.read_bytes()
+
+
+def _check_size(path: Path, size: int, limit: int) -> None:
+    if size > limit:
+        raise IntegrityError(f"{path} has {size} bytes, more than the {limit} allowed")
+
+
+@contextmanager
+def _store_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise ObjectMissingError(f"{path} does not exist") from None
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+
+
+log = logging.getLogger(__name__)
+
+
+class NotJudgeable(RuntimeError):
+    """The global state cannot be had, so nothing can be scored; the text says why."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """``outer_step``: X, the folder of a miner's bucket that is judged now; after a round it is the
+    one before for half a period. ``weights``: global, of X, in schema order."""
+
+    block: int
+    bpa: int
+    global_outer_step: int
+    outer_step: int
+    model_config: Mapping[str, Any]
+    schema: Schema
+    weights: list[Tensor]
+    learning_rate: float
+
+
+def read_judged(
+    bucket: Reader,
+    folder: Path,
+    *,
+    block: int,
+    bpa: int,
+    bpa_later: int,
+    outer_step: int | None = None,
+    miners: Path | None = None,
+) -> Judged:
+    """``bpa``: blocks between two rounds, ``bpa_later`` after the first successful one (0: the
+    same). ``outer_step``: to judge, where ``block`` should not decide. ``folder`` keeps the
+    weights, so that they are fetched once an outer step. ``miners``: folder of run folders whose
+    miners' room on the same disk is not taken.
+
+    Raises NotJudgeable.
+    """
+    try:
+        root = _root(bucket)
+        if bpa_later and root.outer_step > 0:
+            bpa = bpa_later
+        raw = bucket.get(keys.epoch_key(root.outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
+        if raw is None:
+            raise NotJudgeable(f"{bucket.name} has no config.json of outer step {root.outer_step}")
+        config, extras = parse_config(raw)
+        if outer_step is None:
+            outer_step = schedule.scored_epoch(
+                outer_step=root.outer_step,
+                block=block,
+                last_allreduce_block=extras.last_allreduce_block or 0,
+                bpa=bpa,
+            )
+        model_config = {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
+        schema = parameter_schema(model_config)
+
+        def kept() -> int:
+            return _kept_for_miners(miners, folder, model_config) if miners else 0
+
+        return Judged(
+            block=block,
+            bpa=bpa,
+            global_outer_step=root.outer_step,
+            outer_step=outer_step,
+            model_config=model_config,
+            schema=schema,
+            weights=_weights(bucket, folder, outer_step, schema, kept),
+            learning_rate=_learning_rate(bucket, root.outer_step),
+        )
+    except (StoreError, MetadataError, ValueError) as error:
+        raise NotJudgeable(f"the global state cannot be read: {error}") from None
+
+
+def _root(bucket: Reader) -> Metadata:
+    data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+    if data is None:
+        raise NotJudgeable(f"{bucket.name} is empty: nothing was published yet")
+    root = Metadata.parse(data)
+    if root.run != names.RUN:
+        raise NotJudgeable(f"{bucket.name} is of run {root.run}, this program of {names.RUN}")
+    return root
+
+
+def _weights(
+    bucket: Reader, folder: Path, outer_step: int, schema: Schema, kept: Callable[[], int]
+) -> list[Tensor]:
+    key = keys.epoch_key(outer_step, keys.MODEL)
+    info = bucket.head(key)
+    if info is None:
+        raise NotJudgeable(f"{bucket.name}/{key} is missing")
+    # By what identifies the object: a state may be published anew under the same number.
+    path = folder / f"{keys.epoch_folder(outer_step)}-{info.etag or int(info.modified)}.safetensors"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("epoch-*.safetensors"):
+            old.unlink(missing_ok=True)
+        free, reserved = shutil.disk_usage(folder).free, kept()
+        if free < info.size + reserved:
+            raise NotJudgeable(
+                f"{free / 1e9:.1f} GB are free in {folder}, the global weights take "
+                f"{info.size / 1e9:.1f} GB and the miner on this disk may take "
+                f"{reserved / 1e9:.1f} GB more, so they were not fetched: give --cache on another "
+                "disk, or make room"
+            )
+        bucket.download(key, path, limit=model_bytes(schema))
+    return load_weights(path, schema)
+
+
+def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]) -> int:
+    """Return the bytes that the miners with run folders in ``miners`` may still take, if their disk
+    is ``folder``'s."""
+    checkpoints = MinerSettings().keep_checkpoints
+    most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
+    runs = {path.parent for path in miners.glob("*/checkpoints")}
+    same = [run for run in runs if run.stat().st_dev == folder.stat().st_dev]
+    return sum(max(0, most - _bytes_in(run)) for run in same)
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # a miner that runs removes files
+            total += path.lstat().st_size
+    return total
+
+
+def _learning_rate(bucket: Reader, outer_step: int) -> float:
+    """From the global outer optimizer's file, without its momentum, which is as large as the
+    model."""
+    key = keys.epoch_key(outer_step, keys.OUTER_OPTIMIZER)
+    try:
+        content = PtFile(bucket.open(key)).content
+        found = float(content["optimizer_state_dict"]["param_groups"][0]["lr"])
+    except (StoreError, KeyError, IndexError, TypeError, ValueError) as error:
+        log.warning(
+            "%s/%s cannot be read (%s): scored with outer learning rate %g",
+            bucket.name,
+            key,
+            error,
+            OUTER_LEARNING_RATE,
+        )
+        return OUTER_LEARNING_RATE
+    return found
+
+
+PASSES = 40  # a rating has settled by then: about two days of passes on the public network
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, found: Comparison) -> Interval:
+        """Relative improvement. Infinite for fewer than two micro-batches."""
+        before = found.losses[0]
+        reach = t_quantile(len(found.before) - 1) * found.error
+        if not before:
+            return cls(0.0, -math.inf, math.inf)
+        return cls(
+            found.relative, (found.absolute - reach) / before, (found.absolute + reach) / before
+        )
+
+
+def t_quantile(freedom: int) -> float:
+    """97.5 % quantile of Student's t with so many degrees of freedom (Cornish-Fisher, Abramowitz
+    and Stegun 26.7.5); exact where that series is not: for 1 and 2."""
+    if freedom < 1:
+        return math.inf
+    if freedom < 3:
+        return (12.706, 4.303)[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+def chance_assigned_wins(judgement: Judgement) -> float | None:
+    """How likely a validator finds that assigned text gains more than random text, in nats per
+    token. None for a reset upload or too little text."""
+    if judgement.random is None or judgement.assigned is None:
+        return None
+    error = math.hypot(judgement.random.error, judgement.assigned.error)
+    gain = judgement.assigned.absolute - judgement.random.absolute
+    if not math.isfinite(error):
+        return None
+    if error == 0:
+        return float(gain > 0)
+    return NormalDist().cdf(gain / error)
+
+
+@dataclass(frozen=True)
+class Standing:
+    """``rating``: mu - 3 sigma. ``assigned``: in 0..1. ``share``: of the train score of everybody
+    who was judged, which decides 3/4 of the total score."""
+
+    uid: int
+    rank: int  # from 1, by rating
+    rating: float
+    assigned: float
+    train: float
+    share: float
+
+
+def rank(
+    judgements: Sequence[Judgement], *, passes: int = PASSES, seed: int = 0
+) -> Mapping[int, Standing]:
+    """Where ``passes`` judgements such as these lead, from fresh ratings; by uid.
+
+    Each pass draws every upload's improvement anew from what its texts say of it. ``passes=1``
+    takes the figures as they are: one pass of a new validator.
+    """
+    generator = random.Random(seed)
+    board = ScoreBoard(j.uid for j in judgements)
+    for _ in range(passes):
+        vary = generator if passes > 1 else None
+        board.update_round(
+            random={j.uid: _draw(j.random, vary) for j in judgements},
+            assigned={j.uid: _draw(j.assigned, vary) for j in judgements},
+        )
+    return standings(board)
+
+
+def standings(board: ScoreBoard) -> Mapping[int, Standing]:
+    """Of everybody on the board, by uid, best first."""
+    train = {uid: board.train_score(uid) for uid in board.uids}
+    total = sum(train.values())
+    ordered = sorted(board.uids, key=lambda uid: -board.random_score(uid))
+    return {
+        uid: Standing(
+            uid=uid,
+            rank=place,
+            rating=board.random_score(uid),
+            assigned=board.assigned_score(uid),
+            train=train[uid],
+            share=train[uid] / total if total else 0.0,
+        )
+        for place, uid in enumerate(ordered, 1)
+    }
+
+
+def _draw(found: Comparison | None, generator: random.Random | None) -> tuple[float, float]:
+    if found is None:
+        return RESET
+    before, after = found.losses
+    if generator is None or not math.isfinite(found.error):
+        return before, after
+    return before, after + generator.gauss(0.0, found.error)
+
+
+READERS = 8  # buckets looked into at once
+
+
+@dataclass(frozen=True)
+class Row:
+    """One miner. ``random`` and ``assigned``: relative improvement; None if it was not judged.
+    ``cause``: why its score is zero or will fall to it, None if nothing stands in its way."""
+
+    uid: int
+    hotkey: str
+    revision: str
+    valid: bool
+    age: timedelta | None
+    age_limit: timedelta
+    judgement: Judgement | None
+    cause: Cause | None
+    reason: str
+    standing: Standing | None = None
+
+    @property
+    def random(self) -> Interval | None:
+        found = self.judgement.random if self.judgement else None
+        return Interval.of(found) if found else None
+
+    @property
+    def assigned(self) -> Interval | None:
+        found = self.judgement.assigned if self.judgement else None
+        return Interval.of(found) if found else None
+
+    @property
+    def assigned_wins(self) -> bool | None:
+        """Whether assigned text gained more than random text, in nats per token."""
+        judgement = self.judgement
+        if judgement is None or judgement.random is None or judgement.assigned is None:
+            return None
+        return judgement.assigned.absolute > judgement.random.absolute
+
+    @property
+    def chance(self) -> float | None:
+        """That a validator finds the same of other text."""
+        return chance_assigned_wins(self.judgement) if self.judgement else None
+
+
+@dataclass(frozen=True)
+class Preview:
+    """``compared``: how many uploads the ranks and shares are among."""
+
+    block: int
+    global_outer_step: int
+    outer_step: int
+    random_blocks: tuple[int, ...]
+    compared: int
+    rows: tuple[Row, ...]
+    seconds: float
+
+
+class Previewer:
+    """``timeout`` covers all that is read from one miner's bucket; one that takes longer costs its
+    own row a reason and nobody else anything."""
+
+    def __init__(
+        self,
+        *,
+        judged: Judged,
+        open_bucket: OpenBucket,
+        evaluator: Evaluator,
+        age_limit: timedelta,
+        timeout: timedelta = timedelta(seconds=60),
+    ) -> None:
+        self._judged = judged
+        self._open_bucket = open_bucket
+        self._evaluator = evaluator
+        self._age_limit = age_limit
+        self._timeout = timeout
+
+    def run(
+        self,
+        neurons: Sequence[Neuron],
+        *,
+        random_blocks: Sequence[int],
+        passes: int = PASSES,
+    ) -> Preview:
+        """``passes``: of which the ranks and shares speak, see :func:`~.ranking.rank`. Raises
+        ChainError, Stopped."""
+        began = time.monotonic()
+        rows = [
+            self._row(neuron, repository, self._judge(upload, random_blocks))
+            for neuron, repository, upload in self._read_ahead(neurons)
+        ]
+        judgements = [row.judgement for row in rows if row.judgement is not None]
+        # Alone there is no rank, and no share of a train score to lose.
+        standings = rank(judgements, passes=passes) if len(judgements) > 1 else {}
+        return Preview(
+            block=self._judged.block,
+            global_outer_step=self._judged.global_outer_step,
+            outer_step=self._judged.outer_step,
+            random_blocks=tuple(random_blocks),
+            compared=len(judgements),
+            rows=tuple(_with_standing(row, standings.get(row.uid)) for row in rows),
+            seconds=time.monotonic() - began,
+        )
+
+    def _read_ahead(
+        self, neurons: Sequence[Neuron]
+    ) -> Iterator[tuple[Neuron, Repository, Upload | Judgement | None]]:
+        """In order; while one is judged the next are read, ``READERS`` of them at most."""
+        rest = iter(neurons)
+        with ThreadPoolExecutor(READERS, thread_name_prefix="preview") as pool:
+            ahead = deque((n, pool.submit(self._read, n)) for n in islice(rest, READERS))
+            while ahead:
+                neuron, future = ahead.popleft()
+                repository, upload = future.result()
+                ahead.extend((n, pool.submit(self._read, n)) for n in islice(rest, 1))
+                yield neuron, repository, upload
+
+    def _read(self, neuron: Neuron) -> tuple[Repository, Upload | Judgement | None]:
+        """What is to be judged; a judgement if it is reset unread, None if it is not chosen."""
+        judged, uid = self._judged, neuron.uid
+        look = partial(
+            inspect,
+            neuron,
+            self._open_bucket,
+            outer_step=judged.outer_step,
+            age_limit=self._age_limit,
+        )
+        began = time.monotonic()
+        try:
+            repository = within(self._timeout, look)
+        except TimeoutError:
+            cause, reason = Cause.TOO_SLOW, f"no answer in {self._timeout.total_seconds():g} s"
+            return Repository(uid, False, cause, reason), None
+        if repository.metadata is None:
+            return dataclasses.replace(
+                repository, cause=repository.cause or Cause.NO_METADATA
+            ), None
+        if repository.metadata.inner_step == 0:
+            return dataclasses.replace(
+                repository, cause=repository.cause or Cause.INNER_STEP_ZERO
+            ), None
+        left = self._timeout - timedelta(seconds=time.monotonic() - began)
+        try:
+            return repository, read_upload(
+                repository,
+                judged.schema,
+                outer_step=judged.outer_step,
+                block=judged.block,
+                bpa=judged.bpa,
+                timeout=left,
+            )
+        except InvalidUpload as error:
+            reset = Judgement.reset(uid, judged.outer_step, error.cause, str(error))
+            return repository, reset
+
+    def _judge(
+        self, upload: Upload | Judgement | None, random_blocks: Sequence[int]
+    ) -> Judgement | DataUnavailable | None:
+        if not isinstance(upload, Upload):
+            return upload
+        try:
+            return self._evaluator.judge(
+                upload,
+                weights=self._judged.weights,
+                outer_step=self._judged.outer_step,
+                outer_learning_rate=self._judged.learning_rate,
+                random_blocks=random_blocks,
+            )
+        except DataUnavailable as error:
+            return error
+
+    def _row(
+        self,
+        neuron: Neuron,
+        repository: Repository,
+        judgement: Judgement | DataUnavailable | None,
+    ) -> Row:
+        cause, reason = repository.cause, repository.reason
+        if isinstance(judgement, DataUnavailable):
+            cause, reason, judgement = cause or Cause.NO_DATA, reason or str(judgement), None
+        elif judgement is not None and judgement.cause is not None:
+            cause, reason = cause or judgement.cause, reason or judgement.reason
+        return Row(
+            uid=neuron.uid,
+            hotkey=neuron.hotkey,
+            revision=repository.tag,
+            valid=repository.valid,
+            age=repository.age,
+            age_limit=self._age_limit,
+            judgement=judgement,
+            cause=cause,
+            reason=reason,
+        )
+
+
+def _with_standing(row: Row, standing: Standing | None) -> Row:
+    cause = row.cause
+    if cause is None and row.judgement is not None and row.judgement.random is not None:
+        if row.judgement.random.absolute <= 0:
+            cause = Cause.MAKES_IT_WORSE
+        elif not row.assigned_wins:
+            cause = Cause.ASSIGNED_NOT_BETTER
+        elif standing is not None and standing.train == 0:
+            cause = Cause.RANKED_LOW
+    return dataclasses.replace(row, standing=standing, cause=cause)
+
+
+def draw_random_blocks(block: int, count: int, generator: random.Random) -> tuple[int, ...]:
+    """Drawn from where validators draw theirs at ``block``."""
+    return tuple(generator.randrange(*schedule.random_block_range(block)) for _ in range(count))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """``uids``: whose score, None: everybody's. ``others``: so many miners to rank them among, the
+    best paid first. ``random_blocks``: as validators drew them; empty: ``draws`` of our own.
+    ``timeout``: for all that is read from one miner."""
+
+    uids: Sequence[int] | None = None
+    others: int = 8
+    random_blocks: Sequence[int] = ()
+    draws: int = 1
+    passes: int = PASSES
+    timeout: timedelta = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Where a preview looks: the block of now, the miners, the global bucket, a miner's bucket."""
+
+    block: Callable[[], int]
+    miners: Callable[[], Sequence[Neuron]]
+    global_bucket: Callable[[], Reader]
+    open_bucket: Callable[[Neuron], Reader]
+    outer_step: int | None = None  # to judge; None: as the block says
+
+
+def on_chain(
+    config: Config,
+    stack: ExitStack,
+    *,
+    master: str | None,
+    timeout: timedelta,
+    instead: Mapping[int, Reader] | None = None,
+) -> Sources:
+    """The subnet's own. No wallet is needed: what is read is public. ``master``: hotkey of whoever
+    owns the global bucket, None for the validator with the largest stake. ``instead``: by uid, what
+    is read in place of its bucket. Raises NetworkFailure."""
+    chain = follow_chain(config.chain, stack)
+    peers = PeerBuckets(config.store, chain, large=timeout)
+    patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
+    stake = config.validator.minimum_stake
+    readers = instead or {}
+
+    def miners() -> Sequence[Neuron]:
+        # One that is not served yet can be read all the same.
+        known = miners_of(chain.neurons(), minimum_stake=stake)
+        return [*known, *(n for n in chain.neurons() if n.uid in readers and n not in known)]
+
+    def global_bucket() -> Reader:
+        validators = [n for n in chain.neurons() if n.validator_permit]
+        largest = max(validators, key=lambda n: n.stake, default=None)
+        return patient.of_master(master or (largest.hotkey if largest else ""))
+
+    return Sources(
+        block=chain.block,
+        miners=miners,
+        global_bucket=global_bucket,
+        open_bucket=lambda neuron: readers.get(neuron.uid) or peers.of_miner(neuron),
+    )
+
+
+def in_folders(upload: Path, global_state: Path, uid: int) -> Sources:
+    """An upload in a folder against a global state in a folder, without any network. "Now" is when
+    its newest block was trained. Raises ConfigError."""
+    reader, state = FolderReader(upload), FolderReader(global_state)
+    try:
+        root = reader.root()
+        if root is None:
+            raise ObjectMissingError(f"{upload} holds no upload")
+        config = reader.get(keys.epoch_key(root.outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
+        blocks = parse_config(config or b"{}")[1].block_list
+    except (StoreError, MetadataError) as error:
+        raise ConfigError(
+            f"--folder {upload} cannot be scored ({error}): give the folder of one upload"
+        ) from None
+    return Sources(
+        block=lambda: max(blocks, default=0),
+        miners=lambda: [Neuron(uid, hotkey="", port=1)],
+        global_bucket=lambda: state,
+        open_bucket=lambda neuron: reader,
+        outer_step=root.outer_step,
+    )
+
+
+class Session:
+    """``config``: of kind validator, since a preview judges as one does. ``folder`` keeps tokenizer
+    and global weights. ``miners``: folder of the run folders of this machine's miners, whose room
+    on the same disk is left to them. Raises ConfigError."""
+
+    def __init__(
+        self, config: Config, sources: Sources, *, folder: Path, miners: Path | None = None
+    ) -> None:
+        self._config = config
+        self._sources = sources
+        self._folder = folder
+        self._miners = miners
+        tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+        self._pages: Pages = PageReader.from_settings(
+            config, open_source(config.data), TextTokenizer(tokenizer_path, eos_id=eos_id)
+        )
+        self._device = evaluation_device(config.miner.device)
+        self._model: EvaluationModel | None = None
+        self._random = random.Random()
+
+    def look(self, wanted: Wanted) -> Preview:
+        """Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped."""
+        settings, sources = self._config.validator, self._sources
+        block = sources.block()
+        judged = self._judged(block)
+        previewer = Previewer(
+            judged=judged,
+            open_bucket=sources.open_bucket,
+            evaluator=Evaluator(model=self._model_of(judged), pages=self._pages),
+            age_limit=settings.upload_age_limit,
+            timeout=wanted.timeout,
+        )
+        blocks = wanted.random_blocks or draw_random_blocks(block, wanted.draws, self._random)
+        return previewer.run(
+            choose(sources.miners(), wanted), random_blocks=blocks, passes=wanted.passes
+        )
+
+    def _judged(self, block: int) -> Judged:
+        settings = self._config.validator
+        try:
+            bucket = self._sources.global_bucket()
+        except StoreError as error:
+            raise NotJudgeable(
+                f"the global bucket cannot be found ({error}): check --neuron.master_ss58_address"
+            ) from None
+        return read_judged(
+            bucket,
+            self._folder / "global",
+            block=block,
+            bpa=settings.blocks_per_allreduce,
+            bpa_later=settings.blocks_per_allreduce_later,
+            outer_step=self._sources.outer_step,
+            miners=self._miners,
+        )
+
+    def _model_of(self, judged: Judged) -> EvaluationModel:
+        """Made once; a network does not change its model."""
+        if self._model is None or list(self._model.schema) != list(judged.schema):
+            self._model = EvaluationModel(model_config=judged.model_config, device=self._device)
+        return self._model
+
+
+def choose(miners: Sequence[Neuron], wanted: Wanted) -> Sequence[Neuron]:
+    """Those asked for, then those to compare them with. Raises ConfigError."""
+    if wanted.uids is None:
+        return miners
+    by_uid = {neuron.uid: neuron for neuron in miners}
+    for uid in wanted.uids:
+        if uid not in by_uid:
+            raise ConfigError(
+                f"uid {uid} is no miner with an endpoint on this subnet, so validators do not "
+                "score it: check --uid, --netuid and the network"
+            )
+    asked = [by_uid[uid] for uid in dict.fromkeys(wanted.uids)]
+    rest = [neuron for neuron in miners if neuron.uid not in set(wanted.uids)]
+    rest.sort(key=lambda neuron: (-neuron.incentive, neuron.uid))
+    return [*asked, *rest[: wanted.others]]

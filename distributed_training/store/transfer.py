@@ -1,0 +1,591 @@
+"""Move files between disk and bucket: with retries, in parts, resumable by the next process.
+
+Retries are outside botocore on purpose: its retry quota is shared by all threads of a client, so a
+five-second outage met by several parts at once exhausts it and ends the upload. Here each operation
+backs off with jitter until one deadline.
+
+A download fills one file by parallel ranges; the file appears complete or not at all. An upload has
+two steps: :meth:`Sender.stage` sends everything that can be sent without being seen (all parts of a
+multipart upload), :meth:`Sender.publish` makes it appear. So the files of one revision can appear
+together although sending them takes long. Miner and validator both upload this way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from distributed_training.common.backoff import Backoff
+from distributed_training.common.files import is_full, read_json_object, sync_folder, write_json
+
+from . import upload_rules
+from .journal import Journal, UploadRecord
+from .progress import Progress
+from .s3 import (
+    DeadlineError,
+    IntegrityError,
+    NoRoomError,
+    ObjectInfo,
+    ObjectMissingError,
+    PartInfo,
+    PreconditionError,
+    S3ObjectStore,
+    Section,
+    StoppedError,
+    StoreError,
+    Uplink,
+    UploadMissingError,
+)
+from .upload_rules import size_text
+
+Result = TypeVar("Result")
+
+FIRST_WAIT = timedelta(seconds=0.25)
+LONGEST_WAIT = timedelta(seconds=15)
+
+
+def patient(
+    store: S3ObjectStore,
+    *,
+    until: float = math.inf,
+    each: timedelta = timedelta.max,
+    uplink: Uplink | None = None,
+) -> S3ObjectStore:
+    """``store`` with each operation tried again until it succeeds or fails for good.
+
+    ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
+    where there is no uplink to pause); ``each``: how long one may take. Only errors marked
+    retryable are tried again; DeadlineError holds the last of them. Time spent paused counts
+    neither as an attempt nor against a deadline.
+    """
+    return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
+
+
+class _Patient:
+    def __init__(self, store: S3ObjectStore, until: float, each: timedelta, uplink: Uplink) -> None:
+        self._store = store
+        self._until = until
+        self._each = each
+        self._uplink = uplink
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def operation(*arguments: Any, **options: Any) -> Any:
+            deadline = min(self._until, self._uplink.clock() + self._each.total_seconds())
+            return _retrying(lambda: found(*arguments, **options), deadline, self._uplink)
+
+        return operation
+
+
+def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) -> Result:
+    waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+    while True:
+        uplink.wait_open()
+        try:
+            return attempt()
+        except StoreError as error:
+            if not error.retryable:
+                raise
+            if uplink.paused or uplink.stopped:
+                continue
+            pause = waits.failed().total_seconds()
+            if uplink.clock() + pause > deadline:
+                raise DeadlineError(f"{error}: no success in the time allowed") from None
+        uplink.sleep(pause)
+
+
+def deadline_in(duration: timedelta) -> float:
+    return time.monotonic() + duration.total_seconds()
+
+
+RANGE = 16 * 1024 * 1024
+NO_PROGRESS = timedelta(minutes=5)  # that one range is tried again and again
+_MAKE_ROOM = "free the disk, lower --neuron.keep_checkpoints or move --neuron.run_folder"
+
+
+def download(
+    store: S3ObjectStore,
+    key: str,
+    path: Path,
+    *,
+    limit: int,
+    deadline: float,
+    concurrency: int = 6,
+    uplink: Uplink | None = None,
+    progress: Progress | None = None,
+) -> ObjectInfo:
+    """One object into ``path``, in parallel ranges, complete or not at all.
+
+    An interrupted download of the same object goes on where it was, also in another process.
+    ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
+    it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
+    files, else this one has its own. ``gate.DISK_RESERVE`` bytes stay free for the checkpoints and
+    the journal.
+
+    Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced twice meanwhile),
+    NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
+    """
+    place = f"{store.bucket}/{key}"
+    store = patient(store, until=deadline, each=NO_PROGRESS, uplink=uplink)
+    for _ in range(2):
+        info = store.head(key)
+        if info is None:
+            raise ObjectMissingError(f"{place}: no such object")
+        if info.size > limit:
+            raise IntegrityError(f"{place} has {info.size} bytes, more than the {limit} allowed")
+        own = progress or Progress(
+            f"Downloading {key}",
+            info.size,
+            held=info.size - bytes_missing(info, path),
+            clock=time.monotonic,
+        )
+        try:
+            _download(store, info, path, deadline=deadline, concurrency=concurrency, progress=own)
+            return info
+        except PreconditionError:
+            continue  # replaced between two ranges: once more, from its beginning
+    raise IntegrityError(f"{place} was replaced again and again while it was read")
+
+
+def _download(
+    store: S3ObjectStore,
+    info: ObjectInfo,
+    path: Path,
+    *,
+    deadline: float,
+    concurrency: int,
+    progress: Progress,
+) -> None:
+    part, notes = _part_of(path)
+    check_room(path.parent, bytes_missing(info, path), what=info.key)
+    done = _ranges_done(notes, part, info)
+    handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
+    lock = threading.Lock()
+    try:
+        os.ftruncate(handle, info.size)
+
+        def fetch(start: int) -> None:
+            if time.monotonic() > deadline:
+                there = min(len(done) * RANGE, info.size)
+                raise DeadlineError(
+                    f"{info.key}: {there} of {info.size} bytes came in the time allowed; the next "
+                    "attempt goes on from there"
+                )
+            length = min(RANGE, info.size - start)
+            check_room(path.parent, length, what=info.key)  # others write to this disk too
+            data = store.get_range(info.key, start, length, etag=info.etag)
+            if len(data) != length:
+                raise IntegrityError(
+                    f"{info.key}: the store sent {len(data)} bytes instead of {length}"
+                )
+            view = memoryview(data)
+            at = start
+            while view:
+                written = os.pwrite(handle, view, at)
+                view, at = view[written:], at + written
+            with lock:
+                done.add(start)
+                # Bytes of a range are on disk before it is called done.
+                os.fdatasync(handle)
+                write_json(notes, {"etag": info.etag, "size": info.size, "done": sorted(done)})
+            progress.add(length)
+
+        missing = [start for start in range(0, info.size, RANGE) if start not in done]
+        with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
+            futures = [pool.submit(fetch, start) for start in missing]
+            try:
+                for future in futures:
+                    future.result()
+            finally:
+                for future in futures:
+                    future.cancel()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        # The reserve is gone as well, so a checkpoint could not be written either: give back all.
+        part.unlink(missing_ok=True)
+        notes.unlink(missing_ok=True)
+        raise NoRoomError(
+            f"no room to download {info.key}: {path.parent} became full meanwhile "
+            f"({error.strerror}), so this file begins again with the next attempt: {_MAKE_ROOM}"
+        ) from error
+    finally:
+        os.close(handle)
+    part.replace(path)
+    notes.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def bytes_missing(info: ObjectInfo, path: Path) -> int:
+    """Return how many bytes of the object an earlier, interrupted download did not bring."""
+    part, notes = _part_of(path)
+    starts = _ranges_done(notes, part, info)
+    return info.size - sum(min(RANGE, info.size - start) for start in starts)
+
+
+def check_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
+    """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free.
+
+    ``older``: bytes of states there that can be deleted for it.
+    """
+    free = shutil.disk_usage(folder).free + older
+    if free < needed + upload_rules.DISK_RESERVE:
+        raise NoRoomError(
+            f"no room to download {what}: {size_text(needed)} more are needed in {folder}, "
+            f"{size_text(free)} are free{' without the older states' if older else ''} and "
+            f"{size_text(upload_rules.DISK_RESERVE)} of it stay in reserve; what came of it is "
+            f"kept: {_MAKE_ROOM}"
+        )
+
+
+def _part_of(path: Path) -> tuple[Path, Path]:
+    return path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
+
+
+def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
+    raw = read_json_object(notes) or {}
+    done = raw.get("done")
+    same = (raw.get("etag"), raw.get("size")) == (info.etag, info.size) and part.exists()
+    if same and isinstance(done, list) and all(type(start) is int for start in done):
+        return set(done)
+    part.unlink(missing_ok=True)
+    return set()
+
+
+log = logging.getLogger(__name__)
+
+
+MIB = 1024 * 1024
+MOST_PARTS = 10_000
+
+
+def part_size_for(size: int, wanted: int = 0) -> int:
+    """Equal parts (R2 requires it): 16 MiB below 512 MiB, 32 MiB above, more when the file would
+    need more than 10,000 of them. ``wanted`` overrides the first two."""
+    part = wanted or (16 if size < 512 * MIB else 32) * MIB
+    while -(-size // part) > MOST_PARTS:
+        part *= 2
+    return part
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A file whose bytes are at the store but, if in parts, not yet visible."""
+
+    key: str
+    path: Path
+    size: int
+    record: UploadRecord | None = None  # None: small, sent in one piece by publish()
+    parts: tuple[PartInfo, ...] = ()
+    etag: str = ""  # expected of the multipart object
+    visible: bool = False
+
+
+@dataclass
+class Sent:
+    """Running totals, for reports and tests."""
+
+    bytes: int = 0
+    parts: int = 0
+    parts_kept: int = 0
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """An open file cut into equal parts, numbered from 1."""
+
+    handle: int
+    size: int
+    part_size: int
+    uplink: Uplink
+
+    @property
+    def numbers(self) -> range:
+        return range(1, -(-self.size // self.part_size) + 1)
+
+    def section(self, number: int) -> Section:
+        return Section(self.handle, *self._range(number), self.uplink)
+
+    def local(self, number: int) -> PartInfo:
+        """As the store would list it. Reads the part, also while the uplink is paused.
+
+        Raises StoppedError.
+        """
+        section = Section(self.handle, *self._range(number))
+        while section.read(Section.BLOCK):
+            self.uplink.check_stopped()
+        return PartInfo(number, len(section), section.md5)
+
+    def _range(self, number: int) -> tuple[int, int]:
+        start = (number - 1) * self.part_size
+        return start, min(self.part_size, self.size - start)
+
+
+class Sender:
+    """``deadline`` covers everything it sends with all retries, by the clock of ``uplink``, which
+    stands still during a pause; without ``uplink`` it is of ``time.monotonic()``.
+
+    ``concurrency`` parts or small files are under way at once; a part is never whole in memory.
+    A context manager; its end waits for attempts under way (stop the uplink to make them end).
+    """
+
+    def __init__(
+        self,
+        *,
+        store: S3ObjectStore,
+        journal: Journal,
+        deadline: float,
+        uplink: Uplink | None = None,
+        concurrency: int = 6,
+        part_size: int = 0,
+        sent: Sent | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self._uplink = uplink or Uplink()
+        self._store = patient(store, until=deadline, uplink=self._uplink)
+        self._once = store  # for what others mend: one attempt
+        self._journal = journal
+        self._part_size = part_size
+        self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
+        self._count_lock = threading.Lock()
+        self.sent = sent or Sent()
+        self._progress = progress or Progress("", 0, clock=self._uplink.clock)  # no lines
+
+    def __enter__(self) -> Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def upload_all(self, files: Iterable[tuple[str, Path]]) -> None:
+        """Many files: parts of large ones in parallel, small ones beside each other."""
+        staged = [self.stage(key, path) for key, path in files]
+        self.publish_all(staged)
+        self._journal.drop(*(s.key for s in staged))
+
+    # --- stage ----------------------------------------------------------------------------------
+
+    def stage(self, key: str, path: Path) -> Staged:
+        """Send all parts of a large file; a small one is only looked at.
+
+        Inode and mtime tell whether an upload of an earlier process was of the same file. Parts
+        found at the store are compared by MD5 in any case.
+        """
+        status = path.stat()
+        size = status.st_size
+        part_size = part_size_for(size, self._part_size)
+        if size <= part_size:
+            return Staged(key, path, size)
+        identity = f"{status.st_ino}:{status.st_mtime_ns}"
+        with path.open("rb") as file:
+            cut = _Parts(file.fileno(), size, part_size, self._uplink)
+            record, kept = self._resume(key, cut, identity)
+            if record is None:
+                record = self._begin(key, cut, identity)
+            if record.etag:
+                return Staged(key, path, size, record, etag=record.etag, visible=True)
+            parts = self._send_missing(record, cut, kept)
+        return Staged(key, path, size, record, parts, multipart_etag(parts))
+
+    def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
+        self._abort_unknown(key)
+        upload_id = self._store.create_multipart(key)
+        record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
+        self._journal.put(record)
+        return record
+
+    def _abort_unknown(self, key: str) -> None:
+        """Abort uploads of ``key`` without a record: their uploader was killed, or the answer of
+        the store was lost, before the journal knew them. Only one uploader sends a key, so they
+        cannot be another's. One attempt: the hourly cleanup finds what stays."""
+        try:
+            for upload in self._once.list_multiparts(key):
+                if upload.key == key and upload.upload_id not in self._journal.owned():
+                    with contextlib.suppress(UploadMissingError):
+                        self._once.abort_multipart(key, upload.upload_id)
+        except StoreError as error:
+            log.warning("Could not look for earlier uploads of %s: %s", key, error)
+
+    def _resume(
+        self, key: str, cut: _Parts, identity: str
+    ) -> tuple[UploadRecord | None, dict[int, PartInfo]]:
+        """The upload to go on with and the parts that need not be sent again.
+
+        A record with an etag means: complete and visible. None: start anew.
+        """
+        record = self._journal.upload(key)
+        if record is None:
+            return None, {}
+        before = (record.bucket, record.size, record.identity, record.part_size)
+        if before != (self._store.bucket, cut.size, identity, cut.part_size):
+            self.abandon(record)
+            return None, {}
+        listed = None if record.etag else self._parts_at_store(record)
+        if listed is not None:
+            at_store = {p.number: p for p in listed if p.number in cut.numbers}
+            local = self._run([lambda n=n: cut.local(n) for n in at_store])  # type: ignore[misc]
+            kept = {p.number: p for p in local if at_store[p.number] == p}
+            self._keep(kept.values())
+            log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
+            return record, kept
+        info = self._store.head(key)
+        if info is not None and info.size == record.size and "-" in info.etag:
+            local = self._run([lambda n=n: cut.local(n) for n in cut.numbers])  # type: ignore[misc]
+            if info.etag == multipart_etag(local):
+                self._keep(local)
+                done = replace(record, etag=info.etag)
+                self._journal.put(done)
+                return done, {}
+        self._journal.drop(key)
+        return None, {}
+
+    def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
+        """None: the upload was completed just before the process died, expired, or never was."""
+        try:
+            return self._store.list_parts(record.key, record.upload_id)
+        except UploadMissingError:
+            return None
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            return None  # no such id can exist: a damaged journal must not stop publication
+
+    def _send_missing(
+        self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo]
+    ) -> tuple[PartInfo, ...]:
+        """All parts in their order. Raises IntegrityError if the upload was aborted meanwhile."""
+
+        def send(number: int) -> PartInfo:
+            body = cut.section(number)
+            part = self._store.upload_part(record.key, record.upload_id, number, body)
+            self._count(len(body))
+            return part
+
+        missing = [n for n in cut.numbers if n not in kept]
+        try:
+            sent = self._run([lambda n=n: send(n) for n in missing])  # type: ignore[misc]
+        except UploadMissingError:
+            self._journal.drop(record.key)
+            self._store.list_multiparts()  # raises if the bucket is gone
+            raise IntegrityError(
+                f"the multipart upload of {record.key} was aborted by someone else: it is sent "
+                "again with the next publication; is another miner using this bucket?"
+            ) from None
+        parts = kept | {part.number: part for part in sent}
+        return tuple(parts[n] for n in cut.numbers)
+
+    # --- publish --------------------------------------------------------------------------------
+
+    def publish(self, staged: Staged) -> str:
+        """Make the file visible; its etag. Publishing again is harmless."""
+        if staged.visible:
+            return staged.etag
+        if staged.record is None:
+            return self._put_small(staged)
+        record = staged.record
+        try:
+            etag = self._complete(staged, record)
+        except UploadMissingError:
+            self._journal.drop(staged.key)
+            raise IntegrityError(
+                f"the store lost the multipart upload of {staged.key} and does not hold the "
+                "object: it is sent again with the next publication"
+            ) from None
+        except StoreError as error:
+            if not isinstance(error, (StoppedError, DeadlineError)):
+                self.abandon(record)  # refused for good: the parts would only be billed
+            raise
+        if etag != staged.etag:
+            self._journal.drop(staged.key)
+            raise IntegrityError(f"{staged.key}: the store put the parts together wrongly")
+        self._journal.put(replace(record, etag=etag))
+        return etag
+
+    def _complete(self, staged: Staged, record: UploadRecord) -> str:
+        try:
+            return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
+        except UploadMissingError:
+            # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
+            info = self._store.head(record.key)
+            if info is not None and info.etag == staged.etag:
+                return info.etag
+            raise
+
+    def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
+        """Etags by key; all of them side by side, so that they appear within moments."""
+        files = list(staged)
+        etags = self._run([lambda s=s: self.publish(s) for s in files])  # type: ignore[misc]
+        return {s.key: etag for s, etag in zip(files, etags, strict=True)}
+
+    def _put_small(self, staged: Staged) -> str:
+        with staged.path.open("rb") as file:
+            body = Section(file.fileno(), 0, staged.size, self._uplink)
+            etag = self._store.put(staged.key, body)
+        self._count(staged.size)
+        return etag
+
+    # --- inside ---------------------------------------------------------------------------------
+
+    def abandon(self, record: UploadRecord) -> None:
+        """Abort an upload nobody will go on with, and forget it. One attempt: cleanup has more."""
+        if not record.etag:
+            try:
+                self._once.abort_multipart(record.key, record.upload_id)
+            except UploadMissingError:
+                pass
+            except StoreError as error:
+                log.warning("Could not abort the upload of %s: %s", record.key, error)
+        self._journal.drop(record.key)
+
+    def abandon_all_but(self, keys: Iterable[str]) -> None:
+        """What the journal still holds of outer steps that are over, or of another bucket."""
+        wanted = frozenset(keys)
+        for record in self._journal.uploads():
+            if record.key not in wanted or record.bucket != self._store.bucket:
+                self.abandon(record)
+
+    def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
+        """All tasks in the pool; the first error ends the rest. From a thread outside the pool."""
+        futures: list[Future[Result]] = [self._pool.submit(task) for task in tasks]
+        try:
+            wait(futures, return_when=FIRST_EXCEPTION)
+            failed = next((f for f in futures if f.done() and f.exception()), None)
+            if failed is not None:
+                failed.result()
+            return [f.result() for f in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+            wait(futures)
+
+    def _keep(self, parts: Collection[PartInfo]) -> None:
+        self.sent.parts_kept += len(parts)
+        self._progress.hold(sum(part.size for part in parts))
+
+    def _count(self, size: int) -> None:
+        with self._count_lock:
+            self.sent.bytes += size
+            self.sent.parts += 1
+        self._progress.add(size)
+
+
+def multipart_etag(parts: Iterable[PartInfo]) -> str:
+    """MD5 of the parts' MD5s, and their number: S3's etag of a multipart object."""
+    digests = [bytes.fromhex(part.etag) for part in parts]
+    whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+    return f"{whole}-{len(digests)}"

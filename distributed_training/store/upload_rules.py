@@ -1,0 +1,98 @@
+"""Rules that an upload must pass before anything is sent.
+
+A validator resets the score of a miner whose upload it cannot use, and a reset ranks below a
+harmful gradient. So no upload is better than a bad one.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from distributed_training.protocol import lines
+
+DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever is written
+
+
+def upload_due(inner_step: int, *, upload_steps: int, minimum: int) -> bool:
+    """Whether an upload is regular at this step: multiples of ``upload_steps`` from ``minimum``."""
+    return inner_step >= max(minimum, 1) and inner_step % upload_steps == 0
+
+
+def upload_gate(
+    *,
+    inner_step: int,
+    minimum: int,
+    blocks: Sequence[int] | None = None,
+    not_finite: str | None = None,
+    preview_delta: float | None = None,
+    block_on_preview: bool = False,
+) -> str | None:
+    """The line that says why this must not be published, or None.
+
+    ``blocks``: the block list to be published, None if not known yet. ``not_finite``: what in it
+    holds NaN or Inf. ``preview_delta``: loss after minus before applying the gradient's own decode
+    to a few held batches, in nats; None if not measured.
+    """
+    if inner_step < minimum:
+        return lines.upload_blocked(inner_step, minimum)
+    if not_finite:
+        return (
+            f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
+            "If it comes again, lower --neuron.learning_rate or go back to a checkpoint"
+        )
+    if blocks is not None and not blocks:
+        return (
+            "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
+            "Waiting until a block was trained since the last upload"
+        )
+    if block_on_preview:
+        return preview_warning(preview_delta)
+    return None
+
+
+def preview_warning(preview_delta: float | None) -> str | None:
+    """The line about a gradient that would not help whoever applies it, or None."""
+    if preview_delta is None or preview_delta < 0:
+        return None
+    change = (
+        f"changes the loss by {preview_delta:+.4f}"
+        if math.isfinite(preview_delta)
+        else ("makes the loss NaN or Inf")
+    )
+    return (
+        f"⚠️  UPLOAD DOUBTFUL: this gradient, decoded as a validator would, {change} on held "
+        "batches instead of lowering it; with --neuron.block_on_preview it is not published"
+    )
+
+
+def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> str | None:
+    """None if ``needed`` bytes fit beside ``reserve``, else the line that says why not.
+
+    ``folder`` need not exist yet.
+    """
+    place = folder
+    try:
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        free = shutil.disk_usage(place).free
+    except OSError as error:  # a network disk that is away
+        return (
+            f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
+            "no snapshot can be written. Training goes on unpublished: bring the disk back or move "
+            "--neuron.run_folder"
+        )
+    if free >= needed + reserve:
+        return None
+    return (
+        f"UPLOAD BLOCKED: a snapshot needs {size_text(needed)} in {folder}, only "
+        f"{size_text(free)} are free ({size_text(reserve)} stay in reserve). Training goes on "
+        "unpublished: free the disk or move --neuron.run_folder"
+    )
+
+
+def size_text(count: float) -> str:
+    """Return a number of bytes as an operator reads it: ``12.4 GB``, ``0.3 MB``."""
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

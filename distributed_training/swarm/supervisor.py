@@ -1,0 +1,491 @@
+"""Start the swarm process, notice when it ends, and start it again.
+
+hivemind's network daemon, DHT node and averager run in a process of their own
+(:mod:`.averager_process`), so that rank 0 can kill whatever hangs there and training goes on.
+Rank 0 sees that process as a process group and one socket (:class:`HostProcess`); a thread of
+:class:`HostKeeper` replaces it when it ends, and joins the DHT when an initial peer opens its port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.common.backoff import Backoff
+from distributed_training.common.processes import process_folder, without_secrets
+from distributed_training.config.settings import SwarmSettings
+from distributed_training.protocol import names
+from distributed_training.protocol.types import AllReduceError, AllReduceFault
+
+from .host_link import (
+    Average,
+    Beat,
+    Close,
+    Ended,
+    Failed,
+    Found,
+    HostConfig,
+    Message,
+    Ready,
+    RoundOrder,
+    SharedTensors,
+    from_line,
+    to_line,
+)
+
+log = logging.getLogger(__name__)
+
+_START_ATTEMPTS = 3
+_LOOK = 0.5  # seconds between two looks at the host
+_PROBE_TIMEOUT = timedelta(seconds=3)
+_AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
+_LOG_BYTES = 8 * 1024 * 1024
+#: What p2pd says when none of the initial peers answers.
+_NO_BOOTSTRAP = "failed to connect to bootstrap peers"
+
+
+class SwarmUnavailable(RuntimeError):
+    """The swarm host could not be started; the message says why and what mends it."""
+
+
+class HostKeeper:
+    """Starts a host in ``folder`` and keeps it running until :meth:`close`.
+
+    ``folder`` holds the identity (so that the peer id stays), and hivemind's log. Raises
+    SwarmUnavailable when the DHT does not start in ``settings.start_timeout``, tried three times.
+
+    When none of the initial peers can be reached the peer starts alone, training goes on, and the
+    swarm is joined as soon as one of them opens its port (``joined``). Once joined, losing contact
+    with the initial peers no longer matters.
+    """
+
+    def __init__(
+        self,
+        settings: SwarmSettings,
+        tensors: SharedTensors,
+        folder: Path,
+        launch: HostLaunch | None = None,
+    ) -> None:
+        self.peer_id = ""
+        self.visible_maddrs: list[str] = []
+        self.joined = False  # False: started alone because no initial peer could be reached
+        self._settings = settings
+        self._tensors = tensors
+        self._folder = folder
+        self._launch = launch  # for the first start
+        self._port = settings.dht_port  # 0: any, kept from the first start on
+        self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
+        self._closing = threading.Event()
+        self._wake = threading.Event()  # a round waits for a host: now, whatever failed before
+        self._failures = 0  # starts that failed, and why the last one did
+        self._problem = ""
+        self._host: HostProcess | None = None
+        self._starting: HostProcess | None = None  # not ready yet
+        self._start()
+        self._thread = threading.Thread(target=self._keep, name="swarm-keeper", daemon=True)
+        self._thread.start()
+
+    @property
+    def host(self) -> HostProcess | None:
+        return self._host
+
+    def alive(self) -> bool:
+        host = self._host
+        return host is not None and host.alive()
+
+    @contextlib.contextmanager
+    def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:
+        """The host, for a round: it is not started again inside. One that ended is started again
+        first, by the keeper's thread: a start that hangs holds no round beyond ``timeout`` seconds.
+
+        Raises AllReduceError when there is none in time, or it cannot be started."""
+        deadline, failures = time.monotonic() + timeout, self._failures
+        while True:
+            if self._in_use.acquire(timeout=0.2):
+                if self.alive() or self._closing.is_set():
+                    break
+                self._in_use.release()
+                self._wake.set()
+            if cancelled.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            if self._failures != failures:
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, self._problem)
+            if time.monotonic() >= deadline:
+                detail = f"the swarm host could not be started within {timeout:.0f} s"
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
+        try:
+            host = self._host
+            if self._closing.is_set() or host is None:
+                raise AllReduceError(AllReduceFault.CANCELLED)
+            yield host
+        finally:
+            self._in_use.release()
+
+    def restart(self) -> None:
+        """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
+        with self._in_use:
+            self._start()
+
+    def close(self) -> None:
+        """Ends the host and everything it started, within a few seconds. Idempotent."""
+        self._closing.set()
+        self._wake.set()
+        host, starting = self._host, self._starting
+        if starting is not None:
+            starting.end("the swarm is being closed")
+        if host is not None and host.alive():
+            host.close()
+        with self._in_use:
+            self._end()
+        self._thread.join(_PROBE_TIMEOUT.total_seconds())  # a look at the initial peers is harmless
+
+    # --- the keeper's thread -------------------------------------------------------------------
+
+    def _keep(self) -> None:
+        backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
+        wait = _LOOK
+        while True:
+            self._wake.wait(wait)
+            self._wake.clear()
+            if self._closing.is_set():
+                return
+            wait = _LOOK
+            bound_log(self._log)
+            if self.alive() and self.joined:
+                continue
+            try:
+                peers = self._settings.initial_peers
+                if not self.alive() or any_reachable(peers, timeout=_PROBE_TIMEOUT):
+                    if not self._mend():
+                        continue
+                    if self.joined:
+                        backoff.succeeded()
+                        continue
+            except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
+                if not self._closing.is_set():
+                    log.warning("%s", error)
+                    self._problem = str(error)
+                    self._failures += 1
+            wait = backoff.failed().total_seconds()
+
+    def _mend(self) -> bool:
+        """Start a host that ended, or that is alone, again; not while a round uses it.
+
+        Whether it was started. Raises SwarmUnavailable.
+        """
+        if not self._in_use.acquire(blocking=False):
+            return False
+        try:
+            alone = self.alive()
+            if self._closing.is_set() or (alone and self.joined):
+                return False
+            if not alone:
+                self._tell_end()
+            self._start()
+            if alone and self.joined:
+                log.info("The swarm is joined")
+            return True
+        finally:
+            self._in_use.release()
+
+    # --- start and end -------------------------------------------------------------------------
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "hivemind.log"
+
+    def _tell_end(self) -> None:
+        why = self._host.why if self._host is not None else "it was not started"
+        log.warning("The swarm host ended (%s): it is started again", why)
+
+    def _end(self) -> None:
+        host, self._host = self._host, None
+        if host is not None:
+            host.end()
+
+    def _start(self) -> None:
+        """A new host in the place of the one there was. Raises SwarmUnavailable."""
+        self._end()
+        problem = ""
+        for attempt in range(_START_ATTEMPTS):
+            self._closing.wait(2.0**attempt if attempt else 0)
+            problem = self._start_once(list(self._settings.initial_peers))
+            if not problem:
+                self.joined = True
+                return
+            if _NO_BOOTSTRAP in problem:
+                log.warning(
+                    "None of the initial peers can be reached, so no round can be taken part in "
+                    "yet; training goes on and they are tried again (--neuron.initial_peers)"
+                )
+                self.joined = False
+                problem = self._start_once([])
+                if not problem:
+                    return
+            log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
+        raise SwarmUnavailable(
+            f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
+            f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
+        )
+
+    def _start_once(self, initial_peers: list[str]) -> str:
+        """Empty when the host is ready, else why not. Raises SwarmUnavailable when closing."""
+        bound_log(self._log)
+        try:
+            config = self._config(initial_peers)
+            launch, self._launch = self._launch or HostLaunch(self._log), None
+            host = HostProcess(config, launch)
+        except (OSError, RuntimeError) as error:  # no room, memory, process, descriptor or thread
+            return str(error)
+        self._starting = host  # from here on close() ends it
+        ready = None if self._closing.is_set() else host.wait_ready(config.start_timeout + 15)
+        self._starting = None
+        if self._closing.is_set():
+            host.end()
+            raise SwarmUnavailable("the swarm is being closed")
+        listening = [place for place in map(address_of, ready.maddrs if ready else ()) if place]
+        if ready is None or not listening:
+            host.end("it listens on no TCP port" if ready else "")
+            return f"{host.why}; see {self._log}"
+        self._host = host
+        with contextlib.suppress(OSError):
+            Path(config.identity).chmod(0o600)
+        self.peer_id, self.visible_maddrs = ready.peer_id, ready.maddrs
+        # Others know us by this address: a host that is started again must come back to it.
+        self._port = self._port or listening[0][1]
+        log.info(
+            "Swarm peer %s, announced as %s. Whether others can reach it there is not checked from "
+            "here: TCP port %d must be open (--dht.port, --dht.ip)",
+            self.peer_id,
+            ", ".join(self.visible_maddrs),
+            self._port,
+        )
+        return ""
+
+    def _config(self, initial_peers: list[str]) -> HostConfig:
+        settings = self._settings
+        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
+        return HostConfig(
+            parent=os.getpid(),
+            tensors=self._tensors.descriptor,
+            shapes=[list(shape) for shape in self._tensors.shapes],
+            sockets=make_socket_folder(),
+            initial_peers=initial_peers,
+            listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
+            announce=announce if self._port else [],
+            identity=str(self._folder / "identity.key"),
+            start_timeout=settings.start_timeout.total_seconds(),
+            prefix=names.averager_prefix(settings.run_id),
+            part_size=settings.part_size,
+            compression=settings.compression,
+        )
+
+
+def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
+    """Beyond ``most`` bytes the log becomes ``<name>.1`` and begins anew.
+
+    The host holds it open for appending, so it is copied and emptied, not renamed.
+    """
+    with contextlib.suppress(OSError):
+        if path.stat().st_size > most:
+            shutil.copyfile(path, path.with_name(f"{path.name}.1"))
+            os.truncate(path, 0)
+
+
+#: Without a sign of life for so long (they come every 2 s) the host is taken for hung.
+HANG = 20.0
+_CLOSE = 6.0  # seconds to leave the swarm
+_TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of the tensors
+
+
+class HostLaunch:
+    """A host's process that does not know yet what it is to do, and imports meanwhile: seconds that
+    a start uses otherwise. ``log``: file for what hivemind prints; ``module``: the host's program.
+    Raises OSError."""
+
+    def __init__(
+        self, log: Path, module: str = "distributed_training.swarm.averager_process"
+    ) -> None:
+        self._ended = False
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.connection, theirs = socket.socketpair()
+        with theirs, log.open("ab") as log_file:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                cwd=Path(__file__).resolve().parents[2],
+                env=without_secrets() | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
+            )
+
+    def end(self) -> None:
+        """Kill it and what it started. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            # It leads its session: p2pd is in this group, and nobody else.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+
+class HostProcess:
+    """A host that does what ``config`` says. :meth:`end` it, whatever became of it.
+
+    ``ended`` is set once it is gone or has to be ended; ``why`` says why then.
+    """
+
+    def __init__(self, config: HostConfig, launch: HostLaunch) -> None:
+        self.ended = threading.Event()
+        self.why = ""
+        self._sockets = config.sockets
+        self.found_group = False  # in the round that was ordered last
+        self.peers: int | None = None  # others that the DHT node knows
+        self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
+        self._sending = threading.Lock()
+        self._launch, self._process = launch, launch.process
+        self._connection = launch.connection
+        threading.Thread(target=self._read, name="swarm-answers", daemon=True).start()
+        with contextlib.suppress(OSError):  # it is gone: `ended` tells
+            socket.send_fds(self._connection, [_TENSORS], [config.tensors])
+        self.send(config)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def alive(self) -> bool:
+        return not self.ended.is_set()
+
+    def send(self, message: Message) -> None:
+        """Nothing happens if the host is gone: ``ended`` tells."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.sendall(to_line(message))
+
+    def wait_ready(self, timeout: float) -> Ready | None:
+        """None: it did not get ready; ``why`` says why."""
+        with contextlib.suppress(queue.Empty):
+            return self._ready.get(timeout=timeout)
+        self.why = self.why or "no answer in time"
+        return None
+
+    def order(self, order: RoundOrder) -> None:
+        self.found_group = False
+        self.send(order)
+
+    def answer(self, timeout: float) -> Average | Failed | None:
+        """Of the round that was ordered. None: the host ended. Raises queue.Empty."""
+        return self._answers.get(timeout=timeout)
+
+    def _read(self) -> None:
+        """Until the host is gone, or says nothing for so long that it must be hung."""
+        try:
+            with self._connection.makefile("rb") as lines:
+                for line in lines:
+                    self._take(from_line(line))
+        except TimeoutError:
+            self.why = f"it hung: no sign of life for {HANG:.0f} s"
+        except (OSError, ValueError) as error:
+            self.why = self.why or str(error)
+        self.why = self.why or self._how_it_ended()
+        self.ended.set()
+        self._ready.put(None)
+        self._answers.put(None)
+
+    def _take(self, message: Message) -> None:
+        match message:
+            case Beat(peers):
+                self.peers = peers
+            case Ready():
+                self._connection.settimeout(HANG)  # its life begins; the start has its own timeout
+                self._ready.put(message)
+            case Found():
+                self.found_group = True
+            case Average() | Failed():
+                self._answers.put(message)
+            case Ended(detail):
+                self.why = detail
+
+    def _how_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return f"it {describe_end(self._process.wait(2))}"
+        return "it closed its socket"
+
+    def close(self) -> None:
+        """Leave the swarm within seconds, then :meth:`end`."""
+        self.send(Close())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_CLOSE)
+        self.end()
+
+    def end(self, why: str = "") -> None:
+        """Kill the host and p2pd. Idempotent."""
+        self.why = self.why or why
+        self.ended.set()
+        self._launch.end()
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads
+        shutil.rmtree(self._sockets, ignore_errors=True)
+
+
+def describe_end(status: int) -> str:
+    """How a process ended, by its return code."""
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
+def make_socket_folder() -> str:
+    """For p2pd's Unix sockets, whose paths must be short."""
+    return process_folder("swarm-sockets-")
+
+
+def address_of(maddr: str) -> tuple[str, int] | None:
+    """Host and TCP port of ``/ip4|ip6|dns4|dns6|dns/<host>/tcp/<port>/...``; None for others."""
+    parts = maddr.split("/")
+    if len(parts) < 5 or parts[1] not in {"ip4", "ip6", "dns", "dns4", "dns6"}:
+        return None
+    if parts[3] != "tcp" or not parts[4].isdigit():
+        return None
+    return parts[2], int(parts[4])
+
+
+def any_reachable(maddrs: Sequence[str], *, timeout: timedelta) -> bool:
+    """Whether a TCP connection to at least one of them opens; all are tried at once.
+
+    ``timeout`` covers each connection, name resolution not included. Addresses without a TCP port
+    (QUIC) cannot be probed and count as reachable: only joining tells.
+    """
+    addresses = [address_of(maddr) for maddr in maddrs]
+    if None in addresses:
+        return True
+
+    def opens(address: tuple[str, int] | None) -> bool:
+        assert address is not None
+        try:
+            with socket.create_connection(address, timeout=timeout.total_seconds()):
+                return True
+        except OSError:
+            return False
+
+    if not addresses:
+        return False
+    with ThreadPoolExecutor(max_workers=min(16, len(addresses))) as pool:
+        return any(pool.map(opens, addresses))

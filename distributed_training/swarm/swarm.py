@@ -1,0 +1,351 @@
+"""This miner's peer in the swarm, as rank 0 and the validator use it.
+
+A round is :meth:`HivemindSwarm.average`: find a group, average the buffers with it, check the
+average. One peer that sends NaN, or a step out of proportion, spoils everybody's average while
+hivemind's step succeeds; so the norm of each average is held against those of the rounds before
+(:func:`judge`), and a refused average changes no weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import queue
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from distributed_training.common.files import read_json_object, write_json
+from distributed_training.config.settings import SwarmSettings
+from distributed_training.protocol.synapses import round_timeout
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
+
+from .host_link import Average, Cancel, Failed, RoundOrder, SharedTensors
+from .supervisor import HostKeeper, HostLaunch, HostProcess
+
+#: The host keeps the round's deadline itself; this much later it is taken for hung and killed.
+_HANG_MARGIN = timedelta(seconds=10)
+#: A transfer shorter than this many seconds says nothing about the bandwidth.
+_SHORTEST_MEASURE = 0.5
+
+
+def launch_host(run_folder: Path) -> HostLaunch:
+    """Have the swarm host import while the rest of a start goes on. End it if it is not used."""
+    return HostLaunch(run_folder / "swarm" / "hivemind.log")
+
+
+class HivemindSwarm:
+    """A full peer of the swarm. Every public method may be called from any thread.
+
+    ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
+    restart keeps the peer id), the norms of past rounds and hivemind's log. ``launch``: of
+    :func:`launch_host`. Raises SwarmUnavailable when the swarm host cannot be started, tried three
+    times.
+
+    ``buffers`` are float32 CPU tensors in the schema's order, averaged in place. After a round that
+    failed their content is not defined: weights never live here.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: SwarmSettings,
+        schema: Sequence[tuple[str, tuple[int, ...]]],
+        run_folder: Path,
+        launch: HostLaunch | None = None,
+    ) -> None:
+        folder = run_folder / "swarm"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._settings = settings
+        self._memory = SharedTensors([shape for _, shape in schema])
+        self.buffers: Sequence[torch.Tensor] = self._memory.tensors
+        self._judge = Judge(
+            folder / "norms.json", run_id=settings.run_id, max_ratio=settings.max_norm_ratio
+        )
+        self._one_round = threading.Lock()
+        self._cancelled = threading.Event()  # of the round that runs
+        self._number = 0
+        self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
+        self._closed = False
+        self._keeper = HostKeeper(settings, self._memory, folder, launch)
+
+    @property
+    def memory_path(self) -> str:
+        """Where other ranks can map ``buffers``: they lie there one after the other."""
+        return self._memory.path
+
+    @property
+    def peer_id(self) -> str:
+        return self._keeper.peer_id
+
+    @property
+    def visible_maddrs(self) -> list[str]:
+        """Addresses under which other peers reach this one."""
+        return self._keeper.visible_maddrs
+
+    @property
+    def joined(self) -> bool:
+        """Whether an initial peer was reached: without one, nobody knows of this peer."""
+        return self._keeper.joined
+
+    def known_peers(self) -> int | None:
+        """How many other peers the DHT node knows; None while there is no swarm host."""
+        host = self._keeper.host
+        return host.peers if host is not None and host.alive() else None
+
+    def alive(self) -> bool:
+        """Whether the swarm host runs. One that ended is started again within seconds."""
+        return self._keeper.alive()
+
+    def restart(self) -> None:
+        """End the swarm host, and start it again. Raises SwarmUnavailable."""
+        self._keeper.restart()
+
+    def close(self) -> None:
+        """Ends a round that runs, and everything that was started, within seconds. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.cancel()
+        self._keeper.close()
+        self._memory.close()
+
+    # --- rounds --------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """End a running :meth:`average` soon, with AllReduceError(CANCELLED)."""
+        self._cancelled.set()
+        host = self._keeper.host
+        if host is not None:
+            host.send(Cancel(self._number))
+
+    def average(
+        self,
+        request: RoundRequest,
+        *,
+        weight: float = 1.0,
+        cancelled: threading.Event | None = None,
+    ) -> AllReduceResult:
+        """Average ``buffers`` with the peers; blocks, at most until the round's deadline.
+
+        ``cancelled``: the caller's, for this round alone. Set before :meth:`cancel`, it ends the
+        round even if :meth:`cancel` comes before this call has begun. Raises AllReduceError. Call
+        it from a thread of its own.
+        """
+        cancelled = cancelled or threading.Event()
+        if self._closed or cancelled.is_set():
+            raise AllReduceError(AllReduceFault.CANCELLED)
+        if not self._one_round.acquire(blocking=False):
+            raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
+        try:
+            self._cancelled = cancelled
+            began = time.monotonic()
+            local_norm = norm_of(self.buffers)
+            answer = self._ask_host(request, weight, cancelled, began)
+            return self._result(answer, local_norm, time.monotonic() - began)
+        finally:
+            self._one_round.release()
+
+    def _ask_host(
+        self, request: RoundRequest, weight: float, cancelled: threading.Event, began: float
+    ) -> Average:
+        timeout = round_timeout(request, self._settings.round_timeout).total_seconds()
+        while True:
+            with self._keeper.use(timeout - (time.monotonic() - began), cancelled) as host:
+                order = self._order(request, weight, timeout - (time.monotonic() - began))
+                if order.timeout <= order.min_matchmaking_time:
+                    raise AllReduceError(
+                        AllReduceFault.NO_GROUP,
+                        f"{order.timeout:.0f} s are left, and a group is gathered for "
+                        f"{order.min_matchmaking_time:.0f} s (--neuron.min_matchmaking_time)",
+                    )
+                host.order(order)
+                if cancelled.is_set():  # maybe before the host had heard of this round
+                    self.cancel()
+                answer = self._answer_of(host, order.timeout)
+                if isinstance(answer, Average):
+                    return answer
+                if isinstance(answer, Failed):
+                    raise AllReduceError(AllReduceFault[answer.fault], answer.detail)
+                if cancelled.is_set() or self._closed:
+                    raise AllReduceError(AllReduceFault.CANCELLED)
+                if host.found_group:  # so the buffers are not what they were
+                    raise AllReduceError(
+                        AllReduceFault.SWARM_DOWN, f"the swarm host ended: {host.why}"
+                    )
+            # The peers are still gathering: the keeper starts the host again, and it joins them.
+
+    def _order(self, request: RoundRequest, weight: float, timeout: float) -> RoundOrder:
+        self._number += 1
+        settings = self._settings
+
+        def seconds(asked: timedelta | None, configured: timedelta) -> float:
+            return (asked or configured).total_seconds()
+
+        allreduce = seconds(request.allreduce_timeout, settings.allreduce_timeout)
+        return RoundOrder(
+            number=self._number,
+            weight=weight,
+            timeout=timeout,
+            min_group_size=request.min_group_size or settings.min_group_size,
+            min_matchmaking_time=seconds(
+                request.min_matchmaking_time, settings.min_matchmaking_time
+            ),
+            request_timeout=seconds(request.request_timeout, settings.request_timeout),
+            # A call may carry a timeout longer than the round's; the round's deadline stands.
+            allreduce_timeout=min(allreduce, timeout),
+            next_chunk_timeout=seconds(request.next_chunk_timeout, settings.next_chunk_timeout),
+            bandwidth=self._bandwidth,
+        )
+
+    def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:
+        """None: the host ended. Raises AllReduceError if it hung."""
+        try:
+            return host.answer(timeout + _HANG_MARGIN.total_seconds())
+        except queue.Empty:
+            host.end("it did not answer a round")
+            raise AllReduceError(
+                AllReduceFault.TIMEOUT, "the swarm host hung; it is started again"
+            ) from None
+
+    def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:
+        """What the host answered, if it may be used. Raises AllReduceError."""
+        average_norm = norm_of(self.buffers)
+        self._judge.check(local_norm=local_norm, average_norm=average_norm)
+        if (answer.failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
+            raise AllReduceError(
+                AllReduceFault.PEER_FAILED,
+                f"{len(answer.failed)} peers failed, {answer.kept_local:.1%} of the values have no "
+                "average (--neuron.allow_failed_peers no)",
+            )
+        if answer.transfer > _SHORTEST_MEASURE and not answer.failed:
+            # What passed through this peer in both directions, as load balancing counts it.
+            self._bandwidth = 8e-6 * 4 * self._memory.values / answer.transfer
+        return AllReduceResult(
+            peers=tuple(answer.peers),
+            failed_peers=tuple(answer.failed),
+            matchmaking_seconds=answer.matchmaking,
+            transfer_seconds=answer.transfer,
+            total_seconds=total,
+            average_norm=average_norm,
+            local_norm=local_norm,
+            kept_local=answer.kept_local,
+        )
+
+
+_KEPT = 5
+_ENOUGH_ROUNDS = 3  # as many past norms make a median that one bad round does not move
+
+
+class Judge:
+    """Refuses averages out of proportion, and remembers the norms in ``path``.
+
+    ``max_ratio``: of an average's norm to what is usual; 0 accepts any that is finite.
+    """
+
+    def __init__(self, path: Path, *, run_id: str, max_ratio: float) -> None:
+        self._norms = PastNorms(path, run_id=run_id)
+        self._max_ratio = max_ratio
+
+    def check(self, *, local_norm: float, average_norm: float) -> None:
+        """Raises AllReduceError when the average must not be used."""
+        previous = self._norms()
+        try:
+            judge(
+                local_norm=local_norm,
+                average_norm=average_norm,
+                max_ratio=self._max_ratio,
+                previous=previous,
+            )
+        except AllReduceError:
+            # When the run itself changes, the measure must follow; but slowly, or three rounds of
+            # nonsense would make nonsense usual.
+            usual = usual_norm(local_norm, previous)
+            if usual > 0 and math.isfinite(average_norm):
+                self._norms.add(min(average_norm, 2 * usual))
+            raise
+        self._norms.add(average_norm)
+
+
+class PastNorms:
+    """At most five, oldest first, of the swarm named ``run_id``; another swarm's do not count.
+
+    A file that cannot be read or written costs the memory of past rounds, never a round.
+    """
+
+    def __init__(self, path: Path, *, run_id: str) -> None:
+        self._path = path
+        self._run_id = run_id
+        self._norms: deque[float] = deque(self._read(), maxlen=_KEPT)
+
+    def _read(self) -> list[float]:
+        kept = read_json_object(self._path) or {}
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            norms = [float(norm) for norm in kept["norms"]]
+            if kept["run_id"] == self._run_id and all(map(math.isfinite, norms)):
+                return norms
+        return []
+
+    def __call__(self) -> tuple[float, ...]:
+        return tuple(self._norms)
+
+    def add(self, norm: float) -> None:
+        """NaN and Inf are no measure and are left out."""
+        if not math.isfinite(norm):
+            return
+        self._norms.append(norm)
+        with contextlib.suppress(OSError):
+            write_json(self._path, {"run_id": self._run_id, "norms": list(self._norms)})
+
+
+def norm_of(tensors: Sequence[torch.Tensor]) -> float:
+    """Euclidean norm over all tensors; NaN or Inf if any value is.
+
+    Each tensor's in float32, five times as fast as in float64, while training waits; values whose
+    squares overflow it (1e19) count as Inf.
+    """
+    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in tensors))
+
+
+def usual_norm(local_norm: float, previous: Sequence[float]) -> float:
+    """What an average is measured with: see :func:`judge`."""
+    return statistics.median(previous) if len(previous) >= _ENOUGH_ROUNDS else local_norm
+
+
+def judge(
+    *,
+    local_norm: float,
+    average_norm: float,
+    max_ratio: float,
+    previous: Sequence[float] = (),
+) -> None:
+    """Raises AllReduceError when an average must not be used.
+
+    One peer that sends NaN makes every peer's average NaN while hivemind's step succeeds. An
+    average of vectors is at most as long as the longest of them, so a norm far above what is usual
+    comes from a peer whose step is out of proportion. Usual is the median of ``previous``, the
+    norms of the averages before; while fewer than three are known, our own pseudo-gradient's norm.
+    Our own says less: it is short when we joined late, and long when it is we who diverged.
+    """
+    if not math.isfinite(average_norm):
+        raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
+    known = len(previous) >= _ENOUGH_ROUNDS
+    usual = usual_norm(local_norm, previous)
+    if max_ratio > 0 and usual > 0 and average_norm > max_ratio * usual:
+        raise AllReduceError(
+            AllReduceFault.OUT_OF_BOUNDS,
+            f"norm {average_norm:.4g} against {usual:.4g} of "
+            f"{'the rounds before' if known else 'ours'}, more than "
+            f"--neuron.max_average_norm_ratio {max_ratio:g}",
+        )

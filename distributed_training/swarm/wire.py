@@ -1,0 +1,420 @@
+"""The wire between peers: streams of p2pd, and hivemind's messages on them.
+
+p2pd, the libp2p daemon, speaks to the network; a program asks it over its control socket to open a
+stream to a peer, or to deliver streams that peers open. hivemind puts asyncio's StreamReader and
+StreamWriter on these sockets, which is fine for small messages; the parts of an all-reduce would be
+copied several times. A :class:`Stream` moves bytes between a tensor's memory and the socket.
+
+A message on the wire is a marker byte, eight bytes of length (big-endian) and an ``AveragingData``
+in protobuf's encoding; a stream ends with an empty error message (hivemind 1.1.12,
+``P2P.send_protobuf``). The values, uncompressed float32, are one field in the middle of it.
+Protobuf makes the bytes before and after them from a message without values, and the values go from
+the tensor to the socket and from the socket into a tensor. Protobuf and hivemind read every other
+message as a whole: compressed parts, and whatever another kind of peer sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError, Message
+from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2, p2pd_pb2, runtime_pb2
+from hivemind.utils.multiaddr import Multiaddr
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+_INTRODUCTION = 10.0  # seconds p2pd may take to say whose stream it delivers
+_MOST_CONTROL_BYTES = 1 << 20  # of one message of p2pd
+_BACKLOG = 128
+_ACCEPT_AGAIN = 1.0  # seconds, after a stream could not be accepted
+
+
+class StreamError(ConnectionError):
+    """The stream could not be opened, or ended before what was expected."""
+
+
+class Stream:
+    """One libp2p stream. ``peer`` is who is at the other end, as libp2p authenticated it.
+
+    One task may send while another receives. Both raise OSError (StreamError is one) when the
+    stream breaks. Close it only when neither is running.
+    """
+
+    def __init__(self, connection: socket.socket, peer: PeerID) -> None:
+        self.peer = peer
+        self._socket = connection
+        self._loop = asyncio.get_running_loop()
+
+    async def receive_into(self, view: memoryview) -> None:
+        """Fills all of ``view``, a view of bytes."""
+        while view:
+            count = await self._loop.sock_recv_into(self._socket, view)
+            if not count:
+                raise StreamError("the stream ended in the middle of a message")
+            view = view[count:]
+
+    async def receive(self, count: int) -> bytes:
+        data = bytearray(count)
+        await self.receive_into(memoryview(data))
+        return bytes(data)
+
+    async def receive_end(self) -> None:
+        """Waits until the other side has closed. Raises StreamError if it sends anything."""
+        if await self._loop.sock_recv(self._socket, 1):
+            raise StreamError("more than was expected")
+
+    async def send(self, *chunks: bytes | memoryview) -> None:
+        """All ``chunks`` (views of bytes) one after the other, without joining them first."""
+        left = [memoryview(chunk) for chunk in chunks]
+        while left:
+            try:
+                count = self._socket.sendmsg(left)
+            except (BlockingIOError, InterruptedError):
+                await self._until_writable()
+                continue
+            while left and count >= len(left[0]):
+                count -= len(left.pop(0))
+            if count:
+                left[0] = left[0][count:]
+
+    async def _until_writable(self) -> None:
+        ready = asyncio.Event()
+        self._loop.add_writer(self._socket, ready.set)
+        try:
+            await ready.wait()
+        finally:
+            self._loop.remove_writer(self._socket)
+
+    async def send_message(self, message: Message) -> None:
+        """To p2pd itself: length as a varint, then the message."""
+        data = message.SerializeToString()
+        await self.send(varint(len(data)), data)
+
+    async def receive_message(self, message: Message) -> None:
+        """From p2pd itself."""
+        length = shift = 0
+        while True:
+            byte = (await self.receive(1))[0]
+            length |= (byte & 0x7F) << shift
+            shift += 7
+            if not byte & 0x80:
+                break
+            if shift > 28:
+                raise StreamError("p2pd sent a length that is none")
+        if length > _MOST_CONTROL_BYTES:
+            raise StreamError("p2pd sent a message that is too long")
+        data = await self.receive(length)
+        try:
+            message.ParseFromString(data)
+        except DecodeError as error:
+            raise StreamError(f"p2pd sent what is no message: {error}") from None
+
+    def end_sending(self) -> None:
+        """The other side reads the end after what was sent.
+
+        p2pd may reset the stream instead, which overtakes what was sent last: let the other side
+        take that first.
+        """
+        with contextlib.suppress(OSError):  # it is broken already
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def varint(number: int) -> bytes:
+    """Protobuf's encoding of an unsigned number: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number > 0x7F:
+        encoded.append(number & 0x7F | 0x80)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
+
+
+class Daemon:
+    """p2pd, by the path of its control socket."""
+
+    def __init__(self, control: str) -> None:
+        self._control = control
+
+    @contextlib.asynccontextmanager
+    async def open_stream(self, peer: PeerID, protocol: str) -> AsyncIterator[Stream]:
+        """A stream to ``peer``, closed at the end. Raises OSError, also if the peer refuses it."""
+        request = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol])
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stream = Stream(connection, peer)
+        try:
+            await self._call(
+                stream,
+                p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request),
+            )
+            yield stream
+        finally:
+            stream.close()
+
+    @contextlib.asynccontextmanager
+    async def serve(
+        self, protocol: str, path: Path, handle: Callable[[Stream], Awaitable[None]]
+    ) -> AsyncIterator[None]:
+        """Inside, each stream that a peer opens for ``protocol`` is handled by a task of its own.
+
+        ``path``: of the Unix socket on which p2pd delivers them; it must not exist.
+        """
+        loop = asyncio.get_running_loop()
+        handlers: set[asyncio.Task[None]] = set()
+
+        async def accept() -> None:
+            while True:
+                try:
+                    connection, _ = await loop.sock_accept(listener)
+                except OSError as error:  # no descriptor or no memory is left
+                    log.warning("What peers send cannot be accepted now: %s", error)
+                    await asyncio.sleep(_ACCEPT_AGAIN)
+                    continue
+                task = asyncio.create_task(self._deliver(connection, handle))
+                handlers.add(task)
+                task.add_done_callback(handlers.discard)
+
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.setblocking(False)
+            listener.bind(str(path))
+            listener.listen(_BACKLOG)
+            accepting = asyncio.create_task(accept())
+            try:
+                await self._register(protocol, path)
+                yield
+            finally:
+                for task in (accepting, *handlers):
+                    task.cancel()
+                await asyncio.gather(accepting, *handlers, return_exceptions=True)
+                path.unlink(missing_ok=True)
+
+    async def _register(self, protocol: str, path: Path) -> None:
+        address = Multiaddr(f"/unix{path}").to_bytes()
+        request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        with contextlib.closing(connection):
+            await self._call(
+                Stream(connection, PeerID(b"")),
+                p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request),
+            )
+
+    async def _call(self, stream: Stream, request: p2pd_pb2.Request) -> None:
+        """Connects ``stream`` to p2pd and puts ``request`` to it. Raises OSError."""
+        stream._socket.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(stream._socket, self._control)
+        await stream.send_message(request)
+        response = p2pd_pb2.Response()
+        await stream.receive_message(response)
+        if response.type != p2pd_pb2.Response.OK:
+            raise StreamError(response.error.msg)
+
+    async def _deliver(
+        self, connection: socket.socket, handle: Callable[[Stream], Awaitable[None]]
+    ) -> None:
+        connection.setblocking(False)
+        with connection:
+            try:
+                stream = Stream(connection, PeerID(b""))
+                whose = p2pd_pb2.StreamInfo()
+                async with asyncio.timeout(_INTRODUCTION):
+                    await stream.receive_message(whose)
+                stream.peer = PeerID(whose.peer)
+                await handle(stream)
+            except (OSError, TimeoutError) as error:
+                log.debug("A stream that a peer opened ended: %s", error)
+
+
+NONE = runtime_pb2.CompressionType.NONE
+_MESSAGE, _ERROR = b"\x00", b"\x01"
+END = _ERROR + bytes(8)
+_LENGTH = 8
+# Protobuf's tags (field number << 3 | wire type) of AveragingData's and Tensor's fields on the way
+# to the values, with 2 for bytes and 0 for numbers.
+_CODE, _GROUP_ID, _PEER_ID, _TENSOR_PART, _BUFFER = 0x08, 0x12, 0x1A, 0x22, 0x0A
+#: Bytes of a message that are read first: more than what can stand before the values.
+_HEAD = 64
+#: What a message may be longer than the values in it, uncompressed.
+_MOST_AROUND = 4096
+
+
+class FrameError(ConnectionError):
+    """A peer sent what is no part of an all-reduce, or not the one that was due."""
+
+
+def encode(
+    values: Tensor,
+    *,
+    compression: int = NONE,
+    code: int = averaging_pb2.NO_CODE,
+    group_id: bytes = b"",
+    weight: float = 0.0,
+) -> tuple[bytes | memoryview, ...]:
+    """The chunks of a message with ``values`` (float32, one dimension, contiguous).
+
+    Together they are, byte for byte, what hivemind sends for the same part.
+    """
+    before = averaging_pb2.AveragingData(code=code, group_id=group_id)
+    after = averaging_pb2.AveragingData(weight=weight).SerializeToString()
+    if compression != NONE:
+        before.weight = weight
+        before.tensor_part.CopyFrom(serialize_torch_tensor(values, compression))
+        return _framed(before.SerializeToString())
+    view = _bytes_of(values)
+    rest = runtime_pb2.Tensor(size=[len(values)], dtype="float32").SerializeToString()
+    buffer = bytes([_BUFFER]) + varint(len(view))
+    tensor = bytes([_TENSOR_PART]) + varint(len(buffer) + len(view) + len(rest))
+    head, tail = before.SerializeToString() + tensor + buffer, rest + after
+    length = len(head) + len(view) + len(tail)
+    return _MESSAGE + length.to_bytes(_LENGTH, "big") + head, view, tail
+
+
+def encode_code(code: int) -> bytes:
+    """A message without values: why a part is not taken."""
+    return b"".join(_framed(averaging_pb2.AveragingData(code=code).SerializeToString()))
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    array: Any = values.numpy()
+    return memoryview(array).cast("B")
+
+
+def _framed(data: bytes) -> tuple[bytes, bytes]:
+    return _MESSAGE + len(data).to_bytes(_LENGTH, "big"), data
+
+
+@dataclass
+class Arriving:
+    """A message of which the beginning was read. ``group_id`` and ``code`` are known already."""
+
+    group_id: bytes
+    code: int
+    _length: int
+    _head: bytes
+    _values_at: tuple[int, int, int] | None  # of the tensor's field, of the values; their bytes
+
+
+async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
+    """The beginning of the next message; None at the end of the stream.
+
+    ``part_bytes``: of the longest part, uncompressed. Raises OSError, FrameError among them.
+    """
+    marker = await stream.receive(1 + _LENGTH)
+    length = int.from_bytes(marker[1:], "big")
+    if length > part_bytes + _MOST_AROUND:
+        raise FrameError(f"a message of {length} bytes where parts have {part_bytes}")
+    if marker[:1] == _ERROR:
+        if not length:
+            return None
+        data = await stream.receive(length)
+        try:
+            said = p2pd_pb2.RPCError.FromString(data).message
+        except DecodeError:
+            said = "it does not say why"
+        raise FrameError(f"the peer failed: {said}")
+    if marker[:1] != _MESSAGE:
+        raise FrameError("neither a message nor the end of the stream")
+    head = await stream.receive(min(length, _HEAD))
+    values_at = _find_values(head, length)
+    if values_at is None:  # laid out in another way, or without values
+        head += await stream.receive(length - len(head))
+    known = _parse(head if values_at is None else head[: values_at[0]])
+    return Arriving(known.group_id, known.code, length, head, values_at)
+
+
+async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averaging_pb2.AveragingData:
+    """The rest of the message. Its values are in ``values`` then (float32, one dimension).
+
+    The answer's ``tensor_part`` says how they were compressed. Raises OSError, FrameError among
+    them: also when there are more or fewer values.
+    """
+    if arriving._values_at is None:
+        message = _parse(arriving._head)
+        _decompress(message.tensor_part, values)
+        return message
+    tensor_at, at, count = arriving._values_at
+    view = _bytes_of(values)
+    direct = count == len(view)
+    received = view if direct else memoryview(bytearray(count))
+    known = arriving._head[at : at + count]
+    received[: len(known)] = known
+    await stream.receive_into(received[len(known) :])
+    end = at + count
+    tail = arriving._head[end:]
+    tail += await stream.receive(arriving._length - max(end, len(arriving._head)))
+    tensor_length, tensor_from = _read_varint(arriving._head, tensor_at + 1) or (0, 0)
+    rest = tail[: tensor_from + tensor_length - end]
+    message = _parse(arriving._head[:tensor_at] + tail[len(rest) :])
+    try:
+        message.tensor_part.ParseFromString(rest)
+    except DecodeError as error:
+        raise FrameError(f"a damaged part: {error}") from None
+    part = message.tensor_part
+    if not (direct and part.compression == NONE and part.dtype == "float32"):
+        part.buffer = bytes(received)
+        _decompress(part, values)
+    elif list(part.size) != [len(values)]:
+        raise FrameError(f"a part of shape {list(part.size)} instead of {len(values)} values")
+    return message
+
+
+def _decompress(part: runtime_pb2.Tensor, values: Tensor) -> None:
+    try:
+        whole = deserialize_torch_tensor(part).detach().reshape(-1)
+    except Exception as error:  # noqa: BLE001 - numpy, torch and hivemind each raise their own
+        raise FrameError(f"a part that cannot be read: {error}") from None
+    if len(whole) != len(values):
+        raise FrameError(f"a part of {len(whole)} values instead of {len(values)}")
+    values.copy_(whole)
+
+
+def _parse(data: bytes) -> averaging_pb2.AveragingData:
+    try:
+        return averaging_pb2.AveragingData.FromString(data)
+    except DecodeError as error:
+        raise FrameError(f"not a message of an all-reduce: {error}") from None
+
+
+def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
+    """Where the tensor's field begins, where its values begin, and how many bytes they have.
+
+    None if ``head``, the first bytes of a message of ``length``, is laid out in another way.
+    """
+    at = 0
+    while at < len(head) and head[at] != _TENSOR_PART:
+        tag = head[at]
+        number = _read_varint(head, at + 1)
+        if number is None or tag not in (_CODE, _GROUP_ID, _PEER_ID):
+            return None
+        value, at = number
+        at += 0 if tag == _CODE else value
+    tensor = _read_varint(head, at + 1)
+    if tensor is None or tensor[1] >= len(head) or head[tensor[1]] != _BUFFER:
+        return None
+    buffer = _read_varint(head, tensor[1] + 1)
+    if buffer is None:
+        return None
+    count, values_at = buffer
+    inside = values_at + count <= tensor[1] + tensor[0] <= length
+    return (at, values_at, count) if inside else None
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int] | None:
+    """A number and the place after it; None if ``data`` ends before it does."""
+    number = 0
+    for i, byte in enumerate(data[at : at + 10]):
+        number |= (byte & 0x7F) << 7 * i
+        if not byte & 0x80:
+            return number, at + i + 1
+    return None

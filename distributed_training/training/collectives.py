@@ -1,0 +1,269 @@
+"""Row shards of every parameter, and the collectives over them.
+
+FSDP2 splits every parameter along its first dimension as ``torch.chunk`` does: ``ceil(rows / W)``
+rows to each of W ranks, fewer or none to the last. Optimizer, epoch-start weights, momentum, error
+feedback and checkpoints all work on these plain float32 row blocks; whole tensors are streamed to
+and from rank 0.
+
+On several machines ranks are numbered machine by machine. Each machine holds one whole copy of the
+model, sharded over its own ranks (HSDP): weights are gathered inside a machine, and only gradients
+travel between machines, each rank's with its peers of the same shard. All copies go through the
+same steps, so a snapshot or a checkpoint of one machine is one of all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .model import plain_name
+
+#: Covers each collective of the model's groups: gathering weights, reducing gradients. Ranks come
+#: to one within seconds of each other; compiling the model may put minutes between them. NCCL
+#: aborts the process then, gloo raises; --neuron.hang_timeout comes later.
+COLLECTIVE_TIMEOUT = timedelta(minutes=8)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``local_world_size``: ranks of each node; 0: all ranks are on one."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 0
+
+    @property
+    def local(self) -> int:
+        """Ranks of each node."""
+        return self.local_world_size or self.world_size
+
+    @property
+    def nodes(self) -> int:
+        return self.world_size // self.local
+
+    @property
+    def on_node_0(self) -> bool:
+        return self.rank < self.local
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.local
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.world_size // self.shards
+
+    @property
+    def shard(self) -> int:
+        """This rank's part of its copy."""
+        return self.rank % self.shards
+
+
+Result = TypeVar("Result")
+
+
+def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
+    """First and one past the last row of ``rank``'s share; equal where it has none."""
+    chunk = math.ceil(rows / world_size)
+    start = min(rows, rank * chunk)
+    return start, min(rows, start + chunk)
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """One parameter on this rank. ``start``..``stop`` are its rows of the whole tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    dtensor: DTensor
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's rows, float32, on the device. Writing to it changes the weights; the
+        gathered copies must be dropped afterwards (``discard_gradients``)."""
+        return self.dtensor.to_local().detach()
+
+    @property
+    def row_size(self) -> int:
+        return math.prod(self.shape[1:])
+
+
+def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[ParameterShard]:
+    """The shards in state-dict order; call while the model is sharded, keep the result.
+
+    (Between forward and backward ``model.parameters()`` are gathered tensors instead.)
+    """
+    result = []
+    for name, param in model.named_parameters():
+        assert isinstance(param.data, DTensor), name
+        shape = tuple(param.shape)
+        start, stop = row_range(shape[0], world_size, rank)
+        shard = ParameterShard(plain_name(name), shape, start, stop, param)  # type: ignore[arg-type]
+        assert shard.local.shape[0] == stop - start, (name, shape, start, stop)
+        result.append(shard)
+    return result
+
+
+def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
+    """``timeout`` covers each of its collectives. All ranks call this."""
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert group is not None
+    if layout.replicas == 1:
+        return RowStream(group=group, layout=layout, copy=group)
+
+    def mine(kinds: Iterable[range]) -> dist.ProcessGroup:
+        """Of disjoint groups; each is made by all ranks, whoever is in it."""
+        made = [(dist.new_group(list(k), backend="gloo", timeout=timeout), k) for k in kinds]
+        return next(found for found, ranks in made if layout.rank in ranks)
+
+    world, shards = layout.world_size, layout.shards
+    peers = mine(range(shard, world, shards) for shard in range(shards))
+    copy = mine(range(first, first + shards) for first in range(0, world, shards))
+    return RowStream(group=group, layout=layout, copy=copy, peers=peers)
+
+
+class RankFailedError(RuntimeError):
+    """What all ranks do together failed on one of them; raised on all alike."""
+
+
+class RowStream:
+    """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
+
+    Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
+    destination, so nothing is held twice. Where nodes hold copies (:class:`~.layout.Layout`), what
+    comes from rank 0 goes on from each rank of node 0 to its peers, which hold the same rows.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: dist.ProcessGroup,
+        layout: Layout,
+        copy: dist.ProcessGroup,
+        peers: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.group = group
+        self.layout = layout
+        self.rank, self.world_size = layout.rank, layout.world_size
+        self._copy = copy  # the ranks that hold one copy of the model with this one
+        self._peers = peers  # the ranks with this rank's rows, node 0's first
+
+    def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
+        """Each rank's contiguous host ``rows`` -> ``destination`` on rank 0 (None elsewhere)."""
+        shards = self.layout.shards
+        if self.rank >= shards:
+            return  # the rows of a copy: rank 0 has them from the first
+        if self.rank != 0:
+            if rows.numel():
+                dist.send(rows, group=self.group, group_dst=0)
+            return
+        assert destination is not None
+        start, stop = row_range(shape[0], shards, 0)
+        destination[start:stop].copy_(rows)
+        for rank in range(1, shards):
+            start, stop = row_range(shape[0], shards, rank)
+            if stop > start:
+                dist.recv(destination[start:stop], group=self.group, group_src=rank)
+
+    def whole(self, vectors: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
+        """Vectors on every rank, by their sizes and this rank's rows of them in host memory.
+
+        One message for all, between the ranks of a copy: only for what is small."""
+        if not vectors:
+            return []
+        sizes, rows = zip(*vectors, strict=True)
+        shards, mine = self.layout.shards, torch.cat(rows)
+        counts = [
+            [stop - start for start, stop in (row_range(n, shards, r) for n in sizes)]
+            for r in range(shards)
+        ]
+        most = max(map(sum, counts))
+        found = [torch.empty(most) for _ in range(shards)]
+        padded = torch.nn.functional.pad(mine, (0, most - len(mine)))
+        dist.all_gather(found, padded, group=self._copy)
+        parts = [f[: sum(c)].split(c) for f, c in zip(found, counts, strict=True)]
+        return [torch.cat(each) for each in zip(*parts, strict=True)]
+
+    def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
+        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``; rank 0 may give None
+        and use its rows of ``source`` where they are."""
+        shards = self.layout.shards
+        if self.rank == 0:
+            assert source is not None
+            start, stop = row_range(shape[0], shards, 0)
+            if rows is None:
+                rows = source[start:stop]
+            else:
+                rows.copy_(source[start:stop])
+            for rank in range(1, shards):
+                start, stop = row_range(shape[0], shards, rank)
+                if stop > start:
+                    dist.send(source[start:stop].contiguous(), group=self.group, group_dst=rank)
+        assert rows is not None
+        if 0 < self.rank < shards and rows.numel():
+            dist.recv(rows, group=self.group, group_src=0)
+        self.replicate(rows)
+
+    def replicate(self, rows: Tensor) -> None:
+        """The contiguous host ``rows`` of the first copy into those of the others."""
+        if self._peers is not None and rows.numel():
+            dist.broadcast(rows, group=self._peers, group_src=0)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Elementwise sum over ranks, in float64: the same bits on every rank."""
+        tensor = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+    def sum_of_rows(self, value: float) -> float:
+        """As :meth:`sum`, of what each rank computed from its rows: every row counts once, however
+        many copies there are."""
+        return self.sum([value])[0] / self.layout.replicas
+
+    def first_error(self, message: str | None) -> str | None:
+        """A vote: None when no rank has a ``message``, else the lowest rank's, on all ranks."""
+        if self.sum([float(message is not None)])[0] == 0:
+            return None
+        answers = self.answers(message)
+        rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
+        return text if self.world_size == 1 else f"rank {rank}: {text}"
+
+    def answers(self, value: Result) -> list[Result]:
+        """Every rank's ``value``, on all ranks (pickled; small things only)."""
+        found: list[Result] = [value] * self.world_size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def together(self, work: Callable[[], Result]) -> Result:
+        """``work()``, in which no rank waits for another; all ranks go on, or none.
+
+        Between two collectives: a rank that left alone would hold up the others until the process
+        group's timeout. Raises RankFailedError on all ranks alike.
+        """
+        problem = None
+        try:
+            result = work()
+        except (RuntimeError, MemoryError) as error:  # out of memory, for one
+            problem = f"{type(error).__name__}: {error}"
+        problem = self.first_error(problem)
+        if problem is not None:
+            raise RankFailedError(problem)
+        return result
+
+    def from_rank_0(self, value: object) -> object:
+        """Rank 0's ``value`` on every rank (pickled; small things only)."""
+        box = [value]
+        dist.broadcast_object_list(box, group=self.group, group_src=0)
+        return box[0]

@@ -1,0 +1,440 @@
+"""Error feedback: what a compressed pseudo-gradient left out is added to the next one.
+
+With g = epoch start - current and the outer learning rate lr (protocol page, section 4):
+
+    EF' = decay * EF + lr * g ;  upload top-k(EF') ;  EF = EF' - what was uploaded
+
+g is cumulative over the outer step, so an EF that advances at every upload adds the whole of g
+again and again, and it still holds the last outer step's g when a new one begins. What is uploaded
+is a *direction*; the gradient check measures how long a step along it helps most. Modes:
+
+``best``    two directions are tried at each upload, ``upload`` and ``off``; the one that lowers the
+            loss more is uploaded.
+``upload``  EF advances at every upload, as the public miner does.
+``off``     upload top-k(lr * g) and remember nothing.
+
+Compressing some rows of a matrix gives the same rows of the compressed matrix, so each rank encodes
+its own rows where they are, beside training. Chunks across that border must be whole, and training
+waits for them: vectors, small and many, travel in one message, and all ranks encode them; a matrix
+(under DCT alone) is gathered and encoded on rank 0.
+
+Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
+cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one
+core empties it into memory that was never touched before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol import gradients
+
+from .collectives import ParameterShard, RowStream
+from .inner_optimizer import InnerOptimizer
+
+log = logging.getLogger(__name__)
+
+STAGE = 1 << 25  # elements of float32 in each of the two buffers: 128 MiB
+
+#: A flat part of a tensor, and where it goes.
+Piece = tuple[Tensor, Tensor]
+
+
+class HostCopies:
+    """For one device; for one thread. ``stage``: float32 elements that a buffer holds."""
+
+    def __init__(self, device: torch.device, *, stage: int = STAGE) -> None:
+        cuda = device.type == "cuda"
+        self._device, self._stage = device, stage
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
+        self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """New host tensors with the values that float32 ``tensors`` have once what is queued on the
+        current stream is done. Returns when they are there."""
+        taken = [torch.empty(t.shape) for t in tensors]
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        under_way: tuple[int, list[Piece]] | None = None
+        for turn, load in enumerate(self._loads(tensors, taken)):
+            self._fill(turn % 2, load)
+            if under_way is not None:
+                self._empty(*under_way)
+            under_way = turn % 2, load
+        if under_way is not None:
+            self._empty(*under_way)
+        return taken
+
+    def _loads(self, tensors: Sequence[Tensor], taken: Sequence[Tensor]) -> Iterator[list[Piece]]:
+        """As many pieces at a time as a buffer holds."""
+        load: list[Piece] = []
+        room = self._stage
+        for source, target in zip(tensors, taken, strict=True):
+            flat, into = source.detach().reshape(-1), target.view(-1)
+            start = 0
+            while start < flat.numel():
+                size = min(room, flat.numel() - start)
+                load.append((flat[start : start + size], into[start : start + size]))
+                start, room = start + size, room - size
+                if room == 0:
+                    yield load
+                    load, room = [], self._stage
+        if load:
+            yield load
+
+    def _fill(self, turn: int, load: Sequence[Piece]) -> None:
+        with torch.cuda.stream(self._stream):  # without one: nothing
+            for part, (source, _) in self._parts(turn, load):
+                part.copy_(source, non_blocking=True)
+            if self._stream is not None:
+                self._copied[turn].record(self._stream)
+
+    def _empty(self, turn: int, load: Sequence[Piece]) -> None:
+        if self._stream is not None:
+            self._copied[turn].synchronize()
+        for part, (_, target) in self._parts(turn, load):
+            target.copy_(part)
+
+    def _parts(self, turn: int, load: Sequence[Piece]) -> Iterator[tuple[Tensor, Piece]]:
+        start = 0
+        for piece in load:
+            size = piece[0].numel()
+            yield self._buffers[turn][start : start + size], piece
+            start += size
+
+
+@functools.cache
+def _copies(device: torch.device) -> HostCopies:
+    return HostCopies(device)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies in host memory, which later steps do not change. For the training thread."""
+    if not tensors or tensors[0].device.type != "cuda":
+        return [t.detach().to("cpu", copy=True) for t in tensors]
+    return _copies(tensors[0].device).take(tensors)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Its values in host memory; itself if it lies there. For the training thread."""
+    return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryCopies:
+    """Rows of weights and of AdamW's moments at one step boundary, in host memory: 12 bytes a
+    parameter. Nobody changes them."""
+
+    weights: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+
+
+class BoundaryCopier:
+    """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
+
+    A snapshot and a checkpoint of the same boundary get the same ones. While those of an earlier
+    boundary are still being written, training waits up to ``patience`` seconds for them. Who writes
+    keeps the object until he is done. For the training thread.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        optimizer: InnerOptimizer,
+        *,
+        patience: float = 120.0,
+    ) -> None:
+        self._shards, self._optimizer, self._patience = shards, optimizer, patience
+        self._last: weakref.ref[BoundaryCopies] | None = None
+        self._boundary: tuple[int, ...] = ()
+        self._released = threading.Event()
+        self._released.set()
+
+    def take(self) -> BoundaryCopies:
+        boundary = self._now()
+        last = None if self._last is None else self._last()
+        if last is not None and boundary == self._boundary:
+            return last
+        del last
+        self.wait()
+        made = BoundaryCopies(
+            to_host([shard.local for shard in self._shards]),
+            to_host(self._optimizer.exp_avg),
+            to_host(self._optimizer.exp_avg_sq),
+        )
+        self._released = released = threading.Event()
+        self._last = weakref.ref(made, lambda _: released.set())
+        self._boundary = boundary
+        return made
+
+    def wait(self) -> None:
+        """Until nobody writes what was taken before. A round needs the same memory."""
+        if not self._released.wait(self._patience):
+            log.warning(
+                "A snapshot or checkpoint is still being written after %.0f s, so training goes on "
+                "with copies of two boundaries in host memory: use a faster disk for "
+                "--neuron.run_folder",
+                self._patience,
+            )
+            self._released.set()  # once for each
+
+    def _now(self) -> tuple[int, ...]:
+        """What changes with the values: torch counts writes to a tensor, except fused AdamW's."""
+        moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
+        tensors = (*(shard.local for shard in self._shards), *moments)
+        return (self._optimizer.step_count, *(tensor._version for tensor in tensors))
+
+
+def enter_thread(device: torch.device) -> None:
+    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU.
+
+    A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before, which is
+    GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's memory for every
+    other rank, from the first snapshot on.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for what another thread computes beside training, so that neither waits for the
+    other; None where there are none."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
+_DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs several times as much
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Parameters of the published form; the public network's are the defaults."""
+
+    topk: int = gradients.TOPK
+    target_chunk: int = gradients.TARGET_CHUNK
+    use_dct: bool = False
+
+    def encode(self, whole: Tensor) -> Code:
+        return gradients.encode(
+            whole, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
+        )
+
+    def decode(self, code: Code, shape: Sequence[int]) -> Tensor:
+        return gradients.decode(*code, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def subtract_sent(self, whole: Tensor, code: Code) -> None:
+        """``whole`` loses what its ``code`` holds."""
+        gradients.subtract_sent_(whole, *code, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return gradients.encoded_shape(
+            shape, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
+        )
+
+
+Rows = Callable[[int], Tensor]  # parameter index -> a new host tensor of this rank's rows
+
+
+@dataclass
+class Direction:
+    """One rank's part of one direction of a publication, fixed at a step boundary.
+
+    ``parts``: per parameter a function that encodes this rank's rows later, in another thread; or
+    the finished code (rank 0; None elsewhere). ``lock`` is held while they run; then ``done``.
+    """
+
+    name: str
+    parts: list[Callable[[], Code] | Code | None]
+    lock: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    done: Callable[[], None] = lambda: None
+
+    def encode(self, check: Callable[[], None] = lambda: None) -> list[Code | None]:
+        """The codes: of this rank's rows, or whole on rank 0. ``check`` may raise to give up."""
+        codes: list[Code | None] = []
+        with self.lock:
+            for part in self.parts:
+                check()
+                codes.append(part() if callable(part) else part)
+            self.done()
+        return codes
+
+
+class ErrorFeedback:
+    """One rank's part. ``residual``: host row blocks like the shards; None: nothing left out yet.
+
+    No tensor of ``residual`` is ever changed in place, nor the list: a reference taken at a step
+    boundary stays what it was.
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: str,
+        decay: float,
+        codec: Codec,
+        shards: Sequence[ParameterShard],
+        stream: RowStream,
+    ) -> None:
+        self.mode = mode
+        self.decay = decay
+        self.codec = codec
+        self.residual: list[Tensor] | None = None
+        self._shards = shards
+        self._stream = stream
+        self._in_turn = threading.Lock()  # publications advance EF one after the other
+        self._swap = threading.Lock()  # of ``residual``, by training and by a publication
+        self._loads = 0
+
+    def load(self, residual: list[Tensor] | None) -> None:
+        """Take a checkpoint's. A publication under way that began before it changes nothing any
+        more: it is of steps that were given up."""
+        with self._swap:
+            self.residual = residual
+            self._loads += 1
+
+    def by_rows(self, index: int) -> bool:
+        """Whether ranks encode their own rows of this parameter."""
+        return len(self._shards[index].shape) == 2 and not self.codec.use_dct
+
+    def directions(
+        self, start: Sequence[Tensor], current: Sequence[Tensor], lr: float
+    ) -> list[Direction]:
+        """What may be published now; the first is published when nothing is measured.
+
+        ``start``, ``current``: host row blocks that do not change any more. Collective. With
+        ``best`` and ``upload`` EF advances, once the direction of that name is encoded.
+        """
+
+        def gradient(i: int) -> Tensor:
+            return (start[i] - current[i]).mul_(lr)
+
+        made = []
+        if self.mode != "off":
+            made.append(self._upload(gradient))
+        if self.mode != "upload":
+            made.append(self._off(gradient))
+        return made
+
+    def _off(self, gradient: Rows) -> Direction:
+        """The code of what ``gradient`` gives; nothing is remembered."""
+
+        def later(i: int) -> Callable[[], Code]:
+            return lambda: self._encode_rows(i, gradient(i))
+
+        count = range(len(self._shards))
+        codes = self._take_wholes(gradient, None)
+        return Direction("off", [codes[i] if i in codes else later(i) for i in count])
+
+    def _upload(self, gradient: Rows) -> Direction:
+        """The public miner's way: EF advances by what ``gradient`` gives."""
+        if self.residual is None:
+            self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
+        before, loads = self.residual, self._loads
+        rows: dict[int, Tensor] = {}  # what remains of those encoded later
+
+        def advanced(i: int) -> Tensor:
+            # Read when it runs: the publication before may still have been under way.
+            kept = self.residual or before
+            return gradient(i).add_(kept[i], alpha=self.decay)
+
+        def later(i: int) -> Callable[[], Code]:
+            def part() -> Code:
+                rows[i] = advanced(i)
+                return self._take_rows(i, rows[i])
+
+            return part
+
+        def done() -> None:
+            self._replace(rows, loads)
+
+        count = range(len(self._shards))
+        remains: dict[int, Tensor] = {}
+        codes = self._take_wholes(advanced, remains)
+        self._replace(remains, loads)
+        parts = [codes[i] if i in codes else later(i) for i in count]
+        return Direction("upload", parts, self._in_turn, done)
+
+    def _replace(self, entries: Mapping[int, Tensor], loads: int) -> None:
+        with self._swap:
+            if self.residual is not None and loads == self._loads:
+                self.residual = [entries.get(i, kept) for i, kept in enumerate(self.residual)]
+
+    def _encode_rows(self, index: int, rows: Tensor) -> Code:
+        """``(rows, k)`` codes of host ``rows`` of a matrix, computed where its shard lies."""
+        device = self._shards[index].local.device
+        if device.type == "cpu" or rows.numel() == 0:
+            return gradients.encode_rows(rows, topk=self.codec.topk)
+        step = max(1, _DEVICE_ROWS // rows.shape[1])
+        with torch.cuda.stream(side_stream(device)):  # beside training's kernels, not between them
+            parts = [
+                gradients.encode_rows(part.to(device), topk=self.codec.topk)
+                for part in rows.split(step)
+            ]
+            return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
+
+    def _take_rows(self, index: int, rows: Tensor) -> Code:
+        """The code of ``rows``, which lose what it holds."""
+        code = self._encode_rows(index, rows)
+        rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
+        return code
+
+    def _take_wholes(self, make: Rows, remains: dict[int, Tensor] | None) -> dict[int, Code | None]:
+        """The codes of what must be whole, of the rows that ``make`` gives. Rank 0 gets them;
+        collective. What they leave out goes into ``remains``, if given. Raises RankFailedError on
+        all ranks alike, of a matrix."""
+        codes: dict[int, Code | None] = {}
+        indices = [i for i in range(len(self._shards)) if not self.by_rows(i)]
+        vectors = [i for i in indices if len(self._shards[i].shape) == 1]
+        matrices = [i for i in indices if i not in vectors]
+        wholes = self._stream.whole([(self._shards[i].shape[0], make(i)) for i in vectors])
+        for i, whole in zip(vectors, wholes, strict=True):
+            code = self.codec.encode(whole)
+            if remains is not None:
+                self.codec.subtract_sent(whole, code)
+                remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
+            codes[i] = code if self._stream.rank == 0 else None
+        for i in matrices:
+            rows = make(i)
+            codes[i] = self._take_whole(i, rows, subtract=remains is not None)
+            if remains is not None:
+                remains[i] = rows
+        return codes
+
+    def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
+        """The code of a matrix that must be whole; collective; rank 0 gets it.
+
+        With ``subtract``, ``rows`` loses what the code holds. Raises RankFailedError on all ranks
+        alike.
+        """
+        shard, stream = self._shards[index], self._stream
+        lead = stream.rank == 0
+        whole = stream.together(
+            lambda: torch.empty(shard.shape, dtype=torch.float32) if lead else None
+        )
+        stream.gather(shard.shape, rows, whole)
+
+        def encode() -> Code | None:
+            if whole is None:
+                return None
+            code = self.codec.encode(whole)
+            if subtract:
+                self.codec.subtract_sent(whole, code)
+            return code
+
+        code = stream.together(encode)
+        if subtract:
+            stream.scatter(shard.shape, whole, rows)
+        return code

@@ -1,0 +1,216 @@
+"""The gradient check: what a compressed pseudo-gradient would do to the loss, before its upload.
+
+For a moment the weights become ``epoch start - scale * outer_lr * 0.5 * decoded`` (protocol page,
+section 4). Validators use scale 1; an upload whose values are multiplied by a scale has the effect
+of that scale. So a short search finds which direction and which scale to upload, for some forward
+passes: only the entries that were sent differ between two trials. The sequences are this rank's
+own, held out from training; the loss without a gradient is measured once per outer step.
+
+The loss along one direction has one valley, flat at the bottom, so scales are compared on a
+logarithmic axis: double (or halve) while that helps, then look where the parabola through the last
+three points has its minimum. Five evaluations are typical.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .collectives import RowStream
+from .error_feedback import Code, ErrorFeedback, to_host
+from .sharding import ShardedModel
+
+# At 1 % of the values a step of the first inner steps wants more than 64 times.
+SMALLEST, LARGEST = 1 / 8, 1024.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """``loss``: at ``factor``; ``evaluations``: how many factors were tried."""
+
+    factor: float
+    loss: float
+    evaluations: int
+
+
+def best_factor(loss: Callable[[float], float], *, first: float = 1.0) -> Found:
+    """The factor within ``SMALLEST``..``LARGEST`` with the lowest ``loss`` of those tried.
+
+    ``first``: where to begin, such as the factor found last time; powers of two are tried, from the
+    nearest one on, and one factor between them. A loss that is NaN or infinite
+    counts as worse than any other; where nothing finite is found the factor is 1.
+    """
+    seen: dict[float, float] = {}
+
+    def at(factor: float) -> float:
+        if factor not in seen:
+            value = loss(factor)
+            seen[factor] = value if math.isfinite(value) else math.inf
+        return seen[factor]
+
+    best = 2.0 ** round(math.log2(min(max(first, SMALLEST), LARGEST)))
+    for ratio in (2.0, 0.5):
+        while SMALLEST <= best * ratio <= LARGEST and at(best * ratio) < at(best):
+            best *= ratio
+    low, high = best / 2, best * 2
+    if low in seen and high in seen and at(low) < math.inf and at(high) < math.inf:
+        bend = at(low) - 2 * at(best) + at(high)
+        if bend > 0:
+            at(best * 2.0 ** (0.5 * (at(low) - at(high)) / bend))
+    factor = min(seen, key=lambda tried: seen[tried])
+    if seen[factor] == math.inf:
+        return Found(1.0, math.inf, len(seen))
+    return Found(factor, seen[factor], len(seen))
+
+
+#: Of the decoded gradient times the outer learning rate (protocol page, section 4).
+APPLIED_FRACTION = 0.5
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to publish: ``factor`` times the values of ``direction``. Losses are means in nats per
+    token, of which the one without a gradient was subtracted: below 0 is good."""
+
+    direction: str
+    factor: float
+    delta: float
+    plain_delta: float  # of the first direction as it is
+    evaluations: int
+
+
+class Preview:
+    """One rank's part. ``search``: look for the best length; otherwise only measure factor 1."""
+
+    def __init__(
+        self, *, sharded: ShardedModel, stream: RowStream, feedback: ErrorFeedback, search: bool
+    ) -> None:
+        self._sharded = sharded
+        self._stream = stream
+        self._feedback = feedback
+        self._search = search
+        self._before: tuple[str, float] | None = None  # epoch, loss without a gradient
+        self._last: dict[str, float] = {}  # by direction, the factor found last
+
+    def forget(self) -> None:
+        """Forget the loss without a gradient: it was of other sequences. All ranks call this."""
+        self._before = None
+
+    @torch.no_grad()
+    def choose(
+        self,
+        *,
+        epoch_id: str,
+        start: Sequence[Tensor],
+        codes: Mapping[str, Sequence[Code | None]],
+        learning_rate: float,
+        held: Sequence[Tensor],
+        count: float,
+    ) -> Choice:
+        """The best of the directions, equal on all ranks.
+
+        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one as it is
+        is always among what is tried. ``held``: micro-batches, equally many on all ranks;
+        ``count`` is 1.0, or 0.0 for a rank whose own do not count (it has none and runs something
+        else in the collectives). NaN if no rank's count. At an inner step's boundary only; the
+        weights are afterwards what they were, to the bit.
+        """
+        shards = self._sharded.shards
+        current = _aside([shard.local for shard in shards])
+        applied = learning_rate * APPLIED_FRACTION
+        try:
+            for shard, rows in zip(shards, start, strict=True):
+                shard.local.copy_(rows)
+            if self._before is None or self._before[0] != epoch_id:
+                self._before = (epoch_id, self._mean(held, count))
+            found: dict[str, Found] = {}
+            plain = 0.0
+            for name, parts in codes.items():
+                step = TrialStep(self._sharded, self._stream, self._feedback, start, parts)
+
+                def loss(factor: float, step: TrialStep = step) -> float:
+                    step.apply(factor * applied)
+                    return self._mean(held, count)
+
+                if not found:
+                    plain = loss(1.0)
+                    found[name] = Found(1.0, plain, 1)
+                if self._search:
+                    best = best_factor(loss, first=self._last.get(name, 1.0))
+                    self._last[name] = best.factor
+                    if name not in found or best.loss < found[name].loss:
+                        found[name] = best
+                step.apply(0.0)
+        finally:
+            for shard, rows in zip(shards, current, strict=True):
+                shard.local.copy_(rows)
+            self._sharded.discard_gradients()
+        name = min(found, key=lambda n: found[n].loss)
+        return Choice(
+            direction=name,
+            factor=found[name].factor,
+            delta=found[name].loss - self._before[1],
+            plain_delta=plain - self._before[1],
+            evaluations=sum(f.evaluations for f in found.values()),
+        )
+
+    def _mean(self, held: Sequence[Tensor], count: float) -> float:
+        self._sharded.discard_gradients()
+        total = torch.zeros((), dtype=torch.float64, device=self._sharded.device)
+        for batch in held:
+            total += self._sharded.loss_of(batch)
+        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
+        summed, counted = self._stream.sum([float(total) * count, count * tokens])
+        return summed / counted if counted else float("nan")
+
+
+def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Copies where they are, since between two steps a GPU has the room of the activations; in host
+    memory if it has not."""
+    try:
+        return [rows.clone() for rows in weights]
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return to_host(weights)
+
+
+class TrialStep:
+    """A step from the epoch start along one direction, for this rank's rows, on the device.
+
+    Of a matrix only the entries that were sent are kept and written; of a vector all.
+    """
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        stream: RowStream,
+        feedback: ErrorFeedback,
+        start: Sequence[Tensor],
+        codes: Sequence[Code | None],
+    ) -> None:
+        self._shards = sharded.shards
+        self._parts: list[tuple[Tensor | None, Tensor, Tensor]] = []  # where, start, what was sent
+        for i, shard in enumerate(self._shards):
+            code, local = codes[i], shard.local
+            if feedback.by_rows(i):
+                assert code is not None
+                where, sent = (part.to(local.device) for part in code)
+                self._parts.append((where, local.gather(1, where.long()), sent))
+                continue
+            rows = torch.empty_like(start[i])
+            whole = None if code is None else feedback.codec.decode(code, shard.shape)
+            stream.scatter(shard.shape, whole, rows)
+            self._parts.append((None, local.clone(), rows.to(local.device)))
+
+    def apply(self, factor: float) -> None:
+        """Weights := epoch start - ``factor`` * what was sent."""
+        for shard, (where, start, sent) in zip(self._shards, self._parts, strict=True):
+            value = torch.add(start, sent, alpha=-factor)
+            if where is None:
+                shard.local.copy_(value)
+            else:
+                shard.local.scatter_(1, where.long(), value)

@@ -1,0 +1,253 @@
+"""How a step is carried out on this hardware: precision, batch arithmetic, what stays in memory.
+
+Model shapes have names here for the local subnet and the benches. A real network's model comes from
+the global bucket's ``config.json``; nothing about its shape is fixed in the code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from distributed_training.common.memory import (
+    Arrangement,
+    Checkpointing,
+    ModelShape,
+    device_memory,
+    loss_chunk,
+)
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError
+
+
+def llama_config(
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocab: int,
+    max_positions: int,
+    tied: bool = False,
+) -> dict[str, Any]:
+    """A Hugging Face Llama config as a plain dict, the content of ``config.json``."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
+    """About 1.9 M parameters: what the local subnet trains (byte-level vocabulary)."""
+    return llama_config(
+        hidden=192,
+        layers=4,
+        heads=6,
+        kv_heads=6,
+        intermediate=512,
+        vocab=vocab_size,
+        max_positions=max(512, sequence_length),
+    )
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """Shapes of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B parameters.
+
+    Raises ValueError for another name.
+    """
+    if name == "tiny":
+        return local_llama_config()
+    shapes: dict[str, dict[str, Any]] = {
+        "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
+        "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
+        "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
+    }
+    if name not in shapes:
+        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(shapes)}")
+    return llama_config(vocab=32000, max_positions=2048, **shapes[name])
+
+
+# Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
+# over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
+# CPU ranks, one group takes 0.81 s a step where a group per block takes 1.04 s.
+ROOT_ONLY_BELOW = 50_000_000
+MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
+
+
+def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """The dtype of the computation and a line saying why."""
+    if wanted == "fp32":
+        return torch.float32, "precision: float32 as asked"
+    if device.type == "cuda":
+        supported = torch.cuda.is_bf16_supported(including_emulation=False)
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        supported, hardware = _cpu_has_bf16(), "this CPU"
+    if supported:
+        return torch.bfloat16, f"precision: bf16 computation, float32 weights ({hardware})"
+    return torch.float32, f"precision: float32, since {hardware} has no bf16 arithmetic"
+
+
+def _cpu_has_bf16() -> bool:
+    try:
+        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
+    except (OSError, IndexError):
+        return False
+    return bool({"avx512_bf16", "amx_bf16"} & set(flags))
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """``effective == micro_batch * micro_batches * world_size`` sequences per inner step."""
+
+    micro_batch: int
+    micro_batches: int
+    effective: int
+    note: str = ""
+
+
+def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPlan:
+    """Round the effective batch up to what divides. Raises ConfigError when it cannot hold one."""
+    if effective < 1 or micro_batch > effective:
+        raise ConfigError(
+            f"--neuron.local_batch_size_train {micro_batch} is larger than "
+            f"--neuron.local_batch_size_train_effective {effective}, so no step could be made: "
+            "lower the first or raise the second"
+        )
+    micro_batches = math.ceil(effective / (micro_batch * world_size))
+    real = micro_batches * micro_batch * world_size
+    note = ""
+    if real != effective:
+        note = (
+            f"effective batch rounded up from {effective} to {real}: "
+            f"{micro_batch} per micro-batch x {world_size} ranks x {micro_batches} micro-batches"
+        )
+    return BatchPlan(micro_batch, micro_batches, real, note)
+
+
+def check_sequence_length(length: int, config: Any) -> None:
+    limit = getattr(config, "max_position_embeddings", None)
+    if length < 2 or (limit is not None and length > limit):
+        raise ConfigError(
+            f"--neuron.sequence_length {length} is not within 2..{limit}, the positions this model "
+            "has, so it cannot be trained on: lower the flag"
+        )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Decided by :func:`plan_memory`. ``bytes_needed`` is an estimate for one rank's device."""
+
+    per_block: bool
+    keep_unsharded: bool
+    sync_every: bool
+    offload_optimizer: bool
+    bytes_needed: int
+    note: str
+
+
+def plan_memory(
+    settings: TrainingSettings,
+    *,
+    model_config: Mapping[str, Any],
+    world_size: int,
+    micro_batch: int,
+    device_bytes: int | None,
+) -> MemoryPlan:
+    """The fastest arrangement that fits ``device_bytes`` (None: host memory, no limit is set).
+
+    Gathered weights and whole gradients kept through a step cost memory and save a gather and a
+    reduction per micro-batch. What the operator fixed by flag stays fixed. Raises ConfigError for a
+    model whose ``config.json`` does not say its size as a Llama's does.
+    """
+    try:
+        shape = ModelShape.from_config(model_config)
+    except ValueError as error:
+        raise ConfigError(
+            f"config.json: {error}, so the model's size is not known and it cannot be trained "
+            "here: use a Llama-like model"
+        ) from None
+    per_block = settings.wrap == "block" or (
+        settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW
+    )
+    keeps = _choices(settings.keep_unsharded, "on")[::-1]
+    if not per_block:
+        keeps = keeps[:1]  # one group is whole in forward and backward anyway
+    chosen: MemoryPlan | None = None
+    for offload, sync_every, keep in itertools.product(
+        _choices(settings.offload_optimizer, "on"),
+        _choices(settings.gradient_sync, "every"),
+        keeps,
+    ):
+        how = Arrangement(
+            world_size=world_size,
+            micro_batch=micro_batch,
+            sequence_length=settings.sequence_length,
+            checkpointing=cast(Checkpointing, settings.activation_checkpointing),
+            keep_unsharded=keep,
+            reduce_at_last=not sync_every,
+            offload_optimizer=offload,
+            cuda=device_bytes is not None,
+            loss_chunk=loss_chunk(device_bytes),
+        )
+        need = device_memory(shape, how).total
+        fits = device_bytes is None or need <= device_bytes * MARGIN
+        note = _memory_note(how, need, per_block, None if fits else device_bytes)
+        chosen = MemoryPlan(per_block, keep, sync_every, offload, need, note)
+        if fits:
+            break
+    assert chosen is not None
+    return chosen
+
+
+def _choices(value: str, on: str) -> list[bool]:
+    """What the operator leaves open: off before on."""
+    return [False, True] if value == "auto" else [value == on]
+
+
+def _bytes_text(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
+
+
+def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
+    note = (
+        f"memory: about {_bytes_text(need)} per rank; "
+        f"{'one FSDP group per block' if per_block else 'one FSDP group'}, gathered "
+        f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
+        f"gradients reduced {'once, at the last' if how.reduce_at_last else 'at every'} "
+        f"micro-batch, optimizer state in {'host' if how.offload_optimizer else 'device'} memory"
+    )
+    if too_little is not None:
+        note += (
+            f"; more than {MARGIN:.0%} of the device's {too_little / 1e9:.1f} GB: "
+            "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
+        )
+    return note

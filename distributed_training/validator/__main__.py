@@ -1,0 +1,29 @@
+"""The validator as a program: publish the global state, call rounds, score uploads until a stop.
+
+    python -m distributed_training.validator --wallet.name W --wallet.hotkey H ...
+
+One process, and the swarm's own. ``dt-validator`` and ``neurons/validator.py`` are this program.
+Exit status: 0 stopped as asked, 1 a fault (a start may help), 2 the settings are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the validator to its end. Return the exit status."""
+    from distributed_training.config import ConfigError, exit_with, load_config
+
+    try:
+        config = load_config("validator", sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:  # reported before torch is imported, which takes seconds
+        return exit_with(error)
+    from distributed_training.validator.program import run_validator
+
+    return run_validator(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""Rows of local text: JSON lines (``jsonl:DIR``) and plain text (``text:DIR``).
+
+Rows are runs of lines; where they begin is found once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distributed_training.common.files import atomic_file
+from distributed_training.config.settings import SourceSpec
+from distributed_training.data.page_source import Counts
+from distributed_training.data.parquet import FolderSource
+
+log = logging.getLogger(__name__)
+
+_ROW_BYTES = 1000  # of plain text; no longer than a row may be in any tokenizer's tokens
+_INDEX_CHUNK = 16 * 2**20
+
+
+def open_lines(
+    spec: SourceSpec, *, text_key: str, index: Path | None, counts: Counts
+) -> FolderSource:
+    """Open a folder of JSON lines or of text.
+
+    ``index``: folder that keeps where lines begin; None: nowhere. Raises PageUnavailable when
+    there are no such files.
+    """
+    assert spec.folder is not None
+    if spec.kind == "jsonl":
+        return JsonLinesSource(spec.folder, text_key=text_key, index=index, counts=counts)
+    return TextSource(spec.folder, counts=counts)
+
+
+class _LinesSource(FolderSource):
+    """Rows are runs of lines; where they begin is found once."""
+
+    def __init__(self, folder: Path, *, counts: Counts) -> None:
+        super().__init__(folder, counts=counts)
+        self._starts: dict[Path, np.ndarray[Any, Any]] = {}  # int64 (rows + 1,), byte offsets
+
+    def _scan(self, path: Path) -> int:
+        self._starts[path] = self._row_starts(path)
+        return len(self._starts[path]) - 1
+
+    def _row_starts(self, path: Path) -> np.ndarray[Any, Any]:
+        raise NotImplementedError
+
+    def _read(self, path: Path, first: int, count: int) -> list[Any]:
+        starts = self._starts[path][first : first + count + 1]
+        with path.open("rb") as file:
+            file.seek(int(starts[0]))
+            data = file.read(int(starts[-1] - starts[0]))
+        bounds = (starts - starts[0]).tolist()
+        return [
+            self._value(data[begin:end].decode("utf-8", "surrogateescape"))
+            for begin, end in itertools.pairwise(bounds)
+        ]
+
+    def _value(self, text: str) -> object:
+        return text
+
+
+class JsonLinesSource(_LinesSource):
+    """``*.jsonl`` and ``*.ndjson``. Where lines begin is kept in the folder ``index``."""
+
+    suffixes = (".jsonl", ".ndjson")
+
+    def __init__(self, folder: Path, *, text_key: str, index: Path | None, counts: Counts) -> None:
+        super().__init__(folder, counts=counts)
+        self._key = text_key
+        self._index = index
+
+    def _value(self, text: str) -> object:
+        try:
+            entry = json.loads(text)
+        except ValueError:
+            return None
+        return entry.get(self._key) if isinstance(entry, dict) else None
+
+    def _row_starts(self, path: Path) -> np.ndarray[Any, Any]:
+        if self._index is None:
+            return _scan_lines(path)
+        stat = path.stat()
+        name = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}"
+        kept = self._index / f"lines-{hashlib.sha256(name.encode()).hexdigest()[:24]}.npy"
+        try:
+            return np.asarray(np.load(kept, mmap_mode="r"))
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError):
+            log.warning("%s is damaged and is made again", kept)
+        starts = _scan_lines(path)
+        with atomic_file(kept, durable=False) as file:
+            np.save(file, starts)
+        return starts
+
+
+class TextSource(_LinesSource):
+    """``*.txt``, ``*.md`` and ``*.rst``, cut at line ends into rows of about 1000 bytes."""
+
+    suffixes = (".txt", ".md", ".rst")
+
+    def _row_starts(self, path: Path) -> np.ndarray[Any, Any]:
+        lines = _scan_lines(path)
+        # The first line that begins in each stretch of _ROW_BYTES begins a row.
+        _, firsts = np.unique(lines[:-1] // _ROW_BYTES, return_index=True)
+        return np.append(lines[firsts], lines[-1])
+
+
+def _scan_lines(path: Path) -> np.ndarray[Any, Any]:
+    """Offsets of the lines and of the end: int64 (lines + 1,)."""
+    pieces = [np.zeros(1, dtype=np.int64)]
+    at = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_INDEX_CHUNK):
+            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
+            pieces.append(ends + at + 1)
+            at += len(chunk)
+    starts = np.concatenate(pieces)
+    return starts if starts[-1] == at else np.append(starts, at)

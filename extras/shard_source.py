@@ -1,0 +1,114 @@
+"""Shards of tokens as a source (``--data.source shards:DIR``). Imports no torch."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distributed_training.config.settings import SourceSpec
+from distributed_training.data.block_builder import SourceTokens, WorkerSpec, check_folder
+from distributed_training.data.page_source import Counts
+from distributed_training.data.shards import SUFFIX, ShardError, open_shard, read_header
+from distributed_training.data.tokenizer import tokenizer_hash
+
+log = logging.getLogger(__name__)
+
+
+class ShardTokens:
+    """Shards of a folder, read as one run of sequences of the miner's length.
+
+    A page is ``rows_per_page`` sequences; pages come in a random order fixed by uid and rank, none
+    twice before all were used. Damaged shards and those of another tokenizer are left out.
+    """
+
+    def __init__(self, spec: WorkerSpec, source: SourceSpec, counts: Counts) -> None:
+        check_folder(source)
+        assert source.folder is not None
+        self._spec = spec
+        self._counts = counts
+        self._folder = source.folder
+        self._shards: list[np.ndarray[Any, Any]] = []
+        self._paths: list[Path] = []
+        self._verified: set[int] = set()
+        self._damaged: dict[int, str] = {}
+        wanted = tokenizer_hash(spec.tokenizer_path)
+        for path in sorted(self._folder.glob(f"*{SUFFIX}")):
+            try:
+                header, _ = read_header(path)
+                if header.tokenizer != wanted:
+                    raise ShardError(
+                        f"{path} was made with another tokenizer than this miner's; make it again"
+                    )
+                _, data = open_shard(path, verify=False)  # each when it is first used
+            except (OSError, ShardError) as error:
+                counts.add("shards_left_out")
+                log.warning("%s: it is left out", error)
+                continue
+            flat = data.reshape(-1)
+            usable = len(flat) // spec.sequence_length
+            if usable:
+                self._shards.append(
+                    flat[: usable * spec.sequence_length].reshape(usable, spec.sequence_length)
+                )
+                self._paths.append(path)
+        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
+        self._page = spec.settings.rows_per_page
+        total = int(self._ends[-1]) if self._shards else 0
+        self._page_count = -(-total // self._page)
+        self._order = np.random.default_rng(spec.uid + spec.rank).permutation(self._page_count)
+
+    def block(self, block: int, pages: int) -> SourceTokens:
+        if not self._shards:
+            self._counts.add("pages_missing", pages)
+            problem = f"{self._folder} holds no usable shards"
+            return SourceTokens(np.zeros(0, dtype=np.int32), [], [problem])
+        pieces: list[np.ndarray[Any, Any]] = []
+        used: list[tuple[str, int, str, int]] = []
+        missing: list[str] = []
+        for i in range(min(pages, self._page_count)):
+            first = int(self._order[(block * pages + i) % self._page_count]) * self._page
+            shard, begin = self._place(first)
+            try:
+                page = self._sequences(first)
+            except (OSError, ShardError) as error:
+                self._counts.add("pages_missing")
+                missing.append(str(error))
+                continue
+            pieces.append(page)
+            used.append((self._paths[shard].name, first - begin, "shard", page.size))
+        joined = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+        return SourceTokens(joined, used, missing)
+
+    def _place(self, sequence: int) -> tuple[int, int]:
+        """The shard that holds a sequence, and the number of the shard's first."""
+        shard = int(np.searchsorted(self._ends, sequence, side="right"))
+        return shard, int(self._ends[shard - 1]) if shard else 0
+
+    def _sequences(self, first: int) -> np.ndarray[Any, Any]:
+        """A page's tokens. Raises ShardError, OSError."""
+        pieces = []
+        end = min(first + self._page, int(self._ends[-1]))
+        while first < end:
+            shard, begin = self._place(first)
+            self._verify(shard)
+            piece = self._shards[shard][first - begin : end - begin]
+            pieces.append(piece.reshape(-1))
+            first += len(piece)
+        return np.concatenate(pieces)
+
+    def _verify(self, shard: int) -> None:
+        if shard in self._damaged:
+            raise ShardError(self._damaged[shard])
+        if shard in self._verified:
+            return
+        try:
+            open_shard(self._paths[shard])
+        except (OSError, ShardError) as error:
+            self._counts.add("shards_left_out")
+            self._damaged[shard] = str(error)
+            log.warning("%s: its pages are left out", error)
+            raise
+        self._verified.add(shard)

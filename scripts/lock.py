@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Write constraints.txt and requirements/*.txt: versions, and the hashes of all their files.
+
+    pip install uv && python scripts/lock.py
+
+``constraints.txt`` is read first: what it names keeps its version. Edit a version there, or delete
+its line for the newest that fits, and run this again. The lists hold for Linux and macOS, Python
+3.11 and newer, every processor that PyPI has files for:
+
+    production  a miner, without torch       test   what its unit tests need besides
+    local       a subnet on this machine     dev    linters, types, every other test
+    torch-cuda  PyPI's build of torch        build  pip and setuptools themselves
+    torch-cpu   the small one of PyTorch's own index, for as many Pythons as are known
+
+Exit status: 0 written, 1 a list could not be resolved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CONSTRAINTS = ROOT / "constraints.txt"
+FOLDER = ROOT / "requirements"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
+_HEAD = (
+    "# Written by scripts/lock.py. Installed by scripts/setup.sh: pip install --require-hashes\n"
+)
+#: torch's own; setup.sh chooses the build.
+_TORCH = re.compile(r"torch|triton|cuda-.*|nvidia-(?!ml-py).*")
+_ELSEWHERE = re.compile(r"sys_platform == '(win32|emscripten)'$")
+
+#: Name -> the lines of its requirement: version, marker, hashes.
+Lock = dict[str, str]
+
+
+def resolve(*words: str, given: str | None = None) -> Lock:
+    """Return what uv resolves from the words, or from requirements that are ``given``."""
+    command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
+    command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
+    command += ["--constraint", str(CONSTRAINTS), "--default-index", "https://pypi.org/simple"]
+    words = ("pyproject.toml", *words) if given is None else ("-",)
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, input=given, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode != 0:
+        sys.exit(f"error: {' '.join(words)} cannot be resolved, so nothing more was written")
+    entries = re.split(r"\n(?=\S)", done.stdout.strip())
+    named = {entry.partition("==")[0]: entry for entry in entries}
+    return {
+        n: e for n, e in named.items() if not _ELSEWHERE.search(e.splitlines()[0].rstrip(" \\"))
+    }
+
+
+def write(name: str, lock: Lock) -> None:
+    path = FOLDER / f"{name}.txt"
+    path.write_text(_HEAD + "".join(f"{lock[package]}\n" for package in sorted(lock)))
+    print(f"{path.relative_to(ROOT)}: {len(lock)} packages")
+
+
+def without(lock: Lock, *others: Lock) -> Lock:
+    return {name: entry for name, entry in lock.items() if not any(name in o for o in others)}
+
+
+def version(entry: str) -> str:
+    return re.split(r"[ ;\\]", entry.partition("==")[2], maxsplit=1)[0]
+
+
+def write_cpu_torch(wanted: str) -> None:
+    """Keep the list that is there while PyTorch's index cannot be asked."""
+    path = FOLDER / "torch-cpu.txt"
+    try:
+        with urllib.request.urlopen(CPU_INDEX, timeout=60) as reply:
+            page = reply.read().decode()
+    except OSError as error:
+        if path.exists() and f"=={wanted}+cpu" in path.read_text():
+            print(f"{path.relative_to(ROOT)}: left as it is ({error})")
+            return
+        page = ""
+    file = rf"torch-{re.escape(wanted)}(?:\+|%2B)cpu-cp3\d+-cp3\d+-manylinux[^\"#]*"
+    hashes = sorted(set(re.findall(rf"{file}#sha256=([0-9a-f]{{64}})", page)))
+    if not hashes:
+        path.unlink(missing_ok=True)
+        print(f"{path.relative_to(ROOT)}: removed, for torch {wanted}+cpu was not found")
+        return
+    lines = " \\\n".join(f"    --hash=sha256:{digest}" for digest in hashes)
+    write("torch-cpu", {"torch": f"torch=={wanted}+cpu \\\n{lines}"})
+
+
+def main() -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
+    everything = resolve("--all-extras") | resolve(given="pip\nsetuptools\n")
+    pins = "".join(f"{name}=={version(entry)}\n" for name, entry in sorted(everything.items()))
+    CONSTRAINTS.write_text(f"# The versions of requirements/, without hashes.\n{pins}")
+    production = resolve()
+    local, test = resolve("--extra", "local"), resolve("--extra", "test")
+    torch = {name: entry for name, entry in production.items() if _TORCH.fullmatch(name)}
+    write("production", without(production, torch))
+    write("local", without(local, production))
+    write("test", without(test, production))
+    write("dev", without(resolve("--all-extras"), production, local, test))
+    write("torch-cuda", torch)
+    write("build", resolve(given="pip\nsetuptools\n"))
+    write_cpu_torch(version(torch["torch"]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Processes that must stay small, or answer at once, import nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", "pyarrow"}
+
+
+@pytest.mark.parametrize(
+    ("module", "may"),
+    [
+        ("distributed_training.store.uploader_process", set()),
+        ("distributed_training.data.worker", {"numpy"}),
+        ("distributed_training.miner.launcher", set()),
+        ("distributed_training.telemetry.page.server", set()),
+        ("distributed_training.doctor.command", set()),
+        ("distributed_training.localnet.command", set()),
+        ("distributed_training.scoring.command", set()),
+        ("distributed_training.config", set()),
+    ],
+)
+def test_a_light_process_imports_nothing_heavy(module: str, may: set[str]) -> None:
+    code = f"import sys, {module}; print(*sys.modules)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert not (HEAVY - may) & set(done.stdout.split())

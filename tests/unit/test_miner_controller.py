@@ -1,0 +1,298 @@
+"""The controller: events in, commands out, with every neighbour in memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.controller import Averaging, Controller
+from distributed_training.miner.ranks import pack, unpack
+from distributed_training.miner.state_machine import (
+    Command,
+    DataOrder,
+    MinerState,
+    Mode,
+    Order,
+    Rules,
+)
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    Progress,
+    RoundRequest,
+    StepReport,
+)
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(30)
+
+RESULT = AllReduceResult(("a", "b"), (), 0.1, 0.2, 0.3)
+
+
+class Swarm:
+    def __init__(self) -> None:
+        self.outcome: AllReduceResult | Exception = RESULT
+        self.release = threading.Event()
+        self.cancelled = False
+        self.event: threading.Event | None = None  # the round's own
+
+    def average(self, request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
+        self.event = cancelled
+        assert self.release.wait(10)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class GlobalEpoch:
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+        self.compared = 0
+        self.refused = 0
+
+    def compare_soon(self) -> None:
+        self.compared += 1
+
+    def fetch(self, outer_step: int) -> None:
+        self.fetched.append(outer_step)
+
+    def refuse_fetched(self) -> None:
+        self.refused += 1
+
+    def compare_weights(self, outer_step: int) -> None: ...
+
+
+class Blocks:
+    def __init__(self) -> None:
+        self.begin = (0, 0)
+        self.request = 0
+        self.available = True
+
+    def see(self, event: ev.Event, state: MinerState) -> None: ...
+
+    def chain_block(self) -> int:
+        return 777
+
+    def blocks(self) -> list[int]:
+        return [554]
+
+    def state(self) -> dict[str, Any]:
+        return {"blocks": [[554, 3]]}
+
+    def on_boundary(self, *, may_begin: bool) -> DataOrder:
+        begin = self.begin if may_begin else (0, 0)
+        if may_begin:
+            self.begin = (0, 0)
+        request, self.request = self.request, 0
+        return DataOrder(request, *begin)
+
+
+class Rig:
+    def __init__(self, mode: Mode = Mode.TRAINING, *, unsaved_steps: int = 0) -> None:
+        self.now = 1000.0
+        self.swarm: Any = Swarm()
+        self.blocks: Any = Blocks()
+        self.global_epoch: Any = GlobalEpoch()
+        self.seen: list[ev.Event] = []
+        events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.controller = Controller(
+            state=MinerState(mode=mode, outer_step=4, unsaved_steps=unsaved_steps),
+            rules=Rules(reload_seconds=60, checkpoint_steps=10),
+            events=events,
+            blocks=self.blocks,
+            averaging=Averaging(swarm=self.swarm, post=events.put),
+            global_epoch=self.global_epoch,
+            clock=lambda: self.now,
+        )
+        self.controller.subscribe(lambda event, state: self.seen.append(event))
+
+    def command(self, *events: ev.Event) -> Command:
+        """Of the boundary after ``events``."""
+        for event in events:
+            self.controller.post(event)
+        return self.controller.next_command()
+
+    def order(self, *events: ev.Event) -> Order:
+        return self.command(*events).order
+
+    def order_other_than_idle(self) -> Order:
+        for _ in range(500):
+            order = self.order()
+            if order is not Order.IDLE:
+                return order
+        raise AssertionError("only IDLE")
+
+
+def call() -> ev.AllReduceCalled:
+    return ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
+
+
+def step(inner_step: int) -> ev.InnerStepDone:
+    return ev.InnerStepDone(StepReport(4, inner_step, 2.0, 1e-3, 256, 8, 1.0, 0.0, 2))
+
+
+def test_it_trains_when_nothing_happens() -> None:
+    assert Rig().order() is Order.TRAIN
+
+
+def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
+    rig = Rig()
+    rig.blocks.available = False
+    rig.blocks.request = 555
+    assert rig.command() == Command(Order.WAIT_FOR_DATA, 0, DataOrder(555))
+    rig.blocks.begin = (555, 64)
+    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
+
+
+def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
+    rig = Rig(unsaved_steps=9)
+    rig.blocks.begin = (555, 64)
+    assert rig.order(step(10)) is Order.CHECKPOINT
+    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
+
+
+def test_a_whole_round() -> None:
+    rig = Rig()
+    assert rig.order(call()) is Order.WRITE_PSEUDO_GRADIENT
+    assert rig.controller.state.mode is Mode.AVERAGING
+    assert rig.order(ev.PseudoGradientWritten(0.5)) is Order.IDLE  # the swarm has its own thread
+    rig.swarm.release.set()
+    assert rig.order_other_than_idle() is Order.OUTER_STEP
+    assert rig.controller.state.averaged is RESULT
+    assert rig.order(ev.OuterStepEnded(True, 5)) is Order.CHECKPOINT
+    assert rig.order() is Order.TRAIN
+    assert rig.controller.state.outer_step == 5
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (AllReduceError(AllReduceFault.NO_GROUP), AllReduceFault.NO_GROUP),
+        (RuntimeError("hivemind fell over"), AllReduceFault.SWARM_DOWN),
+    ],
+    ids=["known", "unknown"],
+)
+def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault) -> None:
+    rig = Rig()
+    rig.swarm.outcome = error
+    rig.swarm.release.set()
+    rig.order(call())
+    rig.controller.post(ev.PseudoGradientWritten(0.5))
+    assert rig.order_other_than_idle() is Order.TRAIN
+    failed = [event for event in rig.seen if isinstance(event, ev.RoundFailed)]
+    assert [event.fault for event in failed] == [fault], "whoever keeps the books is told, once"
+    assert rig.controller.state.outer_step == 4
+
+
+def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
+    rig = Rig()
+    command = rig.command(call(), ev.StopRequested("deregistered", 3))
+    assert (command.order, command.arg) == (Order.STOP, 3)
+    assert command.given.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
+    assert rig.swarm.cancelled
+    assert rig.order() is Order.IDLE, "nothing follows"
+    rig.swarm.release.set()
+
+
+def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> None:
+    rig = Rig()
+    for number in range(2):
+        rig.order(call())
+        rig.order(ev.PseudoGradientWritten(0.5))
+        if number == 0:
+            rig.swarm.outcome = AllReduceError(AllReduceFault.NO_GROUP)
+            rig.swarm.release.set()
+            assert rig.order_other_than_idle() is Order.TRAIN
+            rig.swarm.release.clear()
+    rig.controller.post(ev.StopRequested("SIGTERM", 0))
+    rig.order_other_than_idle()
+    wait_for(lambda: rig.swarm.event and rig.swarm.event.is_set(), "the round is cancelled", 10)
+    rig.swarm.release.set()
+
+
+def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
+    rig = Rig()
+    rig.order(ev.GlobalEpochSeen(6, 1000.0))
+    command = rig.command(ev.GlobalFetched(Path("epoch-6")))
+    assert command == Command(Order.LOAD, 6)
+    assert command.given.folder == Path("epoch-6")
+    rig.order(ev.LoadFailed("another shape", 1001.0))
+    assert rig.global_epoch.refused == 1
+
+
+def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
+    rig = Rig()
+    rig.order(ev.WeightsCompared(4, same=False))
+    rig.controller.post(ev.GlobalFetched(Path("epoch-4")))
+    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
+
+
+def test_a_snapshot_carries_the_chain_block_and_the_block_list() -> None:
+    command = Rig().command(ev.SnapshotWanted())
+    assert command == Command(Order.SNAPSHOT, 777)
+    assert command.given.blocks == [554]
+
+
+def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
+    rig = Rig()
+    assert rig.order(ev.GlobalEpochSeen(6, 1000.0)) is Order.TRAIN  # also while it is fetched
+    assert rig.global_epoch.fetched == [6]
+    assert rig.order(ev.GlobalFetchFailed("404", 1001.0)) is Order.TRAIN
+    assert rig.controller.state.mode is Mode.AWAITING_GLOBAL
+
+
+def test_deadlines_are_looked_at_once_per_tick() -> None:
+    rig = Rig(Mode.AWAITING_GLOBAL)
+    rig.order()
+    assert rig.controller.state.mode is Mode.TRAINING
+    assert rig.global_epoch.compared == 1
+    for _ in range(3):
+        rig.order()
+    assert rig.seen == [
+        ev.Tick(1000.0),
+        ev.ModeChanged(Mode.AWAITING_GLOBAL, Mode.TRAINING),
+    ]
+    rig.now += 1
+    rig.order()
+    assert rig.seen[2:] == [ev.Tick(1001.0)]
+
+
+def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_others() -> None:
+    """The snapshot of a step comes before its checkpoint and before a call behind it."""
+    rig = Rig(unsaved_steps=9)
+
+    def wants_snapshots(event: ev.Event, state: MinerState) -> Iterable[ev.Event]:
+        return [ev.SnapshotWanted()] if isinstance(event, ev.InnerStepDone) else []
+
+    rig.controller.subscribe(wants_snapshots)
+    orders = [rig.order(step(50), call()), rig.order(), rig.order()]
+    assert orders == [Order.SNAPSHOT, Order.CHECKPOINT, Order.WRITE_PSEUDO_GRADIENT]
+
+
+def test_a_call_while_loading_starts_no_round() -> None:
+    rig = Rig(Mode.LOADING)
+    assert rig.order(call()) is Order.IDLE
+    assert rig.controller.state.mode is Mode.LOADING
+
+
+def test_a_second_call_in_a_round_leaves_the_round_running() -> None:
+    rig = Rig()
+    assert rig.order(call(), call()) is Order.WRITE_PSEUDO_GRADIENT
+    assert rig.order() is Order.IDLE
+    assert rig.controller.state.mode is Mode.AVERAGING
+
+
+def test_commands_survive_the_wire() -> None:
+    for order in Order:
+        command = Command(order, 3, DataOrder(5, 7, 9, 2))
+        assert unpack(pack(command)) == command

@@ -1,0 +1,209 @@
+"""The page as anybody on the machine or network meets it: raw requests on a real socket."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import re
+import socket
+import string
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.page.history import Neuron
+from distributed_training.telemetry.page.process import Bounded, PageProcess
+from distributed_training.telemetry.page.server import Hub
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(120)
+HOTKEY = "5F-a-hotkey-that-only-this-machine-may-read"
+TOKEN = "a-token-of-more-than-16-characters"
+
+
+class Served:
+    """A page over one run folder, with the lines it gives to its parent's log."""
+
+    def __init__(self, folder: Path, token: str = "") -> None:
+        with EventLog(folder / "events.jsonl") as events:
+            events.write("problem", level="WARNING", text=HOTKEY)
+        self.lines: list[str] = []
+        secret = SecretStr(token) if token else None
+        self.process = PageProcess([folder], token=secret, told=self.lines.append)
+        address = wait_for(lambda: self.lines, "the page")[0]
+        self.port = int(address.rstrip("/").rpartition(":")[2])
+
+    def ask(self, *head: bytes, path: bytes = b"/history") -> bytes:
+        """Return the whole answer to a request of these header lines."""
+        with closing(socket.create_connection(("127.0.0.1", self.port), timeout=30)) as caller:
+            request = b"\r\n".join((b"GET " + path + b" HTTP/1.1", *head, b"connection: close"))
+            answer = b""
+            with contextlib.suppress(ConnectionError):  # refused before all of it was read
+                caller.sendall(request + b"\r\n\r\n")
+                while part := caller.recv(65536):
+                    answer += part
+            return answer
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("miner"))
+    with served.process:
+        yield served
+
+
+def status(answer: bytes) -> int:
+    found = re.match(rb"HTTP/1\.1 (\d{3}) ", answer)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LocalHost", "[::1]"])
+def test_it_answers_at_its_own_address(page: Served, name: str) -> None:
+    answer = page.ask(f"host: {name}:{page.port}".encode())
+    assert status(answer) == 200 and HOTKEY.encode() in answer
+
+
+# What URL parsers take for a host name and no page of ours has, and what looks like ours.
+_HOSTS = st.one_of(
+    st.binary(max_size=60),
+    st.text(string.printable, max_size=40).map(str.encode),
+    st.builds(
+        lambda left, odd, right, port: left + odd + right + port,
+        st.sampled_from([b"", b"a", b"127.0.0.1", b"localhost", b"[::1]"]),
+        st.sampled_from([b"", *(bytes([code]) for code in range(1, 256)), b"\r\n ", b", "]),
+        st.sampled_from([b"", b"b.example", b".localhost", b"127.0.0.1", b"localhost"]),
+        st.sampled_from([b"", b":", b":80", b":0", b":8010", b":PORT", b":PORT:PORT", b":0PORT"]),
+    ),
+)
+
+
+@settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(_HOSTS)
+@example(b"a{b.example:PORT")
+@example(b"a`b.example:PORT")
+@example(b'a"b.example:PORT')
+@example(b"attacker.example:PORT")
+@example(b"")
+@example(b"127.0.0.1.example:PORT")
+@example(b"127.0.0.1:PORT@b.example")
+@example(b"127.0.0.1")
+def test_no_other_host_header_gets_anything(page: Served, host: bytes) -> None:
+    """A web site whose name resolves to 127.0.0.1 chooses these bytes."""
+    host = host.replace(b"PORT", str(page.port).encode())
+    own = rb"(127\.0\.0\.1|localhost|\[::1\]):0{0,3}%d" % page.port
+    answer = page.ask(b"host: " + host)
+    if re.fullmatch(own, host.strip(b" \t"), re.IGNORECASE):
+        assert status(answer) == 200
+    else:
+        assert status(answer) in (0, 400, 403) and HOTKEY.encode() not in answer
+
+
+def test_a_miner_that_has_no_figures_yet_is_up(page: Served) -> None:
+    """Its first start may load for an hour; an answer other than 200 is `up == 0`."""
+    host = f"host: 127.0.0.1:{page.port}".encode()
+    head, _, body = page.ask(host, path=b"/metrics").partition(b"\r\n\r\n")
+    assert status(head) == 200 and body == b""
+    assert status(page.ask(host, path=b"/metrics?neuron=another")) == 404
+
+
+@pytest.mark.parametrize("wrong", ["missing", "two", "two names", "HTTP/1.0 without"])
+def test_one_host_header_is_needed(page: Served, wrong: str) -> None:
+    own = f"host: 127.0.0.1:{page.port}".encode()
+    heads = {
+        "missing": (),
+        "two": (own, own),
+        "two names": (b"host: attacker.example", own),
+        "HTTP/1.0 without": (b"x: y",),
+    }
+    if wrong.startswith("HTTP/1.0"):
+        with closing(socket.create_connection(("127.0.0.1", page.port), timeout=30)) as caller:
+            caller.sendall(b"GET /history HTTP/1.0\r\n\r\n")
+            answer = caller.recv(65536)
+    else:
+        answer = page.ask(*heads[wrong])
+    assert status(answer) in (400, 403) and HOTKEY.encode() not in answer
+
+
+def test_a_websocket_is_not_a_way_past_the_checks(page: Served) -> None:
+    upgrade = (b"upgrade: websocket", b"sec-websocket-version: 13")
+    key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
+    answer = page.ask(b"host: attacker.example", *upgrade, key, b"connection: upgrade")
+    assert status(answer) in (400, 403), answer[:100]
+
+
+def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
+    """Malformed requests, refused ones and more connections than it has room for."""
+    served = Served(tmp_path, TOKEN)
+    with served.process, contextlib.ExitStack() as held:
+        junk = (b"\x00\xff\x00junk\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n")
+        for number in range(3000):
+            with closing(socket.create_connection(("127.0.0.1", served.port), timeout=30)) as one:
+                one.sendall(junk[number % len(junk)])
+                with contextlib.suppress(ConnectionError):
+                    one.recv(100)
+        upgrade = (b"connection: upgrade", b"upgrade: websocket")
+        assert {status(served.ask(b"host: x", *upgrade)) for _ in range(50)} == {401}
+        for _ in range(300):
+            idle = socket.create_connection(("127.0.0.1", served.port), timeout=30)
+            held.enter_context(closing(idle))
+        assert status(served.ask(b"host: x")) == 503
+        held.close()
+        bearer = b"authorization: Bearer " + TOKEN.encode()
+        wait_for(lambda: status(served.ask(b"host: x", bearer)) == 200, "an answer afterwards")
+    assert len(served.lines) == 1, served.lines[:5]
+
+
+def test_lines_of_the_page_are_bounded_and_those_left_out_are_counted() -> None:
+    now, said = [0.0], list[str]()
+    told = Bounded(said.append, most=3, clock=lambda: now[0])
+    for minute in range(3):
+        now[0] = 61.0 * minute
+        for number in range(1000):
+            told(f"{minute} {number}")
+    left_out = "the page: 997 more lines of the last minute are left out"
+    assert said[:4] == ["0 0", "0 1", "0 2", left_out] and len(said) == 3 * 3 + 2
+
+
+def test_a_file_that_cannot_be_read_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its events are asked for twice a second."""
+    neuron = Neuron(tmp_path)
+    hub = Hub([neuron])
+    faults = [OSError(errno.EIO, "Input/output error")] * 5
+
+    def poll() -> list[dict[str, object]]:
+        if faults:
+            raise faults.pop()
+        return []
+
+    monkeypatch.setattr(neuron, "poll", poll)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            assert hub._news(neuron) == []
+        assert len(caplog.records) == 1
+        faults.append(OSError(errno.EIO, "Input/output error"))
+        hub._news(neuron)
+    assert len(caplog.records) == 2, "it was well in between"
+
+
+def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path) -> None:
+    """While starts are refused no rank writes any; the launcher's count reaches the alert."""
+    served = Served(tmp_path)
+    with served.process:
+        own = f"host: 127.0.0.1:{served.port}".encode()
+        (tmp_path / "launcher.prom").write_text("dt_starts_refused_in_a_row 7.0\n")
+        answer = served.ask(own, path=b"/metrics")
+        assert status(answer) == 200 and answer.endswith(b"dt_starts_refused_in_a_row 7.0\n")
+        (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
+        answer = served.ask(own, path=b"/metrics")
+        assert b"dt_dht_peers 3.0\ndt_starts_refused_in_a_row 7.0\n" in answer

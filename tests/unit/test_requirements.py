@@ -1,0 +1,152 @@
+"""Every package is installed by version and hash; a miner's machine gets what a miner needs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+LISTS = ROOT / "requirements"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+ENTRY = re.compile(
+    r"(?P<name>[a-z0-9-]+)==(?P<version>[^ ]+)(?P<marker> ;[^\\\n]+)?"
+    r"(?P<hashes>(?: \\\n    --hash=sha256:[0-9a-f]{64})+)\n"
+)
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def versions(name: str) -> dict[str, str]:
+    """Of a list, all of which is entries with hashes: no other index, no address, no option."""
+    text = (LISTS / f"{name}.txt").read_text()
+    body = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+    assert ENTRY.sub("", body) == "", name
+    return {entry["name"]: entry["version"] for entry in ENTRY.finditer(body)}
+
+
+PRODUCTION = versions("production") | versions("torch-cuda")
+
+
+def test_every_list_pins_what_constraints_pin() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for path in LISTS.glob("*.txt"):
+        for name, version in versions(path.stem).items():
+            assert version.removesuffix("+cpu") == pins[name], f"{path.name}: {name}"
+    (backend,) = PROJECT["build-system"]["requires"]
+    assert backend == f"setuptools=={versions('build')['setuptools']}"
+
+
+def test_a_miner_gets_what_it_imports_and_nothing_else() -> None:
+    wanted = {canonical(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    assert wanted <= set(PRODUCTION)
+    for name in ("local", "test", "dev"):
+        assert not set(versions(name)) & set(PRODUCTION), name
+    others = {"pytest", "mypy", "ruff", "selenium", "swift", "pyeclib", "wandb", "matplotlib"}
+    assert not others & set(PRODUCTION)
+
+
+@pytest.mark.parametrize("name", ["production", "local", "test"])
+def test_no_package_lacks_what_it_needs(name: str) -> None:
+    """pip is told to install the list and no dependencies, so the list must hold them."""
+    there = set(PRODUCTION) | set(versions(name))
+    for package in versions(name):
+        try:
+            needed = requires(package) or []
+        except PackageNotFoundError:  # for another system, or this set is not installed
+            continue
+        for requirement in map(Requirement, needed):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                assert canonical(requirement.name) in there, f"{package} needs {requirement}"
+
+
+#: A Python whose environments record what pip is asked for, and refuse a list if so told.
+PYTHON = """#!/bin/sh
+case "$*" in
+*"import sys, torch"*) exit 1 ;;
+"-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+"-m pip"*) echo "$*" >>calls; case "$*" in *"$REFUSED"*) [ -z "$REFUSED" ] || exit 1 ;; esac ;;
+esac
+"""
+
+
+def setup(folder: Path, *sets: str, **environ: str) -> list[str]:
+    """What pip was asked for, a line each."""
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        [str(folder / "scripts" / "setup.sh"), *sets],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(folder / "python"), "DT_TORCH": "cpu"}
+        | environ,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return calls.read_text().splitlines() if calls.exists() else []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    shutil.copytree(LISTS, tmp_path / "requirements")
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    return tmp_path
+
+
+def lists(calls: list[str]) -> list[str]:
+    """Installed ones, in order. Whatever is installed is on a list and goes by its hash."""
+    found = []
+    for call in calls:
+        if call.endswith(" -e ."):
+            assert {"--no-index", "--no-deps", "--no-build-isolation"} <= set(call.split())
+            continue
+        assert {"--require-hashes", "--no-deps", "--no-build-isolation"} <= set(call.split())
+        found.append(call.split("requirements/")[1].split(".txt")[0])
+    return found
+
+
+def test_each_set_is_installed_once_and_by_hash(checkout: Path) -> None:
+    assert lists(setup(checkout)) == ["build", "production", "torch-cpu"]
+    assert setup(checkout) == []
+    assert lists(setup(checkout, "local")) == ["local"]
+    assert lists(setup(checkout, "local", "dev")) == ["test", "dev"]
+    assert setup(checkout) == setup(checkout, "local") == setup(checkout, "local", "dev") == []
+    with (checkout / "requirements" / "production.txt").open("a") as file:
+        file.write("# another\n")
+    again = ["build", "production", "torch-cpu", "local", "test", "dev"]
+    assert lists(setup(checkout, "local", "dev")) == again
+
+
+def test_the_update_program_of_an_older_version_finds_what_it_runs_tests_with(
+    checkout: Path,
+) -> None:
+    wanted = ["build", "production", "torch-cpu"]
+    new = checkout / "versions" / "v1.new"
+    for folder, more in ((new, []), (new.with_suffix(""), ["test"])):
+        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns("versions", ".venv"))
+        assert lists(setup(folder)) == wanted + more
+
+
+def test_a_small_torch_that_is_not_listed_is_replaced_by_the_one_that_is(checkout: Path) -> None:
+    tried = lists(setup(checkout, REFUSED="torch-cpu"))
+    assert tried == ["build", "production", "torch-cpu", "torch-cpu", "torch-cuda"]
+    shutil.rmtree(checkout / ".venv")
+    assert lists(setup(checkout, DT_TORCH="cuda")) == ["build", "production", "torch-cuda"]
+    shutil.rmtree(checkout / ".venv")
+    assert lists(setup(checkout, DT_TORCH="keep")) == ["build", "production"]

@@ -1,0 +1,296 @@
+"""scripts/update.sh with real git and a stand-in for pm2, whose miner trains as soon as it starts.
+
+tests/end_to_end/test_update_pm2.py has real pm2 and a real miner.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts import update
+
+pytestmark = pytest.mark.timeout(120)
+
+ROOT = Path(__file__).parents[2]
+GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
+
+#: Keeps one app in a file. Its miner has taken a step when `start` returns.
+PM2 = """#!{python}
+import json, os, sys, time
+from pathlib import Path
+folder = Path({folder!r})
+state = folder / "apps.json"
+command, *words = sys.argv[1:]
+apps = json.loads(state.read_text())
+if command == "jlist":
+    print((folder / "before-the-list").read_text(), end="")
+    print(json.dumps(apps))
+elif command == "delete":
+    apps = []
+elif command == "start":
+    env = {{"status": "online", "restart_time": 0, "env": {{}}, "pm_cwd": {home!r},
+           "args": ["--neuron.run_folder", "run"],
+           "pm_exec_path": str(Path(words[0]).parent / "neurons" / "miner.py")}}
+    apps = [{{"name": "distributed_training_miner", "pm2_env": env}}]
+    with (Path({home!r}) / "run" / "events.jsonl").open("a") as events:
+        print(json.dumps({{"kind": "step", "time": time.time() + 1}}), file=events)
+state.write_text(json.dumps(apps))
+"""
+
+#: An environment whose programs name its folder, as pip writes them.
+SETUP = """
+mkdir -p .venv/bin .venv/lib/python3.11/site-packages
+printf '#!%s/.venv/bin/python\\n' "$PWD" >.venv/bin/btcli
+echo "$PWD" >.venv/lib/python3.11/site-packages/__editable__.miner.pth
+touch .venv/.installed
+"""
+
+
+class Machine:
+    """An operator's checkout at v1, from which the miner runs, and its remote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home, self.origin = folder, folder / "home", folder / "origin"
+        self.origin.mkdir()
+        self.git("init", "--quiet", "--initial-branch", "main", at=self.origin)
+        self.commits = {tag: self.release(tag) for tag in ("v1", "v2", "v3")}
+        self.git("clone", "--quiet", str(self.origin), str(self.home), at=folder)
+        self.git("checkout", "--quiet", "v1", at=self.home)
+        (self.home / "run").mkdir()
+        (self.home / ".venv").mkdir()
+        self.pm2 = folder / "pm2"
+        self.pm2.write_text(
+            PM2.format(python=sys.executable, folder=str(folder), home=str(self.home))
+        )
+        self.pm2.chmod(0o755)
+        (folder / "before-the-list").write_text("")
+        (folder / "apps.json").write_text("[]")
+        subprocess.run([self.pm2, "start", str(self.home / "app.config.js")], check=True)
+
+    def git(self, *words: str, at: Path) -> str:
+        done = subprocess.run([*GIT, "-C", str(at), *words], check=True, capture_output=True)
+        return done.stdout.decode().strip()
+
+    def release(self, tag: str) -> str:
+        (self.origin / "version").write_text(tag)
+        self.git("add", "version", at=self.origin)
+        self.git("commit", "--quiet", "--message", tag, at=self.origin)
+        self.git("tag", tag, at=self.origin)
+        return self.git("rev-parse", "HEAD", at=self.origin)
+
+    @property
+    def runs_from(self) -> Path:
+        (app,) = json.loads((self.folder / "apps.json").read_text())
+        return Path(app["pm2_env"]["pm_exec_path"]).parent.parent
+
+    @property
+    def versions(self) -> set[str]:
+        return {path.name for path in (self.home / "versions").iterdir()}
+
+    def update(
+        self,
+        target: str,
+        *words: str,
+        setup: str = SETUP,
+        tests: str | None = "true",
+        **environ: str,
+    ) -> subprocess.CompletedProcess[str]:
+        program = ["--pm2", str(self.pm2), "--first-step", "10s", "--no-doctor", *words]
+        return subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "update.py"), target, *program],
+            env={
+                **os.environ,
+                "DT_UPDATE_SETUP": f"sh -c {shlex.quote(setup)}",
+                **({"DT_UPDATE_TESTS": f"sh -c {shlex.quote(tests)}"} if tests else {}),
+                **environ,
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    def updated(self, target: str, **how: Any) -> Path:
+        done = self.update(target, **how)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self.runs_from
+
+    def refused(self, target: str, *, more: frozenset[str] = frozenset(), **how: Any) -> str:
+        """The miner runs on and nothing but ``more`` is left."""
+        before, versions = self.runs_from, self.home / "versions"
+        were = self.versions if versions.exists() else set()
+        done = self.update(target, **how)
+        assert done.returncode == 1, done.stdout + done.stderr
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: ") and f"{before.name} runs on" in line
+        assert self.runs_from == before and self.versions == were | more
+        return line
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def test_the_version_that_runs_survives_an_update_to_itself_whose_setup_fails(
+    machine: Machine,
+) -> None:
+    folder = machine.updated("v2")
+    line = machine.refused("v2", setup="exit 1")
+    assert "v2 is the version that runs already" in line
+    assert (folder / ".venv" / "bin" / "btcli").exists()
+    assert machine.git("rev-parse", "HEAD", at=folder) == machine.commits["v2"]
+
+
+def test_the_version_before_is_gone_back_to_as_it_was(machine: Machine) -> None:
+    """Without setup, which could fail half-way in the only folder that is known to train."""
+    before = machine.updated("v2")
+    machine.updated("v3")
+    assert machine.updated("v2", setup="rm -rf .venv; exit 1") == before
+    assert (before / ".venv" / "bin" / "btcli").exists()
+
+
+def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> None:
+    machine.updated("v2")
+    line = machine.refused("v3", setup=f"{SETUP}\nexit 7")
+    assert "its setup failed (status 7, no output)" in line
+    assert "its setup failed (signal 9, no output)" in machine.refused("v3", setup="kill -9 $$")
+    machine.updated("v3")
+
+
+def test_a_version_whose_tests_failed_is_tried_again_with_setup(machine: Machine) -> None:
+    """What was wrong may be how it was set up."""
+    new = frozenset({"v2.new"})
+    assert "its tests failed" in machine.refused("v2", more=new, tests="exit 1")
+    folder = machine.updated("v2", setup=f"{SETUP}\ntouch again")
+    assert (folder / "again").exists() and machine.versions == {"v2"}
+
+
+def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
+    """That of this program in .new, that of earlier ones under the final name."""
+    for name in ("v2", "v2.new"):
+        folder = machine.home / "versions" / name
+        machine.git("worktree", "add", "--detach", str(folder), "v2", at=machine.home)
+        (folder / ".venv").mkdir()
+    folder = machine.updated("v2")
+    assert (folder / ".venv" / ".installed").exists() and machine.versions == {"v2"}
+
+
+def test_the_environment_names_the_folder_that_it_runs_in(machine: Machine) -> None:
+    folder = machine.updated("v2")
+    assert folder == machine.home / "versions" / "v2"
+    assert (folder / ".venv/bin/btcli").read_text() == f"#!{folder}/.venv/bin/python\n"
+    (link,) = folder.glob(".venv/lib/*/site-packages/__editable__*")
+    assert link.read_text().strip() == str(folder)
+
+
+def test_a_branch_and_a_commit_are_versions_too(machine: Machine) -> None:
+    main = machine.updated("main")
+    commit = machine.commits["v3"]
+    assert main.name == f"main-{commit[:12]}"
+    new = machine.release("later")  # the branch moves on
+    assert machine.updated("main").name == f"main-{new[:12]}"
+    assert machine.updated(machine.commits["v2"]).name == machine.commits["v2"][:12]
+    assert "no version feature/x: it does not exist" in machine.refused("feature/x")
+    machine.git("remote", "set-url", "origin", "/nowhere", at=machine.home)
+    assert "no version main: it could not be fetched" in machine.refused("main")
+
+
+def test_a_tag_that_was_moved_does_not_touch_the_version_that_had_it(machine: Machine) -> None:
+    before = machine.updated("v2")
+    machine.git("tag", "--force", "v2", "v3", at=machine.origin)
+    after = machine.updated("v2")
+    assert after.name == f"v2-{machine.commits['v3'][:12]}"
+    assert machine.git("rev-parse", "HEAD", at=before) == machine.commits["v2"]
+
+
+def test_two_versions_stay_and_what_a_process_runs_from(machine: Machine, tmp_path: Path) -> None:
+    folder = machine.updated("v2")
+    program = folder / ".venv" / "bin" / "python"
+    shutil.copy(shutil.which("sleep") or "", program)
+    other = subprocess.Popen([str(program), "600"])
+    try:
+        machine.updated("v3")
+        assert machine.versions == {"v2", "v3"}
+        machine.release("v4")
+        done = machine.update("v4")
+        assert f"v2 stays: process {other.pid} runs from it" in done.stdout
+        assert machine.versions == {"v2", "v3", "v4"}
+    finally:
+        other.kill()
+        other.wait()
+    (machine.home / "versions" / "notes").mkdir()  # an operator's, no version
+    machine.release("v5")
+    machine.updated("v5")
+    assert machine.versions == {"v4", "v5", "notes"}
+
+
+def test_the_lines_of_a_daemon_that_has_to_be_started_are_no_list(machine: Machine) -> None:
+    said = machine.folder / "before-the-list"
+    said.write_text("\n>>>> In-memory PM2 is out-of-date\n[PM2] Spawning PM2 daemon\n[PM2] Done\n")
+    machine.updated("v2")
+    (machine.folder / "apps.json").write_text("no list")
+    done = machine.update("v3")
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+
+
+def test_the_tests_see_no_gpu_and_none_needs_one(machine: Machine) -> None:
+    show = 'echo "GPUs: <$CUDA_VISIBLE_DEVICES>"; exit 1'
+    left = frozenset({"v2.new"})  # for the next try
+    line = machine.refused("v2", more=left, tests=show, CUDA_VISIBLE_DEVICES="0")
+    assert "its tests failed (GPUs: <>)" in line
+    _, *words, _ = shlex.split(update._TESTS)
+    done = subprocess.run(
+        [sys.executable, *words, "-vv", "--collect-only", "tests/unit/test_cuda.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert "-cpu]" in done.stdout and "-cuda]" not in done.stdout, done.stdout
+
+
+def test_what_the_tests_need_stays_out_of_the_environment(machine: Machine) -> None:
+    """It lies beside, by hash; versions from before the lists have it installed."""
+    python = "printf '#!/bin/sh\\necho \"$PYTHONPATH|$*\" >>calls\\n' >.venv/bin/python"
+    setup = f"{SETUP}\n{python}\nchmod +x .venv/bin/python"
+    folder = machine.updated("v2", setup=setup, tests=None)
+    (call,) = (folder / "calls").read_text().splitlines()
+    assert call.startswith("|-m pytest")
+    (machine.origin / "requirements").mkdir()
+    (machine.origin / "requirements" / "test.txt").write_text("pytest==1\n")
+    machine.git("add", "requirements", at=machine.origin)
+    machine.release("v4")
+    folder = machine.updated("v4", setup=setup, tests=None)
+    fetch, call = (folder / "calls").read_text().splitlines()
+    assert "--require-hashes" in fetch and "--target build/tests" in fetch
+    assert call.startswith(f"{folder}.new/build/tests|-m pytest")
+
+
+def test_only_one_update_at_a_time(machine: Machine) -> None:
+    versions = machine.home / "versions"
+    versions.mkdir()
+    lock = os.open(versions, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    began = time.monotonic()
+    assert "another update is under way" in machine.refused("v2")
+    assert time.monotonic() - began < 30
+    os.close(lock)
+    machine.updated("v2")
+
+
+def test_an_environment_without_python_is_one_line(machine: Machine, capfd: Any) -> None:
+    folder = machine.updated("v2")
+    (folder / "app.config.js").write_text("module.exports = {apps: [{args: []}]};")
+    old = update.App("a", machine.home, machine.home, [], dict(os.environ))
+    with pytest.raises(update.UpdateError, match=r"incomplete .*home runs on: remove .*v2"):
+        update.examine(old, folder, "home runs on")
