@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 from collections.abc import Generator, Iterator
@@ -83,6 +84,18 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
             report.outcome = "failed"
             report.longrepr = f"DT_REQUIRE names {', '.join(wanted)}, and this was {reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """A program run in this process may quieten a logger: not for the tests after it."""
+    ours = "distributed_training"
+    yield
+    logging.disable(logging.NOTSET)
+    for name in [ours, *(n for n in logging.root.manager.loggerDict if n.startswith(f"{ours}."))]:
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.NOTSET)
+        logger.disabled, logger.propagate = False, True
 
 
 @pytest.fixture(scope="module")

@@ -161,11 +161,13 @@ def score(config: Config, options: argparse.Namespace) -> int:
     from distributed_training.node.failures import NetworkFailure
     from distributed_training.scoring.score_preview import NotJudgeable, Session, Wanted
 
-    # What it may say while it tries again is told once, by the error that ends the look.
-    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
     if options.background:
         _stay_out_of_the_way()
     with ExitStack() as stack:
+        # What it may say while it tries again is told once, by the error that ends the look.
+        chain_log = logging.getLogger("distributed_training.chain")
+        stack.callback(chain_log.setLevel, chain_log.level)
+        chain_log.setLevel(logging.ERROR)
         try:
             sources, uids = find_sources(config, options, stack)
             folder = cache_folder(options)

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,9 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
         ):
             addresses = {"chain": url, "store": server.endpoint, "pid": os.getpid()}
             (folder / "localnet.json").write_text(json.dumps(addresses))
-            yield _publish_all(folder, url, server)
+            made = _publish_all(folder, url, server)
+            with closing(made.chain):
+                yield made
     finally:
         torch.set_num_threads(threads)
 
