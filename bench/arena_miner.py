@@ -25,7 +25,7 @@ from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import ObjectInfo
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.local_evaluation import Preview
-from tests.gradient_file import build_payload
+from tests.tools.gradient_file import build_payload
 
 HELD_SEQUENCES = 16  # as many as four ranks hold back by default
 TRAINED = 40  # sequences of a block: 2.4 inner steps, of which validators judge two of five pages

@@ -32,13 +32,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
-from support_data import DATASET, RowsServer
 
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
@@ -48,6 +46,7 @@ from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages
 from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
+from tests.tools.support_data import DATASET, RowsServer
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192

@@ -62,7 +62,7 @@ NEEDS = {
 MODULES = (
     "bench.gpu_parts",
     "bench.gpu_miner_parts",
-    "tests.cuda_checks",
+    "tests.tools.cuda_checks",
     "distributed_training.diagnostics.report",
 )
 

@@ -177,7 +177,7 @@ def largest_micro_batch(model: dict[str, Any], device_bytes: int, *, share: floa
 
 def checks(bench: Bench) -> None:
     """What tests marked ``cuda`` check, without pytest."""
-    from tests import cuda_checks
+    from tests.tools import cuda_checks
 
     failed, wanted = 0, cuda_checks.CHECKS[:: 5 if bench.quick else 1]
     for number, check in enumerate(wanted, 1):

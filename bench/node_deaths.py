@@ -50,7 +50,7 @@ from distributed_training.localnet.processes import Child
 from distributed_training.localnet.services import Services
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from distributed_training.telemetry import read_events
-from tests.namespaces import Machine, machines
+from tests.tools.namespaces import Machine, machines
 
 KILLED, UNPLUGGED, NODE_0_KILLED = WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
 AGAIN = timedelta(seconds=60)  # the goal, at rest

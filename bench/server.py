@@ -48,7 +48,7 @@ from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.processes import die_with_parent
 from distributed_training.config.loader import Parser
 from distributed_training.config.settings import ChainSettings
-from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
 SETTINGS = replace(ChainSettings(), axon_ip="127.0.0.1", axon_port=0)
 SPAWN = mp.get_context("spawn")

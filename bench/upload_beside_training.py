@@ -69,7 +69,7 @@ def main() -> None:
     from distributed_training.localnet.object_store import ObjectStoreServer
     from distributed_training.protocol.types import Revision
     from distributed_training.store.uploader import Uploader
-    from tests.support_store import PEER_ID, new_bucket, settings_for, write_snapshot
+    from tests.tools.support_store import PEER_ID, new_bucket, settings_for, write_snapshot
 
     step = work()
     context = multiprocessing.get_context("spawn")

@@ -112,7 +112,7 @@ def process_group() -> Iterator[None]:
 def forked_hosts() -> Iterator[None]:
     """Swarm hosts of this module's peers are forked, not started as programs."""
     from distributed_training.swarm import supervisor
-    from tests.forked import ForkedHostLaunch
+    from tests.tools.forked import ForkedHostLaunch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(supervisor, "HostLaunch", ForkedHostLaunch)

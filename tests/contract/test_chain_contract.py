@@ -16,10 +16,10 @@ from distributed_training.chain.local import LocalChain
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.config.settings import ChainSettings
 from distributed_training.telemetry.metrics import CHAIN_COUNTS
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_server_thread import LocalChainServer
-from tests.chain_substrate import LedgerSubstrate
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_server_thread import LocalChainServer
+from tests.tools.chain_substrate import LedgerSubstrate
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 QUICK = timedelta(milliseconds=20)

@@ -24,8 +24,8 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import settings_for
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import settings_for
 
 pytestmark = pytest.mark.timeout(120)
 

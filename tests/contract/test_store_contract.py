@@ -32,9 +32,9 @@ from distributed_training.store.s3 import (
     UploadMissingError,
 )
 from distributed_training.store.transfer import multipart_etag
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import new_bucket, server, settings_for
-from tests.waiting import wait_for
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import new_bucket, server, settings_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.r2_keys import KEYS
+from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -98,7 +98,7 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
     pytest.importorskip("swift")
     from distributed_training.localnet.object_store import ObjectStoreServer
     from distributed_training.store.s3 import S3ObjectStore
-    from tests.support_store import settings_for
+    from tests.tools.support_store import settings_for
 
     server = ObjectStoreServer(folder=tmp_path / "store")
     server.start()

@@ -15,7 +15,7 @@ import pytest
 from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
-from tests.subnet_tools import paced
+from tests.tools.subnet_tools import paced
 
 pytestmark = [pytest.mark.slow]
 

@@ -17,11 +17,11 @@ from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.run_folder import mark_of
-from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
-from tests.r2_keys import KEYS
-from tests.waiting import wait_for
+from tests.tools.pm2 import NAME, ROOT, Pm2, needs_pm2
+from tests.tools.r2_keys import KEYS
+from tests.tools.waiting import wait_for
 
-FAKE = ROOT / "tests" / "multiprocess" / "launcher_fake_rank.py"
+FAKE = ROOT / "tests" / "tools" / "launcher_fake_rank.py"
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 

@@ -30,9 +30,9 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
-from tests import chromium
-from tests.subnet_tools import paced
-from tests.waiting import wait_for
+from tests.tools import chromium
+from tests.tools.subnet_tools import paced
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OUTER_STEPS = 2

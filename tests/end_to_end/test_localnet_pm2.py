@@ -27,9 +27,9 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.run_folder import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
-from tests.pm2 import NAME, ROOT, Pm2, needs_pm2
-from tests.subnet_tools import stop_miner
-from tests.waiting import wait_for
+from tests.tools.pm2 import NAME, ROOT, Pm2, needs_pm2
+from tests.tools.subnet_tools import stop_miner
+from tests.tools.waiting import wait_for
 
 WAIT = timedelta(seconds=120)
 

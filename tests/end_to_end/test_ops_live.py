@@ -44,9 +44,9 @@ from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [

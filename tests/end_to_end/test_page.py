@@ -19,9 +19,9 @@ import pytest
 
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.page.history import COLUMNS, Neuron
-from tests import chromium
-from tests.chromium import CHECKS, card
-from tests.waiting import wait_for
+from tests.tools import chromium
+from tests.tools.chromium import CHECKS, card
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.slow, chromium.needed]
 ROOT = Path(__file__).parents[2]

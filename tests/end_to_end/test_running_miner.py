@@ -23,7 +23,7 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.telemetry import read_events
 from tests.end_to_end.test_doctor import doctor
-from tests.subnet_tools import paced
+from tests.tools.subnet_tools import paced
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

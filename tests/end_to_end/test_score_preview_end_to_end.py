@@ -20,7 +20,7 @@ import pytest
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
-from tests.subnet_tools import paced, stop_miner
+from tests.tools.subnet_tools import paced, stop_miner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from distributed_training.common.ports import free_ports
 from distributed_training.telemetry import read_events
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.multiprocess.test_nodes import FLAGS, LAUNCH, ROOT
-from tests.slurm_world import Slurm, slurm
-from tests.waiting import wait_for
+from tests.tools.slurm_world import Slurm, slurm
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(600)]
 

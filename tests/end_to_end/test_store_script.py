@@ -11,7 +11,7 @@ import pytest
 
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store.bucket_lease import claim_bucket
-from tests.support_store import new_bucket, server, settings_for
+from tests.tools.support_store import new_bucket, server, settings_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)

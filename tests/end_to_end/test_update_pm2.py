@@ -24,9 +24,9 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
-from tests.pm2 import NAME, PM2, ROOT, Pm2, needs_pm2
-from tests.subnet_tools import paced, stop_miner
-from tests.waiting import wait_for
+from tests.tools.pm2 import NAME, PM2, ROOT, Pm2, needs_pm2
+from tests.tools.subnet_tools import paced, stop_miner
+from tests.tools.waiting import wait_for
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 
@@ -35,7 +35,7 @@ NO_NETWORK = "https://nowhere.invalid/miner.git"
 #: In the miner's program of every version: they train at the pace of the subnet's own miner.
 PACE = """
 from distributed_training.miner import rank_group
-rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
+rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
 """
 
 #: No average comes of the rounds here; 10 s after the last the miner says so and trains on.

@@ -18,11 +18,11 @@ from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.config.settings import ChainSettings
-from tests.chain_codec import EncodedSubstrate, encode
-from tests.chain_memory import MemoryLedger
-from tests.chain_substrate import LedgerSubstrate, commitment_entry
-from tests.chain_world import MINER, PEER, POOR, STRANGER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_codec import EncodedSubstrate, encode
+from tests.tools.chain_memory import MemoryLedger
+from tests.tools.chain_substrate import LedgerSubstrate, commitment_entry
+from tests.tools.chain_world import MINER, PEER, POOR, STRANGER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 LONG = timedelta(seconds=40)

@@ -15,10 +15,10 @@ import pytest
 from distributed_training.chain import callers as admission_module
 from distributed_training.chain import server as server_module
 from distributed_training.chain.callers import Admission, Buckets, TrustedAddresses, normalize
-from tests.chain_memory import MemoryChain
-from tests.chain_raw import connect, request, send, status, still_answers
-from tests.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain
+from tests.tools.chain_raw import connect, request, send, status, still_answers
+from tests.tools.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from distributed_training.chain import http_server as http_module
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
-from tests.chain_raw import connect, request, send, status, still_answers
-from tests.chain_world import (
+from tests.tools.chain_raw import connect, request, send, status, still_answers
+from tests.tools.chain_world import (
     MINER,
     PEER,
     SETTINGS,
@@ -28,7 +28,7 @@ from tests.chain_world import (
     sign,
     world,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))

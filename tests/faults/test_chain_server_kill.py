@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.chain_world import SETTINGS, VALIDATOR, World, sign
-from tests.waiting import wait_for
+from tests.tools.chain_world import SETTINGS, VALIDATOR, World, sign
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -25,10 +25,10 @@ from distributed_training.chain.registration import (
 )
 from distributed_training.chain.subtensor import ASK_AGAIN, BittensorChain, NewestBlocks
 from distributed_training.config.settings import ChainSettings
-from tests.chain_memory import MemoryLedger
-from tests.chain_substrate import LedgerSubstrate
-from tests.chain_world import VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryLedger
+from tests.tools.chain_substrate import LedgerSubstrate
+from tests.tools.chain_world import VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"

@@ -17,10 +17,10 @@ from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainUnavailable, wait_ready
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.config.settings import ChainSettings
-from tests.chain_memory import MemoryLedger
-from tests.chain_node import Node, NodeSubstrate
-from tests.chain_world import MINER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryLedger
+from tests.tools.chain_node import Node, NodeSubstrate
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 QUICK = timedelta(milliseconds=20)

@@ -30,8 +30,8 @@ from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore, Uplink
 from distributed_training.store.transfer import MIB, Sender
 from distributed_training.store.uploader import Uploader
-from tests.store_shim import DROP, Call, Shim, make_certificate, through
-from tests.support_store import (
+from tests.tools.store_shim import DROP, Call, Shim, make_certificate, through
+from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     new_bucket,
@@ -40,7 +40,7 @@ from tests.support_store import (
     settings_for,
     write_snapshot,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(120)

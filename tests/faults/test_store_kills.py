@@ -16,8 +16,8 @@ from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uploader import Uploader
-from tests.store_shim import DROP, Call, Shim, through
-from tests.support_store import (
+from tests.tools.store_shim import DROP, Call, Shim, through
+from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     digest,
@@ -27,7 +27,7 @@ from tests.support_store import (
     settings_for,
     write_snapshot,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(120)

@@ -27,8 +27,8 @@ from distributed_training.store import upload_rules
 from distributed_training.store.s3 import NoRoomError, S3ObjectStore
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
-from tests.store_shim import Call, Shim
-from tests.support_store import (
+from tests.tools.store_shim import Call, Shim
+from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     digest,
@@ -38,7 +38,7 @@ from tests.support_store import (
     settings_for,
     write_snapshot,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(90)
@@ -266,8 +266,8 @@ import sys, json
 from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
-sys.path.insert(0, {tests!r})
-from training_world import tiny, train, trainer
+sys.path.insert(0, {root!r})
+from tests.tools.training_world import tiny, train, trainer
 from distributed_training.common.processes import leave
 from distributed_training.protocol.types import Progress
 
@@ -296,7 +296,7 @@ def test_a_full_disk_under_a_snapshot_is_its_error_and_training_goes_on(tmp_path
     import json
 
     with small_disk(tmp_path / "disk", 48) as disk:
-        script = SNAPSHOT.format(tests=str(ROOT / "tests"))
+        script = SNAPSHOT.format(root=str(ROOT))
         done = subprocess.run(
             [sys.executable, "-c", script, str(disk)],
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},

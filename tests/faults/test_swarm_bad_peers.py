@@ -21,8 +21,8 @@ import torch
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm import HivemindSwarm
-from tests.multiprocess.swarm_bad_peer import KINDS
-from tests.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
+from tests.tools.swarm_bad_peer import KINDS
+from tests.tools.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_hosts")]
 
@@ -48,7 +48,7 @@ class OtherPeer:
     def __init__(self, program: str, log: Path, *arguments: str) -> None:
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "multiprocess" / program), *arguments],
+            [sys.executable, str(ROOT / "tests" / "tools" / program), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -22,7 +22,7 @@ import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable, supervisor
-from tests.swarm_world import (
+from tests.tools.swarm_world import (
     LARGE,
     REQUEST,
     SETTINGS,
@@ -33,11 +33,11 @@ from tests.swarm_world import (
     open_swarms,
     signal_host,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("forked_hosts")]
 
-PEER = Path(__file__).parents[1] / "multiprocess" / "swarm_peer.py"
+PEER = Path(__file__).parents[1] / "tools" / "swarm_peer.py"
 #: A round ends at its deadline; leaving its group and telling it takes a little more.
 GRACE = 6.0
 

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from bench.links import ip
-from tests.namespaces import Machine, machines
-from tests.waiting import wait_for
+from tests.tools.namespaces import Machine, machines
+from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-PEER = ROOT / "tests" / "multiprocess" / "swarm_peer.py"
+PEER = ROOT / "tests" / "tools" / "swarm_peer.py"
 SIZE = 3_000_000
 GRACE = 10.0
 #: A round that takes place with all four, however slow the machine is, or not at all.

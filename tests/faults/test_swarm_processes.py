@@ -19,7 +19,7 @@ import pytest
 from distributed_training.common import processes as processes_of_ours
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm import HivemindSwarm, supervisor
-from tests.swarm_world import (
+from tests.tools.swarm_world import (
     REQUEST,
     SMALL,
     Rounds,
@@ -28,7 +28,7 @@ from tests.swarm_world import (
     open_swarms,
     processes,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -26,8 +26,8 @@ from distributed_training.miner.state_machine import Mode
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.training.nesterov import nesterov_sgd
-from tests.decided_miner import DecidedMiner, Published
-from tests.swarm_world import REQUEST, everybody, open_swarms, signal_host
+from tests.tools.decided_miner import DecidedMiner, Published
+from tests.tools.swarm_world import REQUEST, everybody, open_swarms, signal_host
 
 SHAPES = [(1500, 1000)] * 4
 PEERS = 4

@@ -17,10 +17,10 @@ from bittensor import http_auth
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.local import LocalChain
-from tests.chain_program import chain_program
-from tests.chain_server_thread import LocalChainServer
-from tests.chain_world import PEER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_program import chain_program
+from tests.tools.chain_server_thread import LocalChainServer
+from tests.tools.chain_world import PEER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

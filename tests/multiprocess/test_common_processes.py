@@ -21,7 +21,7 @@ from distributed_training.common.processes import (
     reap_orphans,
     send,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = [
     pytest.mark.timeout(60),

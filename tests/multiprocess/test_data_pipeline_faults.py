@@ -28,8 +28,8 @@ from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
-from tests.support_data import DATASET, Fault, RowsServer, tables
-from tests.waiting import wait_for
+from tests.tools.support_data import DATASET, Fault, RowsServer, tables
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 

@@ -19,7 +19,7 @@ from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from tests.multiprocess.test_launcher_tree import Launched
-from tests.r2_keys import KEYS
-from tests.waiting import wait_for
+from tests.tools.r2_keys import KEYS
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ADDRESS = re.compile(r"page: (http://127\.0\.0\.1:\d+/)")

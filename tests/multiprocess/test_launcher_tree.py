@@ -19,13 +19,13 @@ from distributed_training.miner import rank_group
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.node.signals import StopSignals
-from tests.r2_keys import KEYS
-from tests.waiting import wait_for
+from tests.tools.r2_keys import KEYS
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
 
 ROOT = Path(__file__).parents[2]
-FAKE = Path(__file__).with_name("launcher_fake_rank.py")
+FAKE = Path(__file__).parents[1] / "tools" / "launcher_fake_rank.py"
 LAUNCH = (
     "import os, sys, pathlib, time, types\n"
     "from datetime import timedelta\n"
@@ -44,7 +44,7 @@ LAUNCH = (
     "launcher.LINGER = timedelta(seconds=2)\n"
     "launcher.RESTARTS = int(os.environ['FAKE_RESTARTS'])\n"
     "slow = os.environ['FAKE_MODE'] == 'slow'\n"
-    "rank_group.PRELOAD = ('tests.multiprocess.slow_import',) if slow else ()\n"
+    "rank_group.PRELOAD = ('tests.tools.slow_import',) if slow else ()\n"
     f"sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
 )
 COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]

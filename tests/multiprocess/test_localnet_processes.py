@@ -16,7 +16,7 @@ import pytest
 
 from distributed_training.common.processes import Mark
 from distributed_training.localnet.processes import MARK, Child, stop_together
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]

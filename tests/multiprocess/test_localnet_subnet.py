@@ -21,12 +21,12 @@ from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from tests.subnet_tools import stop_miner
-from tests.waiting import wait_for
+from tests.tools.subnet_tools import stop_miner
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
-FAKE = Path(__file__).with_name("localnet_fake_neuron.py")
+FAKE = Path(__file__).parents[1] / "tools" / "localnet_fake_neuron.py"
 LONG = timedelta(seconds=80)  # only how long a broken test takes
 
 

@@ -12,11 +12,11 @@ import torch
 
 from distributed_training.common.ports import free_ports
 from distributed_training.miner.rank_group import rank_variables
-from tests.forked import Program
+from tests.tools.forked import Program
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
-SCRIPT = Path(__file__).with_name("miner_ranks.py")
+SCRIPT = Path(__file__).parents[1] / "tools" / "miner_ranks.py"
 SECONDS = 120.0  # for a run that takes five on a machine at rest
 
 

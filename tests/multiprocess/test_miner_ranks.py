@@ -21,7 +21,7 @@ from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RANK_STORE
 from distributed_training.miner.state_machine import Command, DataOrder, Order
-from tests import forked
+from tests.tools import forked
 
 pytestmark = pytest.mark.timeout(120)
 

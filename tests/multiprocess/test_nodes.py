@@ -20,15 +20,15 @@ import torch
 from distributed_training.common.ports import free_ports
 from distributed_training.miner.run_folder import mark_of
 from distributed_training.telemetry import read_events
-from tests.multiprocess import small_miner
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
-from tests.namespaces import Machine, machines
-from tests.waiting import wait_for
+from tests.tools import small_miner
+from tests.tools.namespaces import Machine, machines
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = ROOT / "tests" / "multiprocess" / "node_launch.py"
+LAUNCH = ROOT / "tests" / "tools" / "node_launch.py"
 FLAGS = small_miner.FLAGS | {
     "neuron.global_tokenizer_name": "bytes",
     "diagnostics.start_check": "false",

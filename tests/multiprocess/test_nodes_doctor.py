@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.multiprocess.test_nodes import ROOT, Nodes, nodes  # noqa: F401 - a fixture
-from tests.namespaces import Machine, machines
-from tests.waiting import wait_for
+from tests.tools.namespaces import Machine, machines
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -49,10 +49,10 @@ from distributed_training.validator.global_state import (
     small_llama,
 )
 from distributed_training.validator.scorer import Scorer, Standings
-from tests.chain_program import chain_program
-from tests.forked import Program
-from tests.gradient_file import build_payload
-from tests.waiting import wait_for
+from tests.tools.chain_program import chain_program
+from tests.tools.forked import Program
+from tests.tools.gradient_file import build_payload
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 

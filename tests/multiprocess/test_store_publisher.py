@@ -15,7 +15,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.uploader import Uploader
-from tests.support_store import (
+from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     finish_rank,
@@ -24,7 +24,7 @@ from tests.support_store import (
     settings_for,
     write_snapshot,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(90)

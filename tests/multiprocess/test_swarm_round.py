@@ -15,7 +15,7 @@ import torch
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm import HivemindSwarm
-from tests.swarm_world import (
+from tests.tools.swarm_world import (
     REQUEST,
     SMALL,
     Rounds,
@@ -24,7 +24,7 @@ from tests.swarm_world import (
     open_swarm,
     open_swarms,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_hosts")]
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch_2_5
-
 from distributed_training.protocol import gradients
-from tests.forked import Ranks
+from tests.tools import torch_2_5
+from tests.tools.forked import Ranks
 
 # Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). A change of more than
 # rounding here is a change of what training does: say why in the commit.

@@ -5,7 +5,6 @@ Only buckets and the chain are in memory; miners train the real small Llama.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
-
-from validator_world import PEER, TwinMiner, World, settings
-
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
@@ -27,7 +22,8 @@ from distributed_training.config import Config
 from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm import HivemindSwarm
-from tests.chain_memory import MemoryChain
+from tests.tools.chain_memory import MemoryChain
+from tests.tools.validator_world import PEER, TwinMiner, World, settings
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_hosts")]
 

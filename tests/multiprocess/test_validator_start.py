@@ -27,8 +27,8 @@ from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata,
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from tests.chain_program import chain_program
-from tests.waiting import wait_for
+from tests.tools.chain_program import chain_program
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 STOPPED = 40.0  # seconds; at rest it takes two, and nothing that it waits for ends by itself

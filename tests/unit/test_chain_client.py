@@ -16,7 +16,7 @@ from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.protocol.types import RoundRequest
-from tests.chain_world import (
+from tests.tools.chain_world import (
     EPOCH,
     MINER,
     PEER,

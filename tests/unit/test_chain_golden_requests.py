@@ -9,8 +9,8 @@ from dataclasses import replace
 import httpx
 import pytest
 
-from tests.chain_vectors import FILE
-from tests.chain_world import SETTINGS, World, world
+from tests.tools.chain_vectors import FILE
+from tests.tools.chain_world import SETTINGS, World, world
 
 pytestmark = pytest.mark.timeout(60)
 REQUESTS = json.loads(FILE.read_text())

@@ -15,9 +15,9 @@ from distributed_training.chain.registration import (
     RegistrationEvent,
     RegistrationWatcher,
 )
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

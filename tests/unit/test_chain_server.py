@@ -23,7 +23,7 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common import ports
 from distributed_training.config.types import ConfigError
-from tests.chain_world import (
+from tests.tools.chain_world import (
     EPOCH,
     MINER,
     PEER,

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import tiny, train, trainer
 
 from distributed_training.common import memory
 from distributed_training.common.memory import (
@@ -34,6 +30,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
+from tests.tools.training_world import tiny, train, trainer
 
 pytestmark = pytest.mark.timeout(60)
 

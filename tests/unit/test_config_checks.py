@@ -4,7 +4,7 @@ import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
 from distributed_training.protocol.names import MASTER_HOTKEY
-from tests.r2_keys import KEYS
+from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(20)
 

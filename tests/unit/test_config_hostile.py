@@ -24,7 +24,7 @@ from distributed_training.config import Config, ConfigError, describe, load_conf
 from distributed_training.config.loader import Setting, schema
 from distributed_training.node.start import make_run_folder
 from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
-from tests.r2_keys import KEYS
+from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(120)
 

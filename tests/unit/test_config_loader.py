@@ -25,7 +25,7 @@ from distributed_training.config.model import TITLES
 from distributed_training.config.presets import CARDS
 from distributed_training.protocol.names import BOOTSTRAP_PEERS
 from distributed_training.training.memory_plan import named_config
-from tests import r2_keys
+from tests.tools import r2_keys
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.cuda_checks import CHECKS, Check
+from tests.tools.cuda_checks import CHECKS, Check
 
 pytestmark = pytest.mark.timeout(300)
 

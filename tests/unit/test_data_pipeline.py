@@ -21,7 +21,7 @@ from distributed_training.data.pipeline import DataPipeline, held_out_batches
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

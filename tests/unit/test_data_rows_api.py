@@ -16,7 +16,7 @@ import pytest
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.dataset_server import PageCache, RowsApiSource, retry_after
 from distributed_training.data.page_source import Counts, PageUnavailable
-from tests.support_data import DATASET, Fault, RowsServer, tables
+from tests.tools.support_data import DATASET, Fault, RowsServer, tables
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -17,8 +17,8 @@ from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-from tests.support_data import worker_spec as spec
-from tests.support_data import write_jsonl
+from tests.tools.support_data import worker_spec as spec
+from tests.tools.support_data import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
 

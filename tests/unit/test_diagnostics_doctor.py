@@ -36,7 +36,7 @@ from distributed_training.doctor.network_checks import check_network
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 from distributed_training.store.s3 import S3ObjectStore, Section
 from distributed_training.training.memory_plan import named_config
-from tests.memory_store import MemoryObjectStore
+from tests.tools.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,7 +16,7 @@ from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry.logs import LineFormatter
 from distributed_training.training.memory_plan import named_config
-from tests import r2_keys
+from tests.tools import r2_keys
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from extras.pcgrad import pcgrad, products, surgery_weights
-from tests import forked
+from tests.tools import forked
 
 pytestmark = pytest.mark.timeout(60)
 

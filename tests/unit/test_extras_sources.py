@@ -22,8 +22,8 @@ from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from extras.line_files import JsonLinesSource, TextSource
 from extras.mixture import interleave, pages_of, schedule
-from tests.support_data import worker_spec as spec
-from tests.support_data import write_jsonl
+from tests.tools.support_data import worker_spec as spec
+from tests.tools.support_data import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
 

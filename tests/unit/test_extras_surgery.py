@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import sequences, tiny, train, trainer, whole_weights
-
 from distributed_training.training.checkpoint import load_state, state_of
 from distributed_training.training.trainer import Trainer
+from tests.tools.training_world import sequences, tiny, train, trainer, whole_weights
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.hostile_files import (
+from tests.tools.hostile_files import (
     MEBI,
     READERS,
     Reader,

@@ -29,7 +29,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
     StepReport,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 

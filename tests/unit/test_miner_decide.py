@@ -29,7 +29,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
     StepReport,
 )
-from tests.decided_miner import DecidedMiner, Published
+from tests.tools.decided_miner import DecidedMiner, Published
 
 RULES = Rules(reload_seconds=2640, checkpoint_steps=10)
 CALL = RoundRequest(caller="5Validator")

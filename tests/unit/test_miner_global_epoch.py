@@ -33,7 +33,7 @@ from distributed_training.protocol.names import r2_endpoint
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import RemoteState
 from distributed_training.store.s3 import AccessDeniedError, TransientError
-from tests.memory_store import MemoryObjectStore
+from tests.tools.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(30)
 

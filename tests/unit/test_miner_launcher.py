@@ -24,7 +24,7 @@ from distributed_training.diagnostics import checks
 from distributed_training.miner import launcher
 from distributed_training.miner.launcher import launch
 from distributed_training.miner.run_folder import remembered_gpus
-from tests.r2_keys import KEYS
+from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")

@@ -22,10 +22,10 @@ from distributed_training.store.bucket_reader import RemoteState
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import TransientError
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, write_snapshot
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import PEER_ID, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)

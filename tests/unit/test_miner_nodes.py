@@ -25,7 +25,7 @@ from distributed_training.miner import several_nodes
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.several_nodes import Guest, Host, difference, facts_of
 from distributed_training.node.failures import NetworkFailure
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 GO = threading.Event()  # never set
 FACTS = {"version": "1", "--neuron.seed": "7"}

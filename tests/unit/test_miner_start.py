@@ -42,10 +42,10 @@ from distributed_training.store.s3 import (
     TransientError,
 )
 from distributed_training.training.model import hf_config
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, VALIDATOR
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import publish_state
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import publish_state
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -13,9 +13,9 @@ from distributed_training.chain import registration
 from distributed_training.common.exits import ExitStatus
 from distributed_training.node import identity
 from distributed_training.node.identity import Member
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_world import MINER, VALIDATOR
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,7 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
-from tests.memory_store import MemoryObjectStore
+from tests.tools.memory_store import MemoryObjectStore
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.failures import HotkeyInUse, NetworkFailure
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.chain_server_thread import LocalChainServer
-from tests.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
-from tests.waiting import wait_for
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_server_thread import LocalChainServer
+from tests.tools.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 

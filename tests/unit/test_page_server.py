@@ -21,7 +21,7 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.page.history import Neuron
 from distributed_training.telemetry.page.process import Bounded, PageProcess
 from distributed_training.telemetry.page.server import Hub
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 HOTKEY = "5F-a-hotkey-that-only-this-machine-may-read"

@@ -15,10 +15,10 @@ from distributed_training.protocol.types import Progress
 from distributed_training.store import transfer
 from distributed_training.store.bucket_reader import RemoteState
 from distributed_training.training.checkpoint import Checkpointer
-from tests.forgetful_disk import Tree, come_back, forgetful_disk
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import publish_state
-from tests.training_world import train, trainer
+from tests.tools.forgetful_disk import Tree, come_back, forgetful_disk
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import publish_state
+from tests.tools.training_world import train, trainer
 
 pytestmark = pytest.mark.timeout(120)
 

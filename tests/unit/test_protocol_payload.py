@@ -19,7 +19,7 @@ from distributed_training.protocol.payload import (
     load_payload,
     max_payload_bytes,
 )
-from tests.gradient_file import build_payload
+from tests.tools.gradient_file import build_payload
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = [("model.a.weight", (64, 96)), ("model.norm.weight", (128,))]

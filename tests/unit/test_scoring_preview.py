@@ -14,14 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from validator_world import (  # noqa: F401
-    MODEL_CONFIG,
-    TwinMiner,
-    World,
-    one_thread,
-    pages,
-    settings,
-)
 
 from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import ModelShape, disk_space
@@ -45,6 +37,14 @@ from distributed_training.scoring.score_preview import (
     read_judged,
 )
 from distributed_training.scoring.upload import DataUnavailable
+from tests.tools.validator_world import (  # noqa: F401
+    MODEL_CONFIG,
+    TwinMiner,
+    World,
+    one_thread,
+    pages,
+    settings,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -138,11 +138,11 @@ def test_the_sign_of_assigned_minus_random_agrees_with_a_validators(world: World
 # --- bad input ------------------------------------------------------------------------------------
 
 
-def _put(name: str, data: bytes) -> Callable[[World, TwinMiner], None]:
-    return lambda world, miner: miner.bucket.put(name, data) and None
+def _put(name: str, data: bytes) -> Callable[[World, TwinMiner], object]:
+    return lambda world, miner: miner.bucket.put(name, data)
 
 
-def _payload(change: Callable[[dict[str, Any]], object]) -> Callable[[World, TwinMiner], None]:
+def _payload(change: Callable[[dict[str, Any]], object]) -> Callable[[World, TwinMiner], object]:
     def spoil(world: World, miner: TwinMiner) -> None:
         data = miner.bucket.objects["epoch-0/gradients.pt"][0]
         raw = torch.load(io.BytesIO(data), weights_only=True)

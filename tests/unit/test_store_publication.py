@@ -35,14 +35,14 @@ from distributed_training.store.s3 import (
 )
 from distributed_training.store.snapshot_folder import FileRecord, check_files, prune_snapshots
 from distributed_training.store.uploader import Close, Start
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import (
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     finish_rank,
     write_snapshot,
 )
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)

@@ -30,8 +30,8 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, publish_state, write_snapshot
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import PEER_ID, publish_state, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)

@@ -17,7 +17,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 from distributed_training.swarm import supervisor, swarm
 from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors
 from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -15,7 +15,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import p2pd_pb2
 
 from distributed_training.swarm.wire import Daemon, Stream
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

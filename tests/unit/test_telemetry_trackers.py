@@ -22,7 +22,7 @@ from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry import Registry, record_step
 from distributed_training.telemetry.trackers import Tracker, figures, open_trackers
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 REPORT = StepReport(

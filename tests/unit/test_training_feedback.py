@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,14 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from training_world import sequences, train, trainer
-
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Direction
 from distributed_training.training.trainer import Trainer
+from tests.tools.training_world import sequences, train, trainer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -14,10 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from device_stand_in import OnDevice
-from training_world import sequences, tiny, train, trainer
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
@@ -42,6 +37,8 @@ from distributed_training.training.model import hf_config
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.throughput import DeviceGauge
 from distributed_training.training.trainer import StepMeter
+from tests.tools.device_stand_in import OnDevice
+from tests.tools.training_world import sequences, tiny, train, trainer
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import torch_2_5
-from training_world import train, trainer
-
 from distributed_training.protocol.types import Progress
+from tests.tools import torch_2_5
+from tests.tools.training_world import train, trainer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import logging
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,18 +17,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-from device_stand_in import OnDevice
-from training_world import (
-    SEQUENCE,
-    evaluate,
-    sequences,
-    tiny,
-    train,
-    trainer,
-    whole_weights,
-)
-
 from distributed_training.common.files import json_line
 from distributed_training.miner.loop import MinerLoop
 from distributed_training.miner.state_machine import Command, Order
@@ -40,7 +27,17 @@ from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
-from tests.hostile_files import damage, other_values
+from tests.tools.device_stand_in import OnDevice
+from tests.tools.hostile_files import damage, other_values
+from tests.tools.training_world import (
+    SEQUENCE,
+    evaluate,
+    sequences,
+    tiny,
+    train,
+    trainer,
+    whole_weights,
+)
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 

@@ -14,7 +14,16 @@ from typing import Any
 
 import pytest
 import torch
-from validator_world import (  # noqa: F401
+
+from distributed_training.config import Config, ConfigError
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.scoring.evaluator import evaluation_device
+from distributed_training.telemetry import read_events
+from distributed_training.validator import program
+from distributed_training.validator.program import Parts
+from tests.tools.r2_keys import KEYS
+from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
     VOCABULARY,
     TwinMiner,
@@ -24,16 +33,7 @@ from validator_world import (  # noqa: F401
     one_thread,
     settings,
 )
-
-from distributed_training.config import Config, ConfigError
-from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import Metadata
-from distributed_training.scoring.evaluator import evaluation_device
-from distributed_training.telemetry import read_events
-from distributed_training.validator import program
-from distributed_training.validator.program import Parts
-from tests.r2_keys import KEYS
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 

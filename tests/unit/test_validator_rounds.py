@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from validator_world import MODEL_CONFIG, RUN, World, one_thread, settings  # noqa: F401
 
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
@@ -21,7 +20,8 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
-from tests.waiting import wait_for
+from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, settings  # noqa: F401
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 

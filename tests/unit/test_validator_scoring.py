@@ -13,16 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from validator_world import (  # noqa: F401
-    LENGTH,
-    MODEL_CONFIG,
-    TwinMiner,
-    World,
-    one_thread,
-    pages,
-    sequences,
-    settings,
-)
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
@@ -33,6 +23,16 @@ from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import DataUnavailable, Repository, inspect
 from distributed_training.validator import scorer
 from distributed_training.validator.scorer import Standings
+from tests.tools.validator_world import (  # noqa: F401
+    LENGTH,
+    MODEL_CONFIG,
+    TwinMiner,
+    World,
+    one_thread,
+    pages,
+    sequences,
+    settings,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,7 +119,7 @@ def test_evaluation_leaves_no_trace_in_what_follows(world: World) -> None:
     assert all(map(torch.equal, weights, world.publisher.weights(0, world.model.schema)))
 
 
-def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], None]:
+def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], object]:
     def spoil(miner: TwinMiner) -> None:
         raw = torch.load(
             io.BytesIO(miner.bucket.objects["epoch-0/gradients.pt"][0]), weights_only=True
@@ -132,7 +132,7 @@ def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], None]
     return spoil
 
 
-def _config(blocks: tuple[int, ...]) -> Callable[[TwinMiner], None]:
+def _config(blocks: tuple[int, ...]) -> Callable[[TwinMiner], object]:
     data = ConfigExtras(blocks, 5).merge_into(MODEL_CONFIG)
     return lambda miner: miner.bucket.put("epoch-0/config.json", data)
 

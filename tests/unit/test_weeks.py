@@ -23,9 +23,9 @@ from distributed_training.store.uploader import Close, PeerId, Start
 from distributed_training.store.uploader_process import UploadLoop
 from distributed_training.swarm.swarm import PastNorms
 from distributed_training.telemetry.events import EventLog
-from tests.memory_store import MemoryObjectStore
-from tests.support_store import PEER_ID, write_snapshot
-from tests.waiting import wait_for
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.support_store import PEER_ID, write_snapshot
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = StoreSettings(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.common.ports import free_ports
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
 CONF = """
 ClusterName=test

@@ -26,10 +26,10 @@ import pytest
 from distributed_training.miner.rank_group import PRELOAD
 from distributed_training.swarm import HostLaunch
 
-TESTS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.
 _PRELOAD = (
-    "tests.multiprocess.jumping_clock",
+    "tests.tools.jumping_clock",
     *PRELOAD,
     "distributed_training.swarm.averager_process",
 )
@@ -85,13 +85,13 @@ class Program:
 
 
 class Ranks:
-    """``world_size`` processes running one scenario of ``tests/multiprocess/training_ranks.py``."""
+    """``world_size`` processes running one scenario of ``tests/tools/training_ranks.py``."""
 
     def __init__(self, scenario: str, world_size: int, folder: Path, *arguments: str) -> None:
         name = f"{scenario}-{time.time_ns()}"
         self.processes = [
             Program(
-                TESTS / "multiprocess" / "training_ranks.py",
+                ROOT / "tests" / "tools" / "training_ranks.py",
                 *(scenario, str(folder), str(folder / f"store-{name}"), *arguments),
                 environ={"RANK": str(rank), "WORLD_SIZE": str(world_size)},
                 log=folder / f"{name}-{rank}.log",
@@ -171,7 +171,7 @@ def _run(
     _lead_session(log, errors)
     os.environ.clear()
     os.environ.update(environ)
-    sys.path[:0] = [str(TESTS), str(Path(script).parent)]
+    sys.path.insert(0, str(ROOT))
     sys.argv = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
 

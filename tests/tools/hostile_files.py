@@ -3,7 +3,7 @@
 :data:`READERS` names every reader of a file that others write or that a kill may damage. Each is
 called with a path; it may raise what it promises (``refuses``) and nothing else.
 
-    python -m tests.hostile_files FOLDER BYTES SECONDS     # see `bounded`
+    python -m tests.tools.hostile_files FOLDER BYTES SECONDS     # see `bounded`
 
 calls them for the files of a folder under limits and prints what came of each.
 """
@@ -106,7 +106,7 @@ def _journal(path: Path) -> Any:
     from distributed_training.config.settings import StoreSettings
     from distributed_training.store.uploader import Start
     from distributed_training.store.uploader_process import UploadLoop
-    from tests.memory_store import MemoryObjectStore
+    from tests.tools.memory_store import MemoryObjectStore
 
     start = Start(StoreSettings(), "bucket", path.parent, path.parent / "snapshots")
     return UploadLoop(start, MemoryObjectStore(), lambda message: None)
@@ -165,7 +165,7 @@ def _honest_chain_state() -> bytes:
 
 def _claim(path: Path) -> Any:
     from distributed_training.store.bucket_lease import OWNER_KEY, check_claim, instance_of
-    from tests.memory_store import MemoryObjectStore
+    from tests.tools.memory_store import MemoryObjectStore
 
     store = MemoryObjectStore()
     store.put(OWNER_KEY, path.read_bytes()[:4096])
@@ -178,7 +178,7 @@ def _claim(path: Path) -> Any:
 
 def _download_notes(path: Path) -> Any:
     from distributed_training.store.transfer import deadline_in, download
-    from tests.memory_store import MemoryObjectStore
+    from tests.tools.memory_store import MemoryObjectStore
 
     store = MemoryObjectStore()
     store.put("a", b"content")
@@ -232,7 +232,7 @@ def honest_gradients() -> bytes:
 
     from distributed_training.protocol.gradients import encode
     from distributed_training.protocol.payload import GradientMetadata
-    from tests.gradient_file import build_payload
+    from tests.tools.gradient_file import build_payload
 
     codes = {name: encode(torch.randn(shape)) for name, shape in SCHEMA}
     return torch_bytes(build_payload(codes, GradientMetadata(9, 5, 3, 2.5)))
@@ -527,13 +527,13 @@ def bounded(folder: Path, *, memory: int, cpu_seconds: int) -> list[dict[str, An
     """Calls the readers for ``folder``/READER/NAME/FILE in a child that may take that much more
     address space and CPU time than its imports did. What came of each; the last has "error" if the
     child died."""
-    command = [sys.executable, "-m", "tests.hostile_files", str(folder), str(memory)]
+    command = [sys.executable, "-m", "tests.tools.hostile_files", str(folder), str(memory)]
     done = subprocess.run(
         [*command, str(cpu_seconds)],
         capture_output=True,
         text=True,
         timeout=600,
-        cwd=Path(__file__).parent.parent,
+        cwd=Path(__file__).parents[2],
         check=False,
     )
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -17,7 +17,7 @@ from bittensor.balance import Balance
 from bittensor.result import ExtrinsicResult
 
 from distributed_training.chain.base import ChainError
-from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
 RAO = 10**9
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from training_world import tiny, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.config import load_config
@@ -45,8 +44,9 @@ from distributed_training.protocol.types import (
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.swarm.host_link import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
-from tests.multiprocess import jumping_clock
-from tests.multiprocess.small_miner import FLAGS
+from tests.tools import jumping_clock
+from tests.tools.small_miner import FLAGS
+from tests.tools.training_world import tiny, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARDS = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))  # ranks with one copy of the model

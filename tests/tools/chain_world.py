@@ -19,10 +19,10 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.types import RoundRequest
-from tests.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
 VECTORS = json.loads(
-    (Path(__file__).parent / "vectors" / "legacy_dendrite_requests.json").read_text()
+    (Path(__file__).parents[1] / "vectors" / "legacy_dendrite_requests.json").read_text()
 )
 MINER_IP = "127.0.0.1"
 

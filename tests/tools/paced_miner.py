@@ -19,7 +19,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     from distributed_training.miner import launcher, rank_group
 
-    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.multiprocess.paced_miner")
+    rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
     sys.exit(launcher.launch(sys.argv[1:]))
 else:  # in the fork server
     from distributed_training.training.trainer import Trainer

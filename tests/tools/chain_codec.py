@@ -16,9 +16,9 @@ from typing import Any
 from bittensor._transport.codec import RuntimeCodec
 from bittensor._transport.storage import decode_map_pairs, decode_storage_value
 
-from tests.chain_substrate import LedgerSubstrate, commitment_entry
+from tests.tools.chain_substrate import LedgerSubstrate, commitment_entry
 
-METADATA = Path(__file__).parent / "vectors" / "subtensor_metadata.xz"
+METADATA = Path(__file__).parents[1] / "vectors" / "subtensor_metadata.xz"
 
 
 @cache

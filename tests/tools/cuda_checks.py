@@ -23,7 +23,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.loss import ChunkedLoss
 from distributed_training.training.model import hf_config
 from distributed_training.training.trainer import Trainer
-from tests.training_world import SETTINGS, sequences, tiny
+from tests.tools.training_world import SETTINGS, sequences, tiny
 
 Check = Callable[[torch.device, Path], None]
 #: Wide enough for tensor cores and flash attention; two micro-batches of two.

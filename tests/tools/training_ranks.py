@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from training_world import evaluate, sequences, train, trainer, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
@@ -30,6 +29,7 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
+from tests.tools.training_world import evaluate, sequences, train, trainer, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 

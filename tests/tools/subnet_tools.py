@@ -10,7 +10,7 @@ from pathlib import Path
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
-PACED = Path(__file__).parent / "multiprocess" / "paced_miner.py"
+PACED = Path(__file__).with_name("paced_miner.py")
 #: Half of the preset's batch: a paced miner's steps take little longer than another's. One block
 #: ahead: it lasts longer, and what is uploaded must not be of an old one.
 _PACED_FLAGS = (

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE)]
+sys.path.insert(0, str(HERE.parents[1]))
 
 if __name__ == "__main__":
     import distributed_training
-    from tests.multiprocess import jumping_clock
+    from tests.tools import jumping_clock
 
     distributed_training.__version__ = os.environ.get(
         "NODE_VERSION", distributed_training.__version__

@@ -1,6 +1,6 @@
 """Signed requests of both schemes as bytes on disk, each with what must become of it.
 
-    python -m tests.chain_vectors        # sign them anew (signatures are randomized)
+    python -m tests.tools.chain_vectors        # sign them anew (signatures are randomized)
 
 ``now`` is the server's clock. Whatever the code that signs or verifies turns into, these requests
 were signed by bittensor 11.3 (btauth) and from the facts page (legacy), and their fate is the same.
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.chain.identity import Wallet
-from tests.chain_world import MINER, PEER, POOR, SECOND, STRANGER, VALIDATOR, sign
+from tests.tools.chain_world import MINER, PEER, POOR, SECOND, STRANGER, VALIDATOR, sign
 
-FILE = Path(__file__).parent / "vectors" / "signed_requests.json"
+FILE = Path(__file__).parents[1] / "vectors" / "signed_requests.json"
 NOW = 1_790_000_000_000_000_000  # ns
 SECOND_NS = 10**9
 BODY = b'{"min_group_size": 32, "allreduce_timeout": 795.0}'

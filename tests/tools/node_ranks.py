@@ -11,9 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import miner_ranks
 import torch
-from training_world import tiny, whole_weights
 
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
@@ -22,6 +20,8 @@ from distributed_training.miner import state_machine as ev
 from distributed_training.miner.services import Facts
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol.types import RoundRequest
+from tests.tools import miner_ranks
+from tests.tools.training_world import tiny, whole_weights
 
 STEPS = int(os.environ.get("NODE_STEPS", "0"))
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import wait_for
+from tests.tools.waiting import wait_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PM2 = ROOT / "build" / "node" / "node_modules" / ".bin" / "pm2"
 NAME = "distributed_training_miner"  # of the app in app.config.js
 

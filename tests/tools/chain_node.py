@@ -19,8 +19,8 @@ from bittensor._transport.interface import SubstrateConnection
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from tests.chain_memory import MemoryLedger
-from tests.chain_substrate import LedgerSubstrate
+from tests.tools.chain_memory import MemoryLedger
+from tests.tools.chain_substrate import LedgerSubstrate
 
 
 class Node:

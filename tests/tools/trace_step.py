@@ -1,6 +1,6 @@
 """Print which product files and functions one inner step executes on rank 0.
 
-    python tests/multiprocess/trace_step.py [STEP]
+    python tests/tools/trace_step.py [STEP]
 
 The miner is that of :mod:`miner_ranks`: everything is the product's but the network. The step is
 traced from the report of the step before to its own, with all that happens between (a tick of the
@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT))
 PRODUCT = str(ROOT / "distributed_training") + os.sep
 
 
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     wanted = int(argv[0]) if argv else 7
     (port,) = free_ports(1)
     os.environ |= rank_variables(0, world_size=1, port=port)
-    import miner_ranks
+    from tests.tools import miner_ranks
 
     trace: Trace | None = None
 

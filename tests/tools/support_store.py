@@ -27,7 +27,7 @@ from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import patient
-from tests.gradient_file import build_payload
+from tests.tools.gradient_file import build_payload
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 RUN = 5

@@ -49,9 +49,9 @@ from distributed_training.telemetry import read_events
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalState
 from distributed_training.validator.program import Parts, build
-from tests.chain_memory import MemoryChain, MemoryLedger
-from tests.gradient_file import build_payload
-from tests.memory_store import MemoryObjectStore
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.gradient_file import build_payload
+from tests.tools.memory_store import MemoryObjectStore
 
 RUN = 5
 VOCABULARY, LENGTH = 64, 24

@@ -6,7 +6,7 @@ import http.client
 import socket
 from contextlib import closing
 
-from tests.chain_world import PEER, World, sign
+from tests.tools.chain_world import PEER, World, sign
 
 
 def connect(made: World, source: str = "127.0.0.1", timeout: float = 5.0) -> socket.socket:
