@@ -12,14 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import TypeAdapter, ValidationError
-
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 
 
 class ChainError(RuntimeError):
@@ -169,30 +167,20 @@ class ChainState:
 
     def save(self, path: Path) -> None:
         """Replace ``path``. A failure is logged: only a start in an outage needs the file."""
-        try:
-            write_json(path, asdict(self), durable=False)
-        except OSError as error:
-            log.warning(
-                "%s was not written (%s), so a start while the chain is away would wait for it: "
-                "free the disk of --neuron.run_folder",
-                path,
-                error.strerror,
-            )
+        lost = (
+            "a start while the chain is away would wait for it; free the disk of "
+            "--neuron.run_folder"
+        )
+        write_state(path, self, durable=False, lost=lost)
 
     @classmethod
     def load(cls, path: Path, *, chain: str, hotkey: str) -> ChainState | None:
         """Read ``path``. None if it is missing, damaged, of another chain, without ``hotkey``, or
         older than :data:`OLDEST` by this machine's clock."""
-        try:
-            state = _STATE.validate_python(read_json_object(path) or {})
-        except ValidationError:
+        state = read_state(path, cls, lost="this start waits for the chain")
+        if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
-        registered = any(neuron.hotkey == hotkey for neuron in state.neurons)
-        recent = 0 <= time.time() - state.at < OLDEST.total_seconds()
-        return state if state.chain == chain and registered and recent else None
-
-
-_STATE = TypeAdapter(ChainState)
+        return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
 
 
 class LastKnown:

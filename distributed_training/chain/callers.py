@@ -24,19 +24,18 @@ blocked.
 from __future__ import annotations
 
 import ipaddress
-import logging
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from distributed_training.common.files import read_json_object, remove_leftovers, write_json
+from pydantic import Field
 
-log = logging.getLogger(__name__)
+from distributed_training.common.files import read_state, remove_leftovers, write_state
 
 MOST_VALIDATORS = 1024
 _LARGEST_FILE = 256 * 1024  # bytes
@@ -45,11 +44,12 @@ _LARGEST_FILE = 256 * 1024  # bytes
 @dataclass(frozen=True)
 class Kept:
     """``highest``: nonce of any accepted call (ns), -1 without one. ``clean``: whether no call
-    can be missing in it. ``validators``: keys of :func:`.trust.normalize`, the latest last."""
+    can be missing in it. ``validators``: keys of :func:`normalize`, the latest last."""
 
-    highest: int = -1
-    clean: bool = True
-    validators: tuple[str, ...] = ()
+    # Without defaults: of a file that lost one of these two, every call might be a replay.
+    highest: Annotated[int, Field(ge=-1, lt=1 << 63)]
+    clean: bool
+    validators: Annotated[tuple[str, ...], Field(max_length=MOST_VALIDATORS)] = ()
 
 
 class KeptFile:
@@ -60,63 +60,34 @@ class KeptFile:
         self._saved: Kept | None = None
 
     def load(self) -> Kept:
-        """A file that is missing was never there; one that is damaged is told, and not clean."""
+        """Return what was kept; without a file nothing was ever accepted."""
         if self._path is None:
-            return Kept()
+            return Kept(-1, clean=True)
         remove_leftovers(self._path)
-        if not self._path.exists():
-            return Kept()
-        found = _parse(read_json_object(self._path, at_most=_LARGEST_FILE) or {})
-        if found is None:
-            log.warning(
-                "%s is damaged, so calls signed before this start are refused for its first "
-                "seconds and validators count as strangers until they call; nothing needs to be "
-                "done, the file is written anew",
-                self._path,
-            )
-        return found or Kept(clean=False)
+        there = self._path.exists()
+        lost = (
+            "calls signed before this start are refused for its first seconds, and validators are "
+            "untrusted clients until they call"
+        )
+        kept = read_state(self._path, Kept, lost=lost, at_most=_LARGEST_FILE)
+        if kept is None:
+            kept = Kept(-1, clean=not there)
+            if there:
+                # It was set aside. A kill before the first save must leave no missing file, which
+                # would count as clean.
+                self.save(kept)
+        return kept
 
     def save(self, kept: Kept) -> None:
         """Write the file if it would change. A failure is logged, not raised."""
+        lost = (
+            "after a restart, calls of the last seconds could be replayed and validators kept out "
+            "by a flood; free disk space or correct its permissions"
+        )
         if self._path is None or kept == self._saved:
             return
-        try:
-            write_json(self._path, asdict(kept))
+        if write_state(self._path, kept, lost=lost):
             self._saved = kept
-        except OSError as error:
-            log.warning(
-                "Cannot write %s (%s): after a restart, calls of the last seconds could be "
-                "replayed and validators kept out by a flood; free disk space or correct its "
-                "permissions",
-                self._path,
-                error.strerror,
-            )
-
-
-def _parse(content: dict[str, Any]) -> Kept | None:
-    highest, clean, validators = map(content.get, ("highest", "clean", "validators"))
-    if (
-        type(highest) is int
-        and -1 <= highest < 1 << 63
-        and type(clean) is bool
-        and isinstance(validators, list)
-        and len(validators) <= MOST_VALIDATORS
-        and all(map(_is_key, validators))
-    ):
-        return Kept(highest, clean, tuple(validators))
-    return None
-
-
-def _is_key(address: object) -> bool:
-    """Whether :func:`.trust.normalize` may have made it."""
-    if not isinstance(address, str):
-        return False
-    try:
-        if address.endswith("/64"):
-            return str(ipaddress.IPv6Network(address)) == address
-        return str(ipaddress.IPv4Address(address)) == address
-    except ValueError:
-        return False
 
 
 def normalize(address: str) -> str:
@@ -215,7 +186,7 @@ class Buckets:
 
 
 class Admission:
-    """Connections and junk by address (a key of :func:`.trust.normalize`).
+    """Connections and junk by address (a key of :func:`normalize`).
 
     For one thread; the counters may be read from others. ``max_connections`` counts strangers;
     validators' addresses may use a quarter more.

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import enum
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 
 from .base import Chain, ChainUnavailable, Neuron, find
 
@@ -132,30 +134,21 @@ class RegistrationRecord:
 
     hotkey: str = ""
     uid: int = -1
-    waited: float = 0.0
+    waited: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
     @classmethod
     def load(cls, path: Path) -> RegistrationRecord:
         """Read ``path``; what is missing or damaged is the record of no hotkey."""
-        content = read_json_object(path) or {}
-        hotkey, uid, waited = map(content.get, ("hotkey", "uid", "waited"))
-        if not (isinstance(hotkey, str) and isinstance(uid, int)):
-            return cls()
-        if not (isinstance(waited, float) and math.isfinite(waited)):
-            waited = 0.0
-        return cls(hotkey, uid, max(0.0, waited))
+        lost = "a miner that lost its registration would not wait for it at this start"
+        return read_state(path, cls, lost=lost) or cls()
 
     def save(self, path: Path) -> None:
         """Write ``path``. A failure is logged: a later start would wait from the beginning."""
-        try:
-            write_json(path, asdict(self))
-        except OSError as error:
-            log.warning(
-                "%s was not written (%s), so the next start does not know how long a lost "
-                "registration was waited for: free the disk of --neuron.run_folder",
-                path,
-                error.strerror,
-            )
+        lost = (
+            "the next start does not know how long a lost registration was waited for; free the "
+            "disk of --neuron.run_folder"
+        )
+        write_state(path, self, lost=lost)
 
 
 class _Written:

@@ -2,22 +2,37 @@
 
 After a crash a reader finds the old content or the new, never half of it. The folder is synced too:
 without that the rename itself may be lost with the power. This is the only place that does so.
+
+What a process remembers over a restart is a dataclass in a small JSON file: :func:`write_state`
+writes it, :func:`read_state` checks it. All such files are treated alike when a bad disk damaged
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import glob
 import hashlib
 import json
+import logging
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+log = logging.getLogger(__name__)
+
+State = TypeVar("State")
 
 LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
+LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
 _LONGEST_LINE = 1024 * 1024  # bytes
 
 
@@ -96,6 +111,60 @@ def read_json_object(path: Path, *, at_most: int = LARGEST_JSON) -> dict[str, An
     except (OSError, ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def read_state(
+    path: Path, kind: type[State], *, lost: str, at_most: int = LARGEST_STATE
+) -> State | None:
+    """Return what :func:`write_state` wrote: a dataclass of type ``kind``; None without a file.
+
+    A file that holds no ``kind``, or more than ``at_most`` bytes, is damaged: it is renamed to
+    ``NAME.damaged``, one WARNING names it and ends with ``lost``, the consequence, and None is
+    returned. A file that cannot be read stays where it is, with such a line. Fields that ``kind``
+    does not have are left out: another version may have written them.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(at_most + 1)
+        if len(data) <= at_most:
+            adapter = _adapter(kind)  # type: ignore[arg-type]  # a class is hashable
+            state: State = adapter.validate_json(data, strict=True)
+            return state
+    except FileNotFoundError:
+        return None
+    except OSError as error:  # maybe a whole file on a disk that is away: not to be renamed
+        log.warning("%s cannot be read (%s): %s", path, error.strerror, lost)
+        return None
+    except ValueError:  # pydantic's ValidationError; with its text, so would go what the file holds
+        pass
+    aside = path.with_name(f"{path.name}.damaged")
+    with contextlib.suppress(OSError):
+        path.replace(aside)
+    log.warning("%s is damaged and set aside as %s: %s", path, aside.name, lost)
+    return None
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # here: who only writes or follows files starts without it
+
+    return TypeAdapter(kind)
+
+
+def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "") -> bool:
+    """Replace ``path`` by the dataclass ``state`` as JSON, whole or not at all.
+
+    Raises OSError, unless ``lost`` names the consequence: then one WARNING ends with it, and False
+    is returned.
+    """
+    try:
+        write_json(path, asdict(state), durable=durable)
+    except OSError as error:
+        if not lost:
+            raise
+        log.warning("%s was not written (%s): %s", path, error.strerror, lost)
+        return False
+    return True
 
 
 def json_line(line: bytes) -> dict[str, Any] | None:

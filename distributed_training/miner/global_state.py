@@ -33,7 +33,7 @@ from torch import Tensor
 from distributed_training import __version__
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.common.backoff import doubling
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 from distributed_training.config import Config
 from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
@@ -211,9 +211,9 @@ class GlobalBucket:
             number = old.name.partition("-")[2]
             if number.isdigit() and int(number) < outer_step - 1:
                 shutil.rmtree(old, ignore_errors=True)
-        refusal = read_json_object(folder / _REFUSED) or {}
-        if refusal.get("version") == __version__:
-            raise GlobalRefusedError(folder, str(refusal.get("problem")))
+        refusal = read_state(folder / _REFUSED, _Refusal, lost="this state is tried once more")
+        if refusal is not None and refusal.version == __version__:
+            raise GlobalRefusedError(folder, refusal.problem)
         return folder
 
     def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
@@ -248,14 +248,20 @@ def _unavailable() -> Iterator[None]:
         raise (GlobalSilentError if silent else GlobalUnavailableError)(str(error)) from None
 
 
+@dataclass(frozen=True)
+class _Refusal:
+    version: str  # of the miner
+    problem: str
+
+
 def refuse(folder: Path, problem: str) -> None:
     """Note that this version of the miner cannot load the state in ``folder``.
 
     The files stay, since they are the bucket's until other ones are published: deleted ones would
     be downloaded again by every start, tens of gigabytes each time.
     """
-    with contextlib.suppress(OSError):  # a full disk: it is tried once more
-        write_json(folder / _REFUSED, {"version": __version__, "problem": problem})
+    lost = "this state is tried once more"
+    write_state(folder / _REFUSED, _Refusal(__version__, problem), lost=lost)
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -16,10 +16,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import Mark
 
 #: Of a stop, in seconds, beside its checkpoint: the micro-batch, the swarm, the uploads.
@@ -48,50 +50,63 @@ def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironmen
     )
 
 
+Pid = Annotated[int, Field(gt=0)]  # to a signal, 0 and negative numbers are groups of processes
+
+
+@dataclass(frozen=True)
+class _Instance:
+    instance: Annotated[str, Field(min_length=1)]
+    pid: Pid
+    gpus: int = 0
+
+
+@dataclass(frozen=True)
+class _Rank:
+    pid: Pid
+    instance: str
+
+
+def _instance(run_folder: Path) -> _Instance | None:
+    lost = "processes that an earlier miner left behind are not ended; end them by hand"
+    return read_state(run_folder / "instance.json", _Instance, lost=lost)
+
+
 def mark_of(run_folder: Path) -> Mark | None:
-    """Of the launcher that runs there, or ran last."""
-    content = read_json_object(run_folder / "instance.json") or {}
-    instance = content.get("instance")
-    return Mark(INSTANCE, instance) if isinstance(instance, str) and instance else None
+    """Return the mark of the launcher that runs there, or ran last."""
+    written = _instance(run_folder)
+    return Mark(INSTANCE, written.instance) if written else None
 
 
 def launcher_pid(run_folder: Path) -> int | None:
-    return _pid(read_json_object(run_folder / "instance.json") or {})
-
-
-def _pid(content: Mapping[str, Any]) -> int | None:
-    pid = content.get("pid")
-    # To a signal, 0 and negative numbers are groups of processes.
-    return pid if type(pid) is int and pid > 0 else None
+    written = _instance(run_folder)
+    return written.pid if written else None
 
 
 def write_instance(run_folder: Path, mark: Mark, *, gpus: int = 0) -> None:
-    content = {"instance": mark.value, "pid": os.getpid(), "gpus": gpus}
-    write_json(run_folder / "instance.json", content)
+    write_state(run_folder / "instance.json", _Instance(mark.value, os.getpid(), gpus))
 
 
 def remembered_gpus(run_folder: Path) -> int:
     """Return on how many GPUs ranks of this folder ran. Just after a reboot the driver may show
     none, and ranks on the CPU would stay there. 0 where ``CUDA_VISIBLE_DEVICES`` hides all."""
-    gpus = (read_json_object(run_folder / "instance.json") or {}).get("gpus")
+    written = _instance(run_folder)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return gpus if type(gpus) is int and gpus > 0 and not hidden else 0
+    return max(0, written.gpus) if written and not hidden else 0
 
 
 def write_pid_file(run_folder: Path, rank: int) -> None:
     """Each rank calls it once its SIGTERM handler is in place: from then on a stop reaches it."""
-    content = {"pid": os.getpid(), "instance": os.environ.get(INSTANCE, "")}
-    write_json(run_folder / "pids" / f"rank-{rank}.json", content)
+    content = _Rank(os.getpid(), os.environ.get(INSTANCE, ""))
+    write_state(run_folder / "pids" / f"rank-{rank}.json", content)
 
 
 def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
     """rank -> pid of those that have written it under this launcher."""
-    found = {}
+    found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
-        content = read_json_object(path) or {}
-        pid, rank = _pid(content), path.stem.partition("-")[2]
-        if content.get("instance") == instance and pid is not None and rank.isdecimal():
-            found[int(rank)] = pid
+        written, rank = read_state(path, _Rank, lost=lost), path.stem.partition("-")[2]
+        if written is not None and written.instance == instance and rank.isdecimal():
+            found[int(rank)] = written.pid
     return found
 
 
@@ -104,40 +119,44 @@ class Ending(NamedTuple):
     outside: bool = False
 
 
+@dataclass(frozen=True)
+class _ExitFile:
+    status: ExitStatus
+    instance: str
+    reason: str = ""
+    outside: bool = False
+    time: float = 0.0  # since the epoch
+
+
 def write_exit_status(
     run_folder: Path, status: int, reason: str = "", *, outside: bool = False
 ) -> None:
     """Rank 0 calls it last: what the launcher is to return, or to try again if ``outside``."""
-    write_json(
-        run_folder / "exit_status.json",
-        {
-            "status": int(status),
-            "reason": reason,
-            "outside": outside,
-            "instance": os.environ.get(INSTANCE, ""),
-            "time": time.time(),
-        },
-    )
+    instance = os.environ.get(INSTANCE, "")
+    content = _ExitFile(ExitStatus(status), instance, reason, outside, time.time())
+    write_state(run_folder / "exit_status.json", content)
 
 
 def read_exit_status(run_folder: Path, *, instance: str) -> Ending | None:
     """Return what rank 0 of this instance wrote, else None."""
-    content = read_json_object(run_folder / "exit_status.json") or {}
-    if content.get("instance") != instance:
+    lost = "rank 0 counts as failed and is started again"
+    written = read_state(run_folder / "exit_status.json", _ExitFile, lost=lost)
+    if written is None or written.instance != instance:
         return None
-    try:
-        status = ExitStatus(content.get("status", -1))
-    except ValueError:
-        return None
-    return Ending(status, str(content.get("reason", "")), content.get("outside") is True)
+    return Ending(written.status, written.reason, written.outside)
+
+
+@dataclass(frozen=True)
+class _LastCheckpoint:
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 def stop_seconds(run_folder: Path) -> float | None:
     """What a stop may take by the last checkpoint: one may still be under way when the stop's own
     begins. None before the first."""
-    content = read_json_object(run_folder / "checkpoints" / "last.json") or {}
-    seconds = content.get("seconds")
-    return None if not isinstance(seconds, (int, float)) else 2 * float(seconds) + STOP_SLACK
+    path = run_folder / "checkpoints" / "last.json"
+    last = read_state(path, _LastCheckpoint, lost="a stop gets --neuron.stop_timeout and no more")
+    return None if last is None else 2 * last.seconds + STOP_SLACK
 
 
 def checkpoint_time(run_folder: Path) -> int | None:

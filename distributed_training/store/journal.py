@@ -8,44 +8,36 @@ costs sending a snapshot again, nothing else: the uploads it knew are found and 
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import logging
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
-from distributed_training.common.files import read_json_object, write_json
+from pydantic import Field, StringConstraints
+
+from distributed_training.common.files import read_state, write_state
 from distributed_training.protocol.types import Revision
 
-log = logging.getLogger(__name__)
-
-_COUNTS = 2**53  # above any size, step or number of ranks
+Count = Annotated[int, Field(ge=0, lt=2**53)]  # above any size, step or number of ranks
+Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f]*$")]
 
 
 @dataclass(frozen=True)
 class UploadRecord:
     """One file's multipart upload. ``etag`` is set once it was completed."""
 
-    bucket: str
-    key: str
-    upload_id: str
-    size: int
-    identity: str  # the file's inode and mtime
-    part_size: int
-    etag: str = ""
-
-    @classmethod
-    def parse(cls, raw: Any) -> UploadRecord:
-        """Raises ValueError."""
-        texts = {n: _text(raw, n) for n in ("bucket", "key", "upload_id", "identity", "etag")}
-        return cls(**texts, size=_count(raw, "size"), part_size=_count(raw, "part_size"))
+    bucket: Text
+    key: Text
+    upload_id: Text
+    size: Count
+    identity: Text  # the file's inode and mtime
+    part_size: Count
+    etag: Text = ""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A snapshot to publish. ``preview_delta``: see :func:`~.gate.upload_gate`."""
+    """A snapshot to publish. ``preview_delta``: see :func:`~.upload_rules.upload_gate`."""
 
     folder: Path
     revision: Revision
@@ -53,66 +45,53 @@ class Submission:
     peer_id: str
     preview_delta: float | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """JSON-able."""
-        return {
-            "folder": str(self.folder),
-            **dataclasses.asdict(self.revision),
-            "world_size": self.world_size,
-            "peer_id": self.peer_id,
-            "preview_delta": self.preview_delta,
-        }
+
+@dataclass(frozen=True)
+class _Pending:
+    """A submission as the file holds it, flat."""
+
+    folder: Text
+    run: Count
+    outer_step: Count
+    inner_step: Count
+    world_size: Count
+    peer_id: Text
+    preview_delta: float | None  # NaN is possible
 
     @classmethod
-    def parse(cls, raw: Any) -> Submission:
-        """Raises ValueError."""
-        place = [_count(raw, name) for name in ("run", "outer_step", "inner_step")]
-        delta = raw.get("preview_delta")
-        if delta is not None and type(delta) not in (int, float):  # NaN is possible
-            raise ValueError("preview_delta is not a number")
-        folder, peer_id = Path(_text(raw, "folder")), _text(raw, "peer_id")
-        return cls(folder, Revision(*place), _count(raw, "world_size"), peer_id, delta)
+    def of(cls, new: Submission) -> _Pending:
+        at, folder = new.revision, str(new.folder)
+        place = (at.run, at.outer_step, at.inner_step)
+        return cls(folder, *place, new.world_size, new.peer_id, new.preview_delta)
+
+    def submission(self) -> Submission:
+        revision = Revision(self.run, self.outer_step, self.inner_step)
+        folder = Path(self.folder)
+        return Submission(folder, revision, self.world_size, self.peer_id, self.preview_delta)
+
+
+@dataclass(frozen=True)
+class _Content:
+    uploads: dict[str, UploadRecord]  # by key
+    pending: _Pending | None = None
 
 
 class Journal:
-    """One JSON file. One that cannot be read is set aside as ``.damaged``, with a warning."""
+    """One JSON file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._uploads: dict[str, UploadRecord] = {}
-        self._pending: Submission | None = None
+        lost = "what was being uploaded is sent again"
+        content = read_state(path, _Content, lost=lost) or _Content({})
+        self._uploads = dict(content.uploads)
+        self._pending = content.pending.submission() if content.pending else None
         if not path.exists():
             self._save()  # a disk that cannot be written is told now, not amid an upload
-            return
-        try:
-            self._load(read_json_object(path))
-        except ValueError as error:
-            log.warning(
-                "%s is damaged (%s): it is set aside, and what was being uploaded is sent again",
-                path,
-                error,
-            )
-            with contextlib.suppress(OSError):
-                path.replace(path.with_suffix(".damaged"))
-            self._save()
-
-    def _load(self, raw: dict[str, Any] | None) -> None:
-        if raw is None or not isinstance(raw.get("uploads"), dict):
-            raise ValueError("it is not what an uploader wrote")
-        records = [UploadRecord.parse(value) for value in raw["uploads"].values()]
-        pending = raw.get("pending")
-        self._pending = None if pending is None else Submission.parse(pending)
-        self._uploads = {record.key: record for record in records}
 
     def _save(self) -> None:
-        write_json(
-            self._path,
-            {
-                "pending": self._pending and self._pending.plain(),
-                "uploads": {k: dataclasses.asdict(r) for k, r in self._uploads.items()},
-            },
-        )
+        pending = _Pending.of(self._pending) if self._pending else None
+        write_state(self._path, _Content(self._uploads, pending))
 
     @property
     def pending(self) -> Submission | None:
@@ -150,17 +129,3 @@ class Journal:
                 del self._uploads[key]
             if known:
                 self._save()
-
-
-def _text(raw: Any, name: str) -> str:
-    value = raw.get(name) if isinstance(raw, dict) else None
-    if not isinstance(value, str) or not value.isprintable() or len(value) > 4096:
-        raise ValueError(f"{name} is not text")
-    return value
-
-
-def _count(raw: Any, name: str) -> int:
-    value = raw.get(name) if isinstance(raw, dict) else None
-    if type(value) is not int or not 0 <= value < _COUNTS:
-        raise ValueError(f"{name} is not a count")
-    return value

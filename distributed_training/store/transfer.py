@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.files import is_full, read_json_object, sync_folder, write_json
+from distributed_training.common.files import is_full, read_state, sync_folder, write_state
 
 from . import upload_rules
 from .journal import Journal, UploadRecord
@@ -202,7 +202,7 @@ def _download(
                 done.add(start)
                 # Bytes of a range are on disk before it is called done.
                 os.fdatasync(handle)
-                write_json(notes, {"etag": info.etag, "size": info.size, "done": sorted(done)})
+                write_state(notes, _Notes(info.etag, info.size, sorted(done)))
             progress.add(length)
 
         missing = [start for start in range(0, info.size, RANGE) if start not in done]
@@ -257,12 +257,19 @@ def _part_of(path: Path) -> tuple[Path, Path]:
     return path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
 
 
+@dataclass(frozen=True)
+class _Notes:
+    """Of a download that was interrupted; ``done``: where the ranges begin that are on disk."""
+
+    etag: str
+    size: int
+    done: list[int]
+
+
 def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
-    raw = read_json_object(notes) or {}
-    done = raw.get("done")
-    same = (raw.get("etag"), raw.get("size")) == (info.etag, info.size) and part.exists()
-    if same and isinstance(done, list) and all(type(start) is int for start in done):
-        return set(done)
+    known = read_state(notes, _Notes, lost="the file is downloaded from its beginning")
+    if known and (known.etag, known.size) == (info.etag, info.size) and part.exists():
+        return set(known.done)
     part.unlink(missing_ok=True)
     return set()
 

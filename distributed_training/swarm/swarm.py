@@ -16,12 +16,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.synapses import round_timeout
 from distributed_training.protocol.types import (
@@ -278,6 +281,12 @@ class Judge:
         self._norms.add(average_norm)
 
 
+@dataclass(frozen=True)
+class _Norms:
+    run_id: str
+    norms: list[Annotated[float, Field(allow_inf_nan=False)]]
+
+
 class PastNorms:
     """At most five, oldest first, of the swarm named ``run_id``; another swarm's do not count.
 
@@ -287,15 +296,9 @@ class PastNorms:
     def __init__(self, path: Path, *, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
-        self._norms: deque[float] = deque(self._read(), maxlen=_KEPT)
-
-    def _read(self) -> list[float]:
-        kept = read_json_object(self._path) or {}
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            norms = [float(norm) for norm in kept["norms"]]
-            if kept["run_id"] == self._run_id and all(map(math.isfinite, norms)):
-                return norms
-        return []
+        lost = "averages are held against our own pseudo-gradient for three rounds"
+        kept = read_state(path, _Norms, lost=lost) or _Norms(run_id, [])
+        self._norms = deque(kept.norms if kept.run_id == run_id else [], maxlen=_KEPT)
 
     def __call__(self) -> tuple[float, ...]:
         return tuple(self._norms)
@@ -306,7 +309,7 @@ class PastNorms:
             return
         self._norms.append(norm)
         with contextlib.suppress(OSError):
-            write_json(self._path, {"run_id": self._run_id, "norms": list(self._norms)})
+            write_state(self._path, _Norms(self._run_id, list(self._norms)))
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:

@@ -16,13 +16,15 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.files import read_state, write_state
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
@@ -39,6 +41,13 @@ OUT_OF_MEMORY_ADVICE = (
 )
 
 
+@dataclass(frozen=True)
+class _Known:
+    facts: dict[str, Any]
+    most: Annotated[int, Field(gt=0)] | None = None
+    fastest: Annotated[int, Field(gt=0)] | None = None
+
+
 class KnownSize:
     """What was found out about this model on this GPU, in a file of the run folder.
 
@@ -50,10 +59,11 @@ class KnownSize:
     def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
         self._path = path
         self._facts = dict(facts)
-        content = {} if path is None else read_json_object(path) or {}
-        same = content.get("facts") == self._facts
-        self.most = _positive(content.get("most")) if same else None
-        self.fastest = _positive(content.get("fastest")) if same else None
+        lost = "the size that fits is found out again"
+        found = read_state(path, _Known, lost=lost) if path is not None else None
+        same = found is not None and found.facts == self._facts
+        self.most = found.most if found and same else None
+        self.fastest = found.fastest if found and same else None
 
     def agree(self, stream: RowStream) -> None:
         """Take the smallest of what all ranks know. All of them call this.
@@ -79,13 +89,9 @@ class KnownSize:
         self._write()
 
     def _write(self) -> None:
-        if self._path is None:
-            return
-        content = {"facts": self._facts, "most": self.most, "fastest": self.fastest}
-        try:
-            write_json(self._path, content)
-        except OSError as error:
-            log.warning("%s cannot be written (%s): a restart finds out again", self._path, error)
+        if self._path is not None:
+            known = _Known(self._facts, self.most, self.fastest)
+            write_state(self._path, known, lost="a restart finds out the size that fits again")
 
 
 # Of a trial. A size that an older one found is measured again: up to 1 neither the reduction of
@@ -115,10 +121,6 @@ def facts_of(sharded: ShardedModel, settings: TrainingSettings) -> dict[str, Any
         "compiled": sharded.compiled,
         "torch": torch.__version__,
     }
-
-
-def _positive(value: Any) -> int | None:
-    return value if isinstance(value, int) and value > 0 else None
 
 
 _TIMED = 3  # passes of a trial that are timed

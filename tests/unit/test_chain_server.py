@@ -328,11 +328,11 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
     made = World(folder=tmp_path)
     with made.server:
 
-        def slow(path: object, content: object) -> None:
+        def slow(path: object, content: object, **_: object) -> None:
             syncing.set()
             assert done.wait(10)
 
-        monkeypatch.setattr(callers, "write_json", slow)
+        monkeypatch.setattr(callers, "write_state", slow)
         call = lambda: post(made, "/IsAlive", ALIVE, sign("btauth", PEER, "/IsAlive", ALIVE))
         try:
             assert call().status_code == 200 and syncing.wait(10)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import errno
 import os
-from datetime import timedelta
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from pydantic import Field
 
-from distributed_training.common.backoff import Backoff, doubling
 from distributed_training.common.files import (
+    LARGEST_STATE,
     atomic_file,
     is_full,
     read_json_object,
+    read_state,
     remove_leftovers,
     sha256_of,
     write_bytes,
     write_json,
+    write_state,
 )
 
 
@@ -59,17 +65,6 @@ def test_a_file_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
     assert sha256_of(path) != sha256_of(Path(__file__))
 
 
-def test_waits_double_up_to_the_longest() -> None:
-    first, longest = timedelta(seconds=1), timedelta(seconds=10)
-    waits = [doubling(n, first=first, longest=longest).total_seconds() for n in (1, 2, 3, 4, 5, 99)]
-    assert waits == [1, 2, 4, 8, 10, 10]
-    backoff = Backoff(first=first, longest=longest)
-    for wanted in waits[:5]:
-        assert wanted / 2 <= backoff.failed().total_seconds() <= wanted
-    backoff.succeeded()
-    assert backoff.failures == 0 and backoff.failed() <= first
-
-
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     path = tmp_path / "state[1].json"
     kept = [path, tmp_path / ".state.json.1.2.tmp", tmp_path / ".other.tmp"]
@@ -78,3 +73,78 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:
     remove_leftovers(path)
     assert sorted(tmp_path.iterdir()) == sorted(kept)
     remove_leftovers(tmp_path / "no folder" / "file")
+
+
+@dataclass(frozen=True)
+class Part:
+    key: str
+    size: Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True)
+class Remembered:
+    parts: dict[str, Part]
+    places: tuple[int, ...]
+    whole: bool
+    rate: float | None = None
+
+
+states = st.builds(
+    Remembered,
+    st.dictionaries(st.text(), st.builds(Part, st.text(), st.integers(0, 2**60)), max_size=3),
+    st.lists(st.integers(-(2**70), 2**70), max_size=3).map(tuple),
+    st.booleans(),
+    st.none() | st.floats(allow_nan=False),
+)
+many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@many
+@given(state=states)
+def test_a_state_is_read_as_it_was_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: Remembered
+) -> None:
+    path = tmp_path / "state.json"
+    assert write_state(path, state)
+    write_json(path, {**asdict(state), "of a later version": 1})
+    assert read_state(path, Remembered, lost="all") == state
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"] and not caplog.messages
+
+
+@many
+@given(state=states, content=st.binary(max_size=99), at=st.integers(0, 400))
+@example(state=Remembered({}, (), True), content=b"[" * 300_000, at=0)
+@example(state=Remembered({}, (), True), content=b" " * (LARGEST_STATE + 1), at=0)
+def test_whatever_a_state_file_holds_is_read_or_set_aside_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, state: Remembered, content: bytes, at: int
+) -> None:
+    path, aside = tmp_path / "state.json", tmp_path / "state.json.damaged"
+    aside.unlink(missing_ok=True)
+    write_state(path, state)
+    honest = path.read_bytes()
+    damaged = honest[:at] + content + honest[at + len(content) :]
+    path.write_bytes(damaged)
+    caplog.clear()
+    found = read_state(path, Remembered, lost="all is begun again")
+    if found is None:
+        assert aside.read_bytes() == damaged and not path.exists()
+        (line,) = caplog.messages
+        assert str(path) in line and line.endswith("all is begun again") and "\n" not in line
+    else:
+        assert path.read_bytes() == damaged and not aside.exists() and not caplog.messages
+    assert read_state(path, Remembered, lost="all") == found
+
+
+def test_a_state_that_cannot_be_read_or_written_is_a_line_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "state.json"):
+        assert read_state(path, Part, lost="it is counted again") is None
+        assert not write_state(path, Part("a", 1), lost="it is counted again")
+    assert [line.endswith(": it is counted again") for line in caplog.messages] == [True] * 4
+    with pytest.raises(OSError):
+        write_state(tmp_path / "file" / "state.json", Part("a", 1))
+    assert tmp_path.is_dir()
+    assert read_state(tmp_path / "none.json", Part, lost="all") is None
+    assert len(caplog.messages) == 4

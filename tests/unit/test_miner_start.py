@@ -450,7 +450,7 @@ def test_no_room_for_a_ranks_first_file_is_a_line(
     def full(*_: object, **named: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "rank-0.json")
 
-    monkeypatch.setattr(run_folder, "write_json", full)
+    monkeypatch.setattr(run_folder, "write_state", full)
     assert rank_ends(lambda *_: pytest.fail("it has begun")) == (ExitStatus.FAULT, None)
     assert "No space left on device: 'rank-0.json'" in caplog.text
 

@@ -589,7 +589,7 @@ def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> 
     path.write_text(path.read_text()[:-20])
     fresh = Journal(path)
     assert fresh.uploads() == []
-    assert path.with_suffix(".damaged").exists()
+    assert path.with_name("uploads.json.damaged").exists()
 
 
 @pytest.mark.parametrize(
