@@ -11,10 +11,8 @@ from itertools import pairwise
 
 from pydantic import SecretStr
 
-from distributed_training.protocol.names import NETUID
-
 from .model import Config
-from .settings import LEAST_PART, PUBLIC_PART_SIZE
+from .settings import LEAST_PART, ChainSettings, SwarmSettings
 from .types import Bytes, ConfigError, show
 
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
@@ -57,22 +55,22 @@ def notices(config: Config) -> list[str]:
 
 
 def check_network(config: Config) -> Iterator[str]:
-    if not config.is_public:
+    if not config.is_public or config.network is not None:  # of a network's file: in the loader
         return
-    if config.chain.netuid != NETUID:
+    if config.chain.netuid != (netuid := ChainSettings().netuid):
         yield (
             f"--netuid {config.chain.netuid} is not this subnet, so no peer would be found: "
-            f"give --netuid {NETUID}, or --preset local for a subnet on this machine"
+            f"give --netuid {netuid}, or --preset local for a subnet on this machine"
         )
     if config.training.use_dct:
         yield (
             "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
             "the public network would reject the uploads: remove the flag"
         )
-    if config.swarm.part_size != PUBLIC_PART_SIZE:
+    if config.swarm.part_size != (public := SwarmSettings().part_size):
         yield (
             f"--neuron.part_size_bytes {config.swarm.part_size} is not how the public network cuts "
-            f"tensors ({PUBLIC_PART_SIZE}), so every round with this miner would fail for its "
+            f"tensors ({public}), so every round with this miner would fail for its "
             "whole group: remove the flag"
         )
 
@@ -184,8 +182,8 @@ def check_keys(config: Config) -> Iterator[str]:
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
                 "that may only read (R2 dashboard, Manage API tokens) and put it into .env"
             )
-    if not config.is_public:
-        return
+    if not config.is_public or config.store.endpoint_url is not None:
+        return  # the lengths are R2's
     for (variable, text), length in zip(keys.items(), _KEYS.values(), strict=True):
         if len(text) == length:
             continue

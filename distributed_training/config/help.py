@@ -21,9 +21,14 @@ def describe(config: Config) -> list[str]:
 
     The launcher prints them at every start; all settings are in :data:`SETTINGS_FILE`.
     """
-    preset = f"preset {config.preset}"
-    given = [s for s in schema(config.kind) if config.sources.get(s.name, preset) != preset]
-    lines = [
+    preset, place = f"preset {config.preset}", config.general.network
+    given = [
+        s
+        for s in schema(config.kind)
+        if config.sources.get(s.name, preset) not in (preset, f"{s.network} in {place}")
+    ]
+    lines = [f"This is {config.network.line}"] if config.network else []
+    lines += [
         f"Configuration of this {config.kind} ({preset}): {len(given)} settings are given; "
         f"all of them: {SETTINGS_FILE} in the run folder"
     ]
@@ -59,12 +64,19 @@ def markdown() -> str:
         "Dashes and underscores in a flag are the same: `--neuron.upload-steps 60` and",
         "`--neuron.upload_steps=60`. Switches need no value; `--flag false` turns one off. What",
         "wins, strongest first: flags, environment variables, `.env` (with or without `export`),",
-        "the `--config` TOML file, the preset, the default. Secrets come from the environment or",
-        "`.env` only and are refused on the command line. Unknown flags are errors, and so are",
-        "values outside the range.",
+        "the `--config` TOML file, the network's file, the preset, the default. Secrets come from",
+        "the environment or `.env` only and are refused on the command line. Unknown flags are",
+        "errors, and so are values outside the range. Without `--network` the network is the",
+        "public one.",
     ]
     for group, settings in groupby(schema("validator"), key=lambda setting: setting.group):
         lines += ["", f"## {TITLES[group]}", ""]
+        if group == "network":
+            lines += [
+                "All peers must agree on these, so [the network's file](network-file.md) sets",
+                "them. Beside `--network` a flag with another value is refused.",
+                "",
+            ]
         if group == "validator":
             lines += ["Understood by `neurons/validator.py` only.", ""]
         lines += ["| Flag | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
@@ -75,6 +87,9 @@ def markdown() -> str:
     lines += [f"| `--{name}` | {why} |" for name, why in sorted(NO_EFFECT.items())]
     lines += ["", "## Presets", ""]
     for preset, values in PRESETS.items():
+        if not values:
+            lines += [f"`--preset {preset}`: the network's file as it is.", ""]
+            continue
         lines += [f"`--preset {preset}`:", ""]
         lines += [f"- `--{name} {value}`" for name, value in values.items()] + [""]
     return "\n".join(lines).rstrip() + "\n"
@@ -87,5 +102,7 @@ def _row(setting: Setting) -> str:
     meaning = setting.help
     if setting.choices:
         meaning += f" ({', '.join(setting.choices)})"
+    if setting.network:
+        meaning += f" (in the file: `{setting.network}`)"
     cells = (name, default, setting.bounds, variable, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,11 +1,11 @@
 """Load the configuration: from flags, environment, files and presets to one frozen ``Config``.
 
-Strongest first: flags, environment variables, ``.env``, ``--config`` file, preset, default. Secrets
-come from the environment or ``.env`` only. argparse reads the command line, pydantic converts and
-checks; this module merges and remembers where each value came from, so that an error names the
-place to correct. (pydantic-settings would merge as well, but does not name the place, and reads
-lists as JSON and ``${...}`` in a secret.) Files are read up to a bound and may hold anything: what
-cannot be used is one line.
+Strongest first: flags, environment variables, ``.env``, ``--config`` file, the network's file,
+preset, default. Secrets come from the environment or ``.env`` only. argparse reads the command
+line, pydantic converts and checks; this module merges and remembers where each value came from, so
+that an error names the place to correct. (pydantic-settings would merge as well, but does not name
+the place, and reads lists as JSON and ``${...}`` in a secret.) Files are read up to a bound and may
+hold anything: what cannot be used is one line.
 
 Scripts declare their arguments with the same parser and types::
 
@@ -43,12 +43,12 @@ from annotated_types import Ge, Le
 from pydantic import ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from distributed_training.common.exits import ExitStatus
+from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
-from .model import TITLES, AllSettings, Config, Kind
+from .model import TITLES, USUAL, AllSettings, Config, Kind
 from .presets import PRESETS
-from .types import ConfigError, mask, show
+from .types import ConfigAway, ConfigError, mask, show
 
 # How an operator calls each type, and what stands for a value in the help.
 _TYPES: dict[Any, tuple[str, str]] = {
@@ -74,10 +74,9 @@ class Setting:
     group: str
     field: FieldInfo
     places: tuple[tuple[str, str], ...]  # (package, field name)
-
-    @property
-    def default(self) -> Any:
-        return self.field.default
+    default: Any = None
+    network: str = ""  # its key in the network's file
+    fixed: bool = False  # there: an operator may not give another value
 
     @property
     def help(self) -> str:
@@ -155,24 +154,36 @@ class Schema:
         self.settings: dict[str, Setting] = {}
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
+                defaults = settings_class()
                 for field_name, field in settings_class.__pydantic_fields__.items():
-                    self._add(package, field_name, field)
+                    self._add(package, field_name, field, getattr(defaults, field_name))
         self._spellings = {
             canonical(name): setting
             for setting in self
             for name in (setting.name, *setting.aliases)
         }
 
-    def _add(self, package: str, field_name: str, field: FieldInfo) -> None:
+    def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
         declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
         name, places, group = declared["name"], [(package, field_name)], package
+        fixed = bool(declared["network"] and declared["fixed"])
+        if fixed or name in USUAL:
+            group = "network" if fixed else "usual"
         known = self.settings.get(name)
         if known is not None:
             places, group = [*known.places, *places], known.group
-            if known.default != field.default:
-                raise TypeError(f"--{name} has two defaults: {known.default!r}, {field.default!r}")
+            if known.default != default:
+                raise TypeError(f"--{name} has two defaults: {known.default!r}, {default!r}")
         self.settings[name] = Setting(
-            name, declared["env"], tuple(declared["aliases"]), group, field, tuple(places)
+            name=name,
+            env=declared["env"],
+            aliases=tuple(declared["aliases"]),
+            group=group,
+            field=field,
+            places=tuple(places),
+            default=default,
+            network=declared["network"],
+            fixed=fixed,
         )
 
     def find(self, name: str) -> Setting:
@@ -203,7 +214,8 @@ class Schema:
 
     def __iter__(self) -> Iterator[Setting]:
         """Grouped, in the order of the help."""
-        return iter(self.settings.values())
+        order = list(TITLES)
+        return iter(sorted(self.settings.values(), key=lambda s: order.index(s.group)))
 
 
 def canonical(name: str) -> str:
@@ -244,9 +256,9 @@ def refusal_of(message: str) -> ConfigError:
 
 
 def exit_with(error: ConfigError) -> int:
-    """Print the one line an operator sees for bad input; the exit status 2."""
+    """Print the one line an operator sees for bad input; the exit status, usually 2."""
     print(f"error: {error}", file=sys.stderr, flush=True)
-    return ExitStatus.BAD_CONFIGURATION
+    return error.status
 
 
 def argument(hint: Any) -> Callable[[str], Any]:
@@ -375,8 +387,8 @@ def parser_of(known: Schema) -> Parser:
     parser = _Flags(
         usage=f"neurons/{known.kind}.py [--flag value]...",
         description="Dashes and underscores in a flag are the same. Strongest first: flags, "
-        "environment, .env, --config file, preset, default. Secrets come from the environment or "
-        ".env only.",
+        "environment, .env, --config file, the network's file, preset, default. Secrets come from "
+        "the environment or .env only.",
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=columns
         ),
@@ -492,8 +504,7 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
     for name, value in _flatten(tree, ""):
         name = canonical(name) if canonical(name) in FLAGS else known.find(name).name
         _refuse_secret(name, known, f"does not belong into a configuration file such as {path}")
-        text = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-        found[name] = Given(text, f"{name} in {path}")
+        found[name] = Given(_words(value), f"{name} in {path}")
     return found
 
 
@@ -576,9 +587,63 @@ def load_config(
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()
     config = _build(known, {**defaults, **given}, warnings=warnings)
+    if config.general.network is not None:
+        config = _of_network(known, config, defaults, given)
     if check:
         _refuse(problems(config))
     return config
+
+
+def _of_network(
+    known: Schema, alone: Config, defaults: Mapping[str, Given], given: Mapping[str, Given]
+) -> Config:
+    """Return the configuration with the values of the network's file between preset and operator.
+
+    ``alone``: it without them. Raises ConfigError, ConfigAway.
+    """
+    place, warnings = str(alone.general.network), list(alone.warnings)
+    try:
+        network = read_network(
+            place,
+            keys={setting.network for setting in schema("validator") if setting.network},
+            kept=alone.run_folder,
+            tell=warnings.append,
+        )
+    except NetworkFileError as error:
+        raise ConfigError(
+            f"--network {place}: {error}, so nothing was started: {error.remedy}"
+        ) from None
+    except NetworkAway as error:
+        raise ConfigAway(
+            f"--network: {error}, so its rules are not known and nothing was started: check the "
+            "network, or give a file"
+        ) from None
+    rules = {
+        setting.name: Given(
+            _words(network.values[setting.network]), f"{setting.network} in {place}"
+        )
+        for setting in known
+        if setting.network in network.values
+    }
+    shared = _build(known, {**defaults, **rules})
+    ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
+    _refuse(
+        [
+            f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
+            f"{setting.network} in {place} says ({show(shared.get(setting.name))}), so no peer of "
+            "this network would have the same rules and nothing was started: leave it out"
+            for setting in known
+            if setting.fixed
+            and setting.name in given
+            and ours.get(setting.name) != shared.get(setting.name)
+        ]
+    )
+    return ours
+
+
+def _words(value: Any) -> str:
+    """The value of a TOML file as the text of a flag."""
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _refuse(found: Sequence[str]) -> None:
@@ -587,7 +652,13 @@ def _refuse(found: Sequence[str]) -> None:
         raise ConfigError(found[0] + (more if len(found) > 1 else ""))
 
 
-def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ...]) -> Config:
+def _build(
+    known: Schema,
+    given: Mapping[str, Given],
+    *,
+    warnings: tuple[str, ...] = (),
+    network: Network | None = None,
+) -> Config:
     arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
         setting = known.settings[name]
@@ -616,6 +687,7 @@ def _build(known: Schema, given: Mapping[str, Given], *, warnings: tuple[str, ..
         values=MappingProxyType(values),
         sources=MappingProxyType({name: entry.source for name, entry in given.items()}),
         warnings=warnings,
+        network=network,
         **packages,
     )
 

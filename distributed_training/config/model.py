@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from distributed_training.network import Network
+
 from .settings import (
     ChainSettings,
     DataSettings,
@@ -41,7 +43,39 @@ class AllSettings:
     validator: ValidatorSettings
 
 
+#: What an operator commonly gives; the help shows these first.
+USUAL = frozenset(
+    {
+        "network",
+        "preset",
+        "config",
+        "neuron.run_folder",
+        "neuron.name",
+        "wallet.name",
+        "wallet.hotkey",
+        "wallet.path",
+        "subtensor.chain_endpoint",
+        "axon.port",
+        "axon.external_ip",
+        "axon.external_port",
+        "dht.port",
+        "dht.ip",
+        "nproc_per_node",
+        "neuron.device",
+        "neuron.local_batch_size_train",
+        "neuron.activation_checkpointing",
+        "neuron.upload_steps",
+        "data.source",
+        "data.workers",
+        "data.cache_dir",
+        "r2.account_id",
+        "neuron.page_port",
+        "neuron.stop_timeout",
+    }
+)
+
 TITLES: Mapping[str, str] = {
+    "usual": "Usual",
     "general": "General",
     "miner": "Loop and launcher",
     "nodes": "More than one machine",
@@ -53,6 +87,7 @@ TITLES: Mapping[str, str] = {
     "diagnostics": "Diagnostics",
     "telemetry": "Log and events",
     "validator": "Validator",
+    "network": "Set by the network's file",
 }
 
 
@@ -64,6 +99,7 @@ class Config(AllSettings):
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
+    network: Network | None = None  # that --network names; None: the public one, or a preset's
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a flag by its name (``neuron.upload_steps``)."""
@@ -75,7 +111,7 @@ class Config(AllSettings):
 
     @property
     def is_public(self) -> bool:
-        """On the public network: ``--preset public``, or one of its presets for a GPU's memory."""
+        """On the internet: any preset but that of a subnet on this machine."""
         return self.preset.startswith("public")
 
     @property

@@ -1,16 +1,13 @@
 """Presets: named sets of flag values between a flag's default and what the operator gives.
 
-``public`` is the public network: the fields' own defaults, and the subnet's number. ``public-24gb``
-and its like are the same for GPUs of so much memory. ``local`` is a subnet on one machine without a
-GPU; the local network's launcher gives addresses, ports and keys as flags and environment variables
-on top of it.
+``public`` holds nothing: the network's file says it all. ``public-24gb`` and its like are what fits
+GPUs of so much memory. ``local`` is a subnet on one machine without a GPU; the local network's
+launcher gives addresses, ports and keys as flags and environment variables on top of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from distributed_training.protocol.names import NETUID
 
 # Memory of one GPU in GB -> activation checkpointing, sequences per micro-batch, and how many such
 # GPUs the public network's model of 4 billion parameters takes then. Estimates of common.memory,
@@ -25,20 +22,16 @@ CARDS: Mapping[int, tuple[str, int, int]] = {
     141: ("none", 8, 1),
 }
 
-_PUBLIC = {"netuid": str(NETUID)}
-
 PRESETS: Mapping[str, Mapping[str, str]] = {
-    "public": _PUBLIC,
+    "public": {},
     **{
-        f"public-{size}gb": _PUBLIC
-        | {
+        f"public-{size}gb": {
             "neuron.activation_checkpointing": checkpointing,
             "neuron.local_batch_size_train": str(micro_batch),
         }
         for size, (checkpointing, micro_batch, _) in CARDS.items()
     },
     "local": {
-        "netuid": str(NETUID),
         "neuron.device": "cpu",
         "neuron.page_port": "off",  # the whole subnet has one
         "neuron.global_tokenizer_name": "bytes",

@@ -1,6 +1,7 @@
 """All settings, one class for each package.
 
-The network's values are the defaults; presets (``presets.py``) replace them as a group. The class
+Defaults are the public network's; presets (``presets.py``) replace them as a group, and so does a
+network's file, in which ``network=`` is the key of a value. The class
 docstrings say what each group is for; the text below a field is its help.
 """
 
@@ -14,9 +15,6 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
-
-from distributed_training.protocol import names
-from distributed_training.protocol.names import NETUID
 
 from .extras import extra
 from .types import (
@@ -51,6 +49,9 @@ from .types import (
 class GeneralSettings:
     """Where defaults come from."""
 
+    network: str | None = flag("network", None)
+    """the network to join: its file, or the https:// URL of it (default: the public network's,
+    which comes with the program)"""
     preset: Literal[
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-80gb",
         "public-141gb", "local",
@@ -74,7 +75,7 @@ class ChainSettings:
     """
 
     # identity
-    netuid: int = flag("netuid", NETUID, ge=0, le=65535)
+    netuid: int = flag("netuid", network="chain.netuid", ge=0, le=65535)
     """number of the subnet (38 on the public network)"""
     wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
     """folder of the wallet (its coldkey is not read)"""
@@ -84,13 +85,13 @@ class ChainSettings:
     """folder of all wallets"""
 
     # chain
-    network: Subtensor = flag("subtensor.network", "finney")
+    network: Subtensor = flag("subtensor.network", network="chain.endpoint")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
     """URL of the chain node; wins over --subtensor.network"""
     fallback_endpoints: Words[NodeUrl] = flag("subtensor.fallback_endpoints", ())
     """further URLs to try when the first one fails (default: the SDK's list for the network)"""
-    local_url: WebUrl | None = flag("chain.local_url", None)
+    local_url: WebUrl | None = flag("chain.local_url", network="chain.url")
     """http:// URL of a local subnet's chain server; it is then used instead of a Subtensor"""
     poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the current block"""
@@ -236,23 +237,25 @@ def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
 class DataSettings:
     """Where text comes from and how far ahead it is prepared."""
 
-    source: str = flag("data.source", "hf")
+    source: str = flag("data.source", network="data.source", fixed=False)
     """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
     machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
     'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
     mix: Text = flag("data.mix", "")
     """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
-    dataset: str = flag("data.dataset", names.DATASET)
+    dataset: str = flag("data.dataset", network="data.dataset")
     """dataset of --data.source hf"""
-    rows_url: WebUrl = flag("data.rows_url", "https://datasets-server.huggingface.co")
+    rows_url: WebUrl = flag("data.rows_url", network="data.rows_url", fixed=False)
     """server of the rows API"""
-    text_column: str = flag("data.text_column", "text")
+    text_column: str = flag("data.text_column", network="data.text_column", fixed=False)
     """column or key that holds a row's text"""
-    pages_per_block: int = flag("data.pages_per_block", 5, ge=1, le=1000)
+    pages_per_block: int = flag(
+        "data.pages_per_block", network="data.pages_per_block", ge=1, le=1000
+    )
     """pages of each block; validators look at the first two"""
-    rows_per_page: int = flag("data.rows_per_page", 100, ge=1, le=100_000)
+    rows_per_page: int = flag("data.rows_per_page", network="data.rows_per_page", ge=1, le=100_000)
     """rows of a page"""
-    max_length: int = flag("data.max_length", 1024, ge=1, le=10_000_000)
+    max_length: int = flag("data.max_length", network="data.max_length", ge=1, le=10_000_000)
     """tokens of a row; the rest of it is dropped"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
     """blocks prepared ahead of the one in training"""
@@ -334,19 +337,32 @@ class MinerSettings:
     """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
     and the miner waits so long to be registered again (`btcli subnet register`), then ends with
     status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
-    epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
+    epoch_length: int = flag(
+        "neuron.epoch_length", network="round.epoch_length", ge=1, le=1_000_000
+    )
     """read by the validator only: blocks between two times it writes its weights to the chain"""
-    blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
+    blocks_per_allreduce: int = flag(
+        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce", ge=1, le=1_000_000
+    )
     """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least 750 after that on the public network, as validators do"""
-    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
+    blocks_per_allreduce_later: int = flag(
+        "validator.blocks_per_allreduce_later",
+        network="round.blocks_per_allreduce_later",
+        ge=0,
+        le=1_000_000,
+    )
+    """blocks between two rounds after the first successful one; 0: no change"""
+    global_model_name: GlobalBucket = flag(
+        "neuron.global_model_name", network="store.global_bucket"
+    )
     """bucket of the global model; a miner's own bucket is this name and its uid"""
-    global_tokenizer_name: str = flag("neuron.global_tokenizer_name", names.TOKENIZER_NAME)
+    global_tokenizer_name: str = flag("neuron.global_tokenizer_name", network="tokenizer.name")
     """tokenizer, by its Hugging Face name or as a folder"""
-    master_ss58_address: Hotkey = flag("neuron.master_ss58_address", names.MASTER_HOTKEY)
+    master_ss58_address: Hotkey = flag("neuron.master_ss58_address", network="chain.master_hotkey")
     """hotkey of the validator that owns the global bucket and calls the rounds"""
     round_reload_timeout: Duration = flag(
-        "neuron.round_reload_timeout", 2640 * SECOND, ge=SECOND, le=DAY
+        "neuron.round_reload_timeout", network="round.reload_timeout", ge=SECOND, le=DAY
     )
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
@@ -462,7 +478,9 @@ class StoreSettings:
         "r2.write_secret_access_key", None, env="R2_WRITE_SECRET_ACCESS_KEY"
     )
     """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
-    endpoint_url: WebUrl | None = flag("r2.endpoint_url", None, env="R2_ENDPOINT_URL")
+    endpoint_url: WebUrl | None = flag(
+        "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
+    )
     """object store to use instead of R2, e.g. http://127.0.0.1:9000"""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
     """R2 jurisdiction the buckets were made in"""
@@ -480,13 +498,22 @@ class StoreSettings:
     """wait for a connection to the object store"""
     read_timeout: Duration = flag("r2.read_timeout", 60 * SECOND, ge=SECOND / 10, le=HOUR)
     """wait for the object store's answer, or for the next bytes of a download"""
-    global_model_name: GlobalBucket = flag("neuron.global_model_name", names.GLOBAL_MODEL_NAME)
+    global_model_name: GlobalBucket = flag(
+        "neuron.global_model_name", network="store.global_bucket"
+    )
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
     """publish at most every so many inner steps"""
-    minimum_valid_inner_step: int = flag("neuron.minimum_valid_inner_step", 50, ge=0, le=1_000_000)
+    minimum_valid_inner_step: int = flag(
+        "neuron.minimum_valid_inner_step",
+        network="round.minimum_valid_inner_step",
+        ge=0,
+        le=1_000_000,
+    )
     """first inner step of an outer step to publish; lowered, with a warning, if that is too late"""
-    age_limit: Duration = flag("neuron.repo_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY)
+    age_limit: Duration = flag(
+        "neuron.repo_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
+    )
     """age of gradients.pt from which validators count the bucket as stale"""
     upload_slack: Duration = flag("neuron.upload_slack", 240 * SECOND, ge=0 * SECOND, le=DAY)
     """a publication should end at least this long before a round or the age limit"""
@@ -517,11 +544,6 @@ class StoreSettings:
         return self.file_deadline or min(self.age_limit, DAY)
 
 
-#: Bytes of an uncompressed part. All peers of a group cut tensors into parts of as many values: one
-#: that cuts otherwise fails the round for everybody.
-PUBLIC_PART_SIZE = 512 * 1024
-
-
 @dataclass(frozen=True, config=SETTINGS)
 class SwarmSettings:
     """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
@@ -533,36 +555,40 @@ class SwarmSettings:
     auto: what hivemind finds out itself)"""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
     """IPv4 address the swarm listens on"""
-    initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", names.BOOTSTRAP_PEERS)
+    initial_peers: Words[PeerAddress] = flag(
+        "neuron.initial_peers", network="swarm.initial_peers", fixed=False
+    )
     """peers through which the swarm is joined, as /ip4/<ip>/tcp/<port>/p2p/<peer id>"""
-    run_id: str = flag("neuron.run_id", names.RUN_ID)
+    run_id: str = flag("neuron.run_id", network="run_id")
     """names the swarm; all peers of a run must agree"""
-    min_group_size: int = flag("neuron.min_group_size", 32, ge=2, le=4096)
+    min_group_size: int = flag(
+        "neuron.min_group_size", network="round.min_group_size", ge=2, le=4096
+    )
     """fewest peers a round may take place with"""
     min_matchmaking_time: Duration = flag(
-        "neuron.min_matchmaking_time", 30 * SECOND, ge=SECOND / 10, le=HOUR
+        "neuron.min_matchmaking_time", network="round.min_matchmaking_time", ge=SECOND / 10, le=HOUR
     )
     """how long a round gathers peers before the averaging begins"""
     request_timeout: Duration = flag(
-        "neuron.request_timeout", 10 * SECOND, ge=SECOND / 10, le=10 * MINUTE
+        "neuron.request_timeout", network="round.request_timeout", ge=SECOND / 10, le=10 * MINUTE
     )
     """matchmaking: how long one answer of a group's leader is waited for; raise it when groups
     split on slow networks"""
     next_chunk_timeout: Duration = flag(
-        "neuron.next_chunk_timeout", 45 * SECOND, ge=SECOND / 10, le=HOUR
+        "neuron.next_chunk_timeout", network="round.next_chunk_timeout", ge=SECOND / 10, le=HOUR
     )
     """averaging: a peer that sends nothing for this long is left out (as a reducer: twice it)"""
     allreduce_timeout: Duration = flag(
-        "neuron.allreduce_timeout", 795 * SECOND, ge=SECOND / 10, le=6 * HOUR
+        "neuron.allreduce_timeout", network="round.allreduce_timeout", ge=SECOND / 10, le=6 * HOUR
     )
     """averaging, after the group is found, from the first to the last part"""
     round_timeout: Duration = flag(
-        "neuron.round_timeout", 840 * SECOND, ge=SECOND / 10, le=6 * HOUR
+        "neuron.round_timeout", network="round.round_timeout", ge=SECOND / 10, le=6 * HOUR
     )
     """a whole round: matchmaking, retries and averaging; then it has failed"""
     start_timeout: Duration = flag("dht.start_timeout", 60 * SECOND, ge=SECOND, le=HOUR)
     """start of the DHT, one attempt; it is repeated with back-off"""
-    part_size: int = flag("neuron.part_size_bytes", PUBLIC_PART_SIZE, ge=1024, le=2**26)
+    part_size: int = flag("neuron.part_size_bytes", network="swarm.part_size", ge=1024, le=2**26)
     """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
     compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
     """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
@@ -633,37 +659,54 @@ class TrainingSettings:
     """sequences per micro-batch and rank; 'auto' measures at the first start which size that fits
     is the fastest, up to 32 and on a CPU up to 16. When memory runs out it is lowered by itself"""
     local_batch_size_train_effective: int = flag(
-        "neuron.local_batch_size_train_effective", 512, ge=1, le=1_000_000
+        "neuron.local_batch_size_train_effective",
+        network="training.effective_batch",
+        ge=1,
+        le=1_000_000,
     )
     """sequences per inner step over all ranks; rounded up to a multiple of micro-batch x ranks"""
-    sequence_length: int = flag("neuron.sequence_length", 1024, ge=2, le=1_000_000)
+    sequence_length: int = flag(
+        "neuron.sequence_length", network="training.sequence_length", ge=2, le=1_000_000
+    )
     """tokens per sequence, as the validators evaluate"""
-    learning_rate: float = flag("neuron.learning_rate", 2.5e-4, ge=0, le=10)
+    learning_rate: float = flag(
+        "neuron.learning_rate", network="training.learning_rate", ge=0, le=10
+    )
     """highest learning rate of AdamW, reached after the warm-up"""
-    warmup_steps: int = flag("neuron.warmup_steps", 1000, ge=0, le=10**9)
+    warmup_steps: int = flag("neuron.warmup_steps", network="training.warmup_steps", ge=0, le=10**9)
     """inner steps of linear warm-up of the learning rate"""
-    total_steps: int = flag("neuron.total_steps", 88000, ge=1, le=10**9)
+    total_steps: int = flag("neuron.total_steps", network="training.total_steps", ge=1, le=10**9)
     """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
     falls below a tenth of the highest rate, the rate stays at a tenth"""
-    weight_decay: float = flag("neuron.weight_decay", 0.1, ge=0, le=10)
+    weight_decay: float = flag("neuron.weight_decay", network="training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
-    adam_beta1: float = flag("neuron.adam_beta1", 0.9, ge=0, le=0.9999)
+    adam_beta1: float = flag("neuron.adam_beta1", network="training.adam_beta1", ge=0, le=0.9999)
     """first moment decay of AdamW"""
-    adam_beta2: float = flag("neuron.adam_beta2", 0.95, ge=0, le=0.9999)
+    adam_beta2: float = flag("neuron.adam_beta2", network="training.adam_beta2", ge=0, le=0.9999)
     """second moment decay of AdamW"""
-    gradient_clip: float = flag("neuron.gradient_clip", 1.0, ge=0, le=1e9)
+    gradient_clip: float = flag(
+        "neuron.gradient_clip", network="training.gradient_clip", ge=0, le=1e9
+    )
     """largest norm of the gradient of an inner step; 0 is off"""
-    outer_learning_rate: float = flag("neuron.outer_learning_rate", 0.8, ge=0, le=10)
+    outer_learning_rate: float = flag(
+        "neuron.outer_learning_rate", network="training.outer_learning_rate", ge=0, le=10
+    )
     """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
-    outer_momentum: float = flag("neuron.outer_momentum", 0.9, ge=0, le=1)
+    outer_momentum: float = flag(
+        "neuron.outer_momentum", network="training.outer_momentum", ge=0, le=1
+    )
     """Nesterov momentum of the outer step; all peers must agree"""
-    topk_compression: int = flag("neuron.topk_compression", 32, ge=1, le=4096)
+    topk_compression: int = flag(
+        "neuron.topk_compression", network="compression.top_k", ge=1, le=4096
+    )
     """values kept per row of the published pseudo-gradient"""
-    target_chunk: int = flag("neuron.target_chunk", 64, ge=1, le=4096)
+    target_chunk: int = flag("neuron.target_chunk", network="compression.chunk", ge=1, le=4096)
     """largest chunk side of the published pseudo-gradient's format"""
-    use_dct: bool = flag("neuron.use_dct", False)
+    use_dct: bool = flag("neuron.use_dct", network="compression.dct")
     """publish DCT coefficients; the validators of the public network cannot read them"""
-    momentum_decay: float = flag("neuron.momentum_decay", 0.999, ge=0, le=1)
+    momentum_decay: float = flag(
+        "neuron.momentum_decay", network="compression.momentum_decay", ge=0, le=1
+    )
     """decay of the error feedback of the published gradient"""
     error_feedback: Literal["best", "upload", "off"] = flag("neuron.error_feedback", "best")
     """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
@@ -718,14 +761,21 @@ class ValidatorSettings:
     """What the validator calls, scores and publishes, and when."""
 
     # the period
-    blocks_per_allreduce: int = flag("neuron.blocks_per_allreduce", 400, ge=1, le=1_000_000)
+    blocks_per_allreduce: int = flag(
+        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce", ge=1, le=1_000_000
+    )
     """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least 750 after that on the public network, as validators do"""
+    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
     blocks_per_allreduce_later: int = flag(
-        "validator.blocks_per_allreduce_later", 750, ge=0, le=1_000_000
+        "validator.blocks_per_allreduce_later",
+        network="round.blocks_per_allreduce_later",
+        ge=0,
+        le=1_000_000,
     )
     """blocks between two rounds after the first successful one; 0: no change"""
-    epoch_length: int = flag("neuron.epoch_length", 160, ge=1, le=1_000_000)
+    epoch_length: int = flag(
+        "neuron.epoch_length", network="round.epoch_length", ge=1, le=1_000_000
+    )
     """blocks between two times the weights are written to the chain"""
     tick: Duration = flag("validator.tick", SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the block clock"""
@@ -772,7 +822,7 @@ class ValidatorSettings:
     score_uids: int = flag("validator.score_uids", 25, ge=1, le=4096)
     """miners scored in one pass"""
     upload_age_limit: Duration = flag(
-        "validator.upload_age_limit", 4800 * SECOND, ge=SECOND, le=30 * DAY
+        "validator.upload_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
     )
     """an upload older than this makes its miner's total score zero"""
     evaluation_ranks: int = flag("validator.evaluation_ranks", 4, ge=1, le=64)

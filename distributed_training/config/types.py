@@ -27,15 +27,33 @@ from urllib.parse import urlsplit
 import base58
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
+from distributed_training.common.exits import ExitStatus
+from distributed_training.network import public_values
+
 
 class ConfigError(ValueError):
     """Bad input from the operator: one line naming cause, consequence and remedy. Exit status 2."""
 
+    status = ExitStatus.BAD_CONFIGURATION
+
+
+class ConfigAway(ConfigError):
+    """What the settings name is away and may come back: exit status 1."""
+
+    status = ExitStatus.FAULT
+
 
 #: The ``config=`` of every settings class. The string below a field is its help text.
+#: Defaults are validated too: those of the network's file are its texts.
 SETTINGS = ConfigDict(
-    extra="forbid", allow_inf_nan=False, str_min_length=1, use_attribute_docstrings=True
+    extra="forbid",
+    allow_inf_nan=False,
+    str_min_length=1,
+    use_attribute_docstrings=True,
+    validate_default=True,
 )
+
+_PUBLIC = public_values()
 
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
@@ -45,24 +63,36 @@ DAY = timedelta(days=1)
 
 def flag(
     name: str,
-    default: Any,
+    default: Any = None,
     *,
     ge: Any = None,
     le: Any = None,
     env: str | None = None,
     aliases: tuple[str, ...] = (),
+    network: str = "",
+    fixed: bool = True,
 ) -> Any:
     """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
 
     ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
     here or in its type. ``env`` names an environment variable that may give the value as well. A
-    field of type ``Secret`` comes from ``env`` only.
+    field of type ``Secret`` comes from ``env`` only. ``network`` is the key under which the
+    network's file gives the value; the default is the public network's. Where it is ``fixed``, all
+    peers must agree, and an operator who names a network's file may not give another.
     """
+    if network:
+        default = _PUBLIC.get(network)
     return Field(
         default,
         ge=ge,
         le=le,
-        json_schema_extra={"name": name, "env": env, "aliases": list(aliases)},
+        json_schema_extra={
+            "name": name,
+            "env": env,
+            "aliases": list(aliases),
+            "network": network,
+            "fixed": fixed,
+        },
     )
 
 

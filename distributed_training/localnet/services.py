@@ -24,10 +24,11 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
+from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
-from distributed_training.protocol.names import GLOBAL_MODEL_NAME, miner_bucket
+from distributed_training.protocol.names import miner_bucket
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
@@ -72,6 +73,7 @@ def _message(data: bytes) -> bytes:
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
 VALIDATOR_STAKE = 100_000.0
+GLOBAL_BUCKET = StoreSettings().global_model_name  # as on the public network
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 
@@ -114,8 +116,8 @@ class Services:
     def bucket(self, plan: NeuronPlan) -> str:
         """The validator owns the global bucket; a miner's is named after its uid."""
         if plan.kind == "validator":
-            return GLOBAL_MODEL_NAME
-        return miner_bucket(GLOBAL_MODEL_NAME, plan.uid)
+            return GLOBAL_BUCKET
+        return miner_bucket(GLOBAL_BUCKET, plan.uid)
 
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
         """A neuron's bucket, by default with the keys that may only read. Close it."""
@@ -210,7 +212,7 @@ class Services:
             "preset": "local",
             "neuron.name": plan.name,
             "neuron.run_folder": str(plan.folder),
-            "neuron.global_model_name": GLOBAL_MODEL_NAME,
+            "neuron.global_model_name": GLOBAL_BUCKET,
             "neuron.master_ss58_address": self.wallet(self._validator).ss58,
             "neuron.min_group_size": str(least + 1),  # the validator is one of the group
             "wallet.path": str(self._wallet_folder),

@@ -46,7 +46,7 @@ from distributed_training.node.identity import (
     seconds_per_block,
 )
 from distributed_training.node.start import fetch_tokenizer
-from distributed_training.protocol import lines, names, schedule
+from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.store.bucket_reader import RemoteState
 from distributed_training.store.s3 import StoreError
@@ -132,10 +132,10 @@ class Outside:
         )
 
     def round_clock(self) -> RoundClock:
-        """The public validator's period is longer from the first successful round on."""
+        """A validator's period may be longer from the first successful round on."""
         shortest = period = self.config.miner.blocks_per_allreduce
-        if self.config.is_public and self.facts.global_outer_step > 0:
-            period = max(period, schedule.BLOCKS_PER_ALLREDUCE_LATER)
+        if self.facts.global_outer_step > 0:
+            period = max(period, self.config.miner.blocks_per_allreduce_later)
         last = self.facts.model_config.get("last_allreduce_block")
         return RoundClock(
             chain_block=self.chain.block,

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 SECONDS_PER_BLOCK = 12.0
-BLOCKS_PER_ALLREDUCE_LATER = 750
 UPLOAD_AGE_LIMIT = timedelta(seconds=4800)
 RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20, 10 * now)
 

@@ -47,7 +47,6 @@ from distributed_training.store.s3 import S3ObjectStore, StoreError
 from distributed_training.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.nesterov import OUTER_LEARNING_RATE, OUTER_MOMENTUM
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalState,
@@ -199,8 +198,8 @@ def build(
             outer_step=0,
             weights=initial_weights(model_config, seed=settings.initial_seed),
             momentum=None,
-            learning_rate=OUTER_LEARNING_RATE,
-            mu=OUTER_MOMENTUM,
+            learning_rate=config.training.outer_learning_rate,
+            mu=config.training.outer_momentum,
             last_allreduce_block=0,
         )
 

@@ -25,6 +25,7 @@ from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.local import LocalChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
+from distributed_training.config.settings import StoreSettings
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
@@ -53,6 +54,8 @@ from tests.tools.chain_program import chain_program
 from tests.tools.forked import Program
 from tests.tools.gradient_file import build_payload
 from tests.tools.waiting import wait_for
+
+GLOBAL_BUCKET = StoreSettings().global_model_name
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,7 +100,7 @@ class Subnet:
         }
         file = io.BytesIO()
         torch.save(build_payload(codes, GradientMetadata(block, steps, 0, 1.0)), file)
-        store = self.store(names.miner_bucket(names.GLOBAL_MODEL_NAME, uid))
+        store = self.store(names.miner_bucket(GLOBAL_BUCKET, uid))
         store.put("epoch-0/gradients.pt", file.getvalue())
         extras = ConfigExtras((block,), steps)
         store.put("epoch-0/config.json", extras.merge_into(self.state.model_config))
@@ -145,7 +148,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         chain.commit(commitment)
         if uid != 200:
             chain.serve("127.0.0.1", 1)
-        name = names.GLOBAL_MODEL_NAME
+        name = GLOBAL_BUCKET
         bucket = name if uid == 200 else names.miner_bucket(name, uid)
         S3ObjectStore.from_settings(config.store, bucket=bucket, write=True).create_bucket()
         if uid != UIDS[-1]:
@@ -167,7 +170,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         mu=0.9,
         last_allreduce_block=chain.block(),
     )
-    store = S3ObjectStore.from_settings(config.store, bucket=names.GLOBAL_MODEL_NAME, write=True)
+    store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
     publisher = GlobalPublisher(store=store, folder=folder / "global")
     assert publisher.publish(state, "").ok
     pages = PageReader.from_settings(

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
-from distributed_training.protocol.names import MASTER_HOTKEY
+from distributed_training.config.settings import MinerSettings
 from tests.tools.r2_keys import KEYS
+
+MASTER_HOTKEY = MinerSettings().master_ss58_address
 
 pytestmark = pytest.mark.timeout(20)
 

@@ -22,14 +22,16 @@ from pydantic import SecretStr
 
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.loader import Setting, schema
+from distributed_training.config.settings import MinerSettings, SwarmSettings
 from distributed_training.node.start import make_run_folder
-from distributed_training.protocol.names import BOOTSTRAP_PEERS, MASTER_HOTKEY
 from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = list(schema("validator"))
+MASTER_HOTKEY = MinerSettings().master_ss58_address
+BOOTSTRAP_PEERS = SwarmSettings().initial_peers
 FLAGS = [setting for setting in SETTINGS if not setting.secret]
 
 # Each has opened something, crashed something or hidden something, here or elsewhere.

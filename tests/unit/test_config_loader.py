@@ -21,15 +21,16 @@ from distributed_training.config import (
     loader,
 )
 from distributed_training.config.loader import parser_of, schema
-from distributed_training.config.model import TITLES
+from distributed_training.config.model import TITLES, USUAL
 from distributed_training.config.presets import CARDS
-from distributed_training.protocol.names import BOOTSTRAP_PEERS
+from distributed_training.config.settings import SwarmSettings
 from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
 
 pytestmark = pytest.mark.timeout(30)
 
 ROOT = Path(__file__).parents[2]
+BOOTSTRAP_PEERS = SwarmSettings().initial_peers
 KEYS = r2_keys.KEYS | {"R2_WRITE_SECRET_ACCESS_KEY": "wr1te" + "e" * 59}  # seen where it leaks
 
 
@@ -111,10 +112,19 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
 
 def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> None:
     both = schema("validator")
-    assert list(both.classes) == list(TITLES)
+    assert ["usual", *both.classes, "network"] == list(TITLES)
     shared = {s.name: s.places for s in both if len(s.places) > 1}
     for name, places in shared.items():
         assert len({room for room, _ in places}) == len(places), f"{name} twice in one room"
+
+
+def test_the_help_begins_with_what_is_usual_and_ends_with_the_networks() -> None:
+    titles = [
+        line for line in parser_of(schema("miner")).format_help().splitlines() if line[:1] > " "
+    ]
+    groups = [line.removesuffix(":") for line in titles if line.endswith(":")]
+    assert groups[:2] == ["options", "Usual"] and groups[-1] == TITLES["network"]
+    assert {s.name for s in schema("miner") if s.group == "usual"} == USUAL and len(USUAL) == 25
 
 
 def test_presets_name_only_known_flags() -> None:

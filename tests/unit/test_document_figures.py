@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 GUIDE, PROTOCOL, PERFORMANCE = "docs/operator-guide.md", "docs/protocol.md", "docs/performance.md"
 PUBLIC = load_config("miner", [], environ=dict(r2_keys.KEYS), dotenv=None)
-LATER, FIRST = schedule.BLOCKS_PER_ALLREDUCE_LATER, PUBLIC.miner.blocks_per_allreduce
+LATER, FIRST = PUBLIC.miner.blocks_per_allreduce_later, PUBLIC.miner.blocks_per_allreduce
 MINUTES = schedule.SECONDS_PER_BLOCK / 60
 LEAST = PUBLIC.get("neuron.minimum_valid_inner_step")
 SHAPE = ModelShape.from_config(named_config("4b"))
@@ -50,7 +50,6 @@ def text_of(document: str) -> str:
         (GUIDE, f"{lines.ALL_REDUCE_DONE}: outer step 57 with 32 peers"),
         (PROTOCOL, f"{FIRST} until the network's first successful round, {LATER} from then on"),
         (PROTOCOL, f"{schedule.UPLOAD_AGE_LIMIT.total_seconds():,.0f} seconds old or older"),
-        ("docs/flags.md", f"at least {LATER} after that on the public network"),
         (
             PERFORMANCE,
             f"while a snapshot is written {HOST.snapshot / ROW:.0f} more, while a checkpoint is "

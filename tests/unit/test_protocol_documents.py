@@ -28,7 +28,7 @@ PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 
 def test_names() -> None:
     assert names.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
-    assert names.averager_prefix() == "v1_2_7_r5_grad_averager"
+    assert names.averager_prefix("v1_2_7_r5") == "v1_2_7_r5_grad_averager"
     assert names.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
 
 

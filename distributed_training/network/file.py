@@ -1,0 +1,270 @@
+"""A network is a file: the rules that all its peers share, signed by its master hotkey.
+
+``network.toml`` names chain, model, tokenizer, data, training constants, round clock, store and
+bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
+of the canonical form (protocol page, section 10). The digest is the run's id, so peers whose files
+differ use other DHT keys and other RPC names and cannot meet.
+
+Here a file is read, digested, signed and verified. Types and ranges of its values are those of the
+settings that they become; :mod:`distributed_training.config` applies them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from distributed_training.common.memory import ModelShape
+from distributed_training.protocol.names import RUN
+
+FORMAT = 1
+BUILT_IN = Path(__file__).parents[1] / "networks" / "dstrbtd-sn38.toml"
+LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
+
+_RUN_ID_DIGITS = 12
+_CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
+_OPTIONAL = {
+    "run_id", "signature", "model.config", "model.config_file", "store.endpoint",
+    *(key for keys in _CHAIN_KEYS.values() for key in keys),
+}  # fmt: skip
+_FIRST_TABLE = re.compile(r"^\s*\[", re.M)
+_SIGNATURE_LINE = re.compile(r"^\s*signature\s*=.*\n?", re.M)
+
+
+class NetworkFileError(ValueError):
+    """A network's file that is refused: the cause, and what to do."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.remedy = remedy
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Head:
+    """What a network's file says besides the values of flags. An alias is the key."""
+
+    format: Annotated[Literal[1], Field(alias="format")]
+    name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
+    version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
+    run: Annotated[int, Field(alias="run", ge=RUN, le=RUN)]
+    chain: Annotated[Literal["bittensor", "registry"], Field(alias="chain.kind")]
+    parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
+    miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
+    max_uids: Annotated[int, Field(alias="limits.max_uids", ge=2, le=4096)]
+    model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
+    signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
+
+
+HEAD_KEYS = {
+    "format", "name", "version", "run", "chain.kind", "model.parameters", "model.config",
+    "model.config_file", "store.miner_bucket", "limits.max_uids", "signature",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Network:
+    """One network's rules. ``values``: of the flags, by key (``training.sequence_length``)."""
+
+    place: str  # path or URL
+    head: Head
+    digest: str
+    values: Mapping[str, Any]
+    files: Mapping[str, str] = field(repr=False)  # name -> text: the file, the model's beside it
+
+    @property
+    def model(self) -> Mapping[str, Any] | None:
+        """The model's Hugging Face configuration; None where only the global bucket has it."""
+        return self.head.model
+
+    @property
+    def line(self) -> str:
+        """Which network this is, for the log."""
+        return (
+            f"network {self.head.name} version {self.head.version}, run {self.values['run_id']}, "
+            f"by {self.values['chain.master_hotkey']}"
+        )
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{"training.sequence_length": 1024, ...}``; what is deeper stays as it is."""
+    flat: dict[str, Any] = {}
+    for section, value in tree.items():
+        if isinstance(value, dict):
+            flat |= {f"{section}.{key}": inner for key, inner in value.items()}
+        else:
+            flat[section] = value
+    return flat
+
+
+def public_values() -> dict[str, Any]:
+    """Return what the built-in network gives to flags: the defaults of their settings."""
+    flat = flatten(tomllib.loads(BUILT_IN.read_text(encoding="utf-8")))
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
+
+
+def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str], str]) -> Network:
+    """Return the network of a file's ``text``, its signature verified.
+
+    Args:
+        place: Path or URL, to name in errors.
+        keys: Of the values that flags take; with those of :class:`Head`, all there are.
+        beside: Returns the text of another file at the same place.
+
+    Raises:
+        NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
+    """
+    try:
+        tree = tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise NetworkFileError(f"it is not TOML ({why})", "correct that line") from None
+    flat = flatten(tree)
+    if flat.get("format") != FORMAT:
+        raise NetworkFileError(
+            f"its format is {flat.get('format')!r} and this program reads {FORMAT}",
+            "update the miner, or ask the founder for a file of this format",
+        )
+    _refuse_unknown(flat, {*keys, *HEAD_KEYS})
+    files = {"network.toml": text}
+    if isinstance(name := flat.pop("model.config_file", None), str):
+        if "/" in name or name in ("", ".", "..", "network.toml"):
+            raise NetworkFileError(
+                f"model.config_file {name!r} is no name of a file beside it", "give such a name"
+            )
+        files[name] = beside(name)
+        flat["model.config"] = _model_of(name, files[name])
+    digest = digest_of(flat)
+    head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
+    _refuse_chain(head.chain, flat)
+    _refuse_size(head)
+    built_in = "signature" not in flat and digest == _built_in_digest()
+    if "run_id" in flat and not built_in:
+        raise NetworkFileError(
+            "it names a run_id, which is the digest of every file but the public network's",
+            "remove the line",
+        )
+    if not built_in:
+        _verify(head.signature, digest, str(flat.get("chain.master_hotkey")))
+    values = {key: value for key, value in flat.items() if key in keys}
+    values.setdefault("run_id", digest[:_RUN_ID_DIGITS])
+    values.setdefault("chain.netuid", 0)  # a registry is one network
+    return Network(place, head, digest, values, files)
+
+
+def digest_of(flat: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of the canonical form, in hex (protocol page, section 10)."""
+    rules = {key: value for key, value in flat.items() if key != "signature"}
+    try:
+        form = json.dumps(rules, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError):
+        raise NetworkFileError(
+            "it holds a date, nan or inf, which no key takes", "give a number or a text"
+        ) from None
+    return hashlib.sha256(form.encode()).hexdigest()
+
+
+def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
+    """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it."""
+    first = _FIRST_TABLE.search(text)
+    end = first.start() if first else len(text)
+    top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
+    flat = flatten(tomllib.loads(top + rest))
+    if (name := flat.pop("model.config_file", None)) is not None:
+        flat["model.config"] = _model_of(name, beside(name))
+    signature = bytes(signer.sign(_message(digest_of(flat)))).hex()
+    return f'{top}signature = "0x{signature}"\n\n{rest}'
+
+
+def _message(digest: str) -> bytes:
+    return f"network.toml {FORMAT} {digest}".encode()
+
+
+def _verify(signature: str | None, digest: str, hotkey: str) -> None:
+    from bittensor_core import verify  # the chain's client would take a second
+
+    if signature is None:
+        raise NetworkFileError("it is not signed", "ask the founder for the signed file")
+    try:
+        valid = verify(_message(digest), bytes.fromhex(signature[2:]), hotkey)
+    except ValueError:  # chain.master_hotkey is none
+        valid = False
+    if not valid:
+        raise NetworkFileError(
+            f"its signature is not that of chain.master_hotkey {hotkey} for these values: it was "
+            "altered after it was signed",
+            "fetch it again from the founder",
+        )
+
+
+def _built_in_digest() -> str:
+    return digest_of(flatten(tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))))
+
+
+def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str]) -> None:
+    for key in flat:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
+            raise NetworkFileError(f"{key!r} is not a key of it", hint)
+    missing = sorted(set(known) - set(flat) - _OPTIONAL)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise NetworkFileError(
+            f"{missing[0]}{more} is missing", "every peer needs each value: add it"
+        )
+
+
+def _refuse_chain(kind: str, flat: Mapping[str, Any]) -> None:
+    """Raise NetworkFileError unless ``[chain]`` has the keys of its kind and no other's."""
+    for of, keys in _CHAIN_KEYS.items():
+        for key in sorted(keys):
+            if (key in flat) != (of == kind):
+                wrong = "is missing" if of == kind else "has no place"
+                raise NetworkFileError(
+                    f"{key} {wrong} with chain.kind {kind!r}",
+                    "add it" if of == kind else "remove it",
+                )
+
+
+def _head(found: Mapping[str, Any]) -> Head:
+    try:
+        return Head(**found)
+    except ValidationError as refusal:
+        error = refusal.errors(include_url=False)[0]
+        key, shown = ".".join(map(str, error["loc"][:1])), repr(error["input"])[:100]
+        raise NetworkFileError(f"{key} {shown}: {error['msg']}", "correct it") from None
+
+
+def _refuse_size(head: Head) -> None:
+    """Raise NetworkFileError where the number of parameters is not the configuration's."""
+    try:
+        count = ModelShape.from_config(head.model or {}).parameters
+    except ValueError:  # only in the global bucket, or of a kind whose size is not known
+        return
+    if abs(count - head.parameters) > 0.05 * count:
+        raise NetworkFileError(
+            f"model.parameters is {head.parameters} and its model.config has {count}",
+            "correct the one that is wrong",
+        )
+
+
+def _model_of(name: str, text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict):
+        raise NetworkFileError(
+            f"model.config_file {name} is no JSON object", "give the model's config.json"
+        )
+    return content

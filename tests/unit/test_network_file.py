@@ -1,0 +1,215 @@
+"""A network's file: read strictly, signed, and different for whoever has other rules."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import httpx
+import pytest
+from bittensor_core import Keypair
+
+from distributed_training.common.exits import ExitStatus
+from distributed_training.common.ports import free_ports
+from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config.loader import schema
+from distributed_training.config.types import ConfigAway
+from distributed_training.network import keep, signed, source
+from distributed_training.network.file import BUILT_IN, HEAD_KEYS, digest_of, flatten
+from distributed_training.protocol.names import averager_prefix
+from tests.tools.r2_keys import KEYS
+
+pytestmark = pytest.mark.timeout(60)
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = (ROOT / "docs" / "network-file.md").read_text(encoding="utf-8")
+EXAMPLE = DOCUMENT.partition("```toml\n")[2].partition("```")[0]
+ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
+
+
+def beside(name: str) -> str:
+    raise AssertionError(f"{name} was asked for")
+
+
+def changed(old: str, new: str, *, signer: Keypair | None = ALICE) -> str:
+    """The example with one change; signed again unless ``signer`` is None."""
+    assert old in EXAMPLE
+    text = EXAMPLE.replace(old, new)
+    return signed(text, signer, beside=beside) if signer else text
+
+
+def load(text: str, folder: Path, *flags: str, kind: str = "miner") -> Config:
+    path = folder / "network.toml"
+    path.write_text(text)
+    argv = ("--neuron.run_folder", str(folder / "run"), "--network", str(path), *flags)
+    return load_config(kind, argv, environ=KEYS, dotenv=None)
+
+
+def refused(text: str, folder: Path, *flags: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(text, folder, *flags)
+    assert error.value.status == ExitStatus.BAD_CONFIGURATION
+    assert "so nothing was started" in str(error.value) or "and nothing was started" in str(
+        error.value
+    )
+    assert "\n" not in str(error.value) and not (folder / "run").exists()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["miner", "validator"])
+def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
+    config = load(EXAMPLE, tmp_path, kind=kind)
+    assert config.network and config.swarm.run_id == config.network.digest[:12]
+    assert config.chain.local_url == "https://registry.example.org"
+    assert config.miner.master_ss58_address == ALICE.ss58_address
+    assert config.store.global_model_name == "example-model" and config.swarm.min_group_size == 3
+    assert config.sources["neuron.sequence_length"] == (
+        f"training.sequence_length in {tmp_path / 'network.toml'}"
+    )
+    shown = "\n".join(describe(config))
+    assert config.network.line in shown and "sequence_length" not in shown
+
+
+def test_every_key_is_in_the_example_or_optional() -> None:
+    keys = {s.network for s in schema("validator") if s.network} | HEAD_KEYS
+    optional = {"run_id", "model.config_file", "store.endpoint", "chain.endpoint", "chain.netuid"}
+    assert keys - set(flatten(tomllib.loads(EXAMPLE))) == optional
+
+
+def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path) -> None:
+    model = tomllib.loads(EXAMPLE)["model"]["config"]
+    head, _, rest = EXAMPLE.partition("\n[model.config]")
+    elsewhere = head + '\nconfig_file = "m.json"\n' + rest[rest.index("[tokenizer]") :]
+    (tmp_path / "m.json").write_text(json.dumps(model))
+    plain = re.sub(r" +#.*", "", EXAMPLE)
+    digests = {load(text, tmp_path).network.digest for text in (EXAMPLE, elsewhere, plain)}
+    assert len(digests) == 1
+    (tmp_path / "m.json").write_text(json.dumps(model | {"rope_theta": 5e5}))
+    assert "was altered" in refused(elsewhere, tmp_path)
+
+
+def test_the_canonical_form_is_the_documents() -> None:
+    import hashlib
+
+    flat = {"b": 1, "signature": "0x", "a.é": [0.00025, 1e-5, "x y", True]}
+    form = b'{"a.\\u00e9":[0.00025,1e-05,"x y",true],"b":1}'
+    assert digest_of(flat) == hashlib.sha256(form).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        ("format = 1 ", "format = 2 ", "its format is 2 and this program reads 1"),
+        ("warmup_steps", "warmup_step", "did you mean training.warmup_steps?"),
+        ("[compression] ", "[comprssion] ", "did you mean compression."),
+        ("gradient_clip = 1.0\n", "", "training.gradient_clip is missing"),
+        ("sequence_length = 1024", "sequence_length = 1", "1 is less than 2"),
+        ("sequence_length = 1024", 'sequence_length = "x"', "'x' is not a whole number"),
+        ("outer_momentum = 0.9", "outer_momentum = 1.5", "training.outer_momentum in"),
+        ("outer_momentum = 0.9", "outer_momentum = nan", "a date, nan or inf"),
+        ("outer_momentum = 0.9", "outer_momentum = 2026-01-01", "a date, nan or inf"),
+        ('"45s"', '"9999s"', "9999s is more than 3600s"),
+        ("max_uids = 256", "max_uids = 1", "limits.max_uids 1"),
+        ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
+        ("run = 5 ", "run = 6 ", "run 6"),
+        ("version = 1 ", "version = true ", "version True"),
+        ("1_872_576 ", "4_000_000_000 ", "its model.config has 1872576"),
+        ('{uid:03d}"', '{uid}"', "store.miner_bucket"),
+        (
+            "\nurl = ",
+            "\nnetuid = 3\nurl = ",
+            "chain.netuid has no place with chain.kind 'registry'",
+        ),
+        ("run = 5 ", 'run_id = "v1_2_7_r5"\nrun = 5 ', "it names a run_id"),
+        ("[limits]", "[limits", "it is not TOML"),
+    ],
+)
+def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
+    try:
+        bad = changed(old, new)
+    except ValueError:  # cannot be signed
+        bad = changed(old, new, signer=None)
+    assert text in refused(bad, tmp_path)
+
+
+def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
+    unsigned = re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M)
+    assert "it is not signed" in refused(unsigned, tmp_path)
+    altered = changed("min_group_size = 3", "min_group_size = 4", signer=None)
+    assert "it was altered" in refused(altered, tmp_path)
+    by_bob = changed("min_group_size = 3", "min_group_size = 4", signer=BOB)
+    assert "it was altered" in refused(by_bob, tmp_path)
+    assert load(changed("min_group_size = 3", "min_group_size = 4"), tmp_path)
+
+
+def test_one_that_cannot_be_read(tmp_path: Path) -> None:
+    for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n"):
+        with pytest.raises(ConfigError, match=r"^--network") as error:
+            load_config("miner", ("--network", place), environ=KEYS, dotenv=None)
+        assert error.value.status == ExitStatus.BAD_CONFIGURATION
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            ("--neuron.sequence_length", "512"),
+            ("--neuron.sequence_length 512", "training.sequence_length in", "(1024)"),
+        ),
+        (("--neuron.run_id", "v1_2_7_r5"), ("--neuron.run_id v1_2_7_r5", "run_id in")),
+        (("--netuid", "38"), ("--netuid 38", "chain.netuid in")),
+    ],
+)
+def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> None:
+    text = refused(EXAMPLE, tmp_path, *flags)
+    assert all(word in text for word in words)
+
+
+def test_the_same_value_and_what_is_an_operators_own_are_taken(tmp_path: Path) -> None:
+    mine = ("--neuron.sequence_length", "1024", "--data.source", "parquet:/data")
+    config = load(EXAMPLE, tmp_path, *mine, "--preset", "public-24gb", "--neuron.upload_steps", "9")
+    assert config.data.source == "parquet:/data" and config.store.upload_steps == 9
+    assert config.training.activation_checkpointing == "full"
+
+
+def test_the_built_in_network_is_the_default(tmp_path: Path) -> None:
+    """Unsigned, since it ships with the program; a copy of it too, but no other file."""
+    alone = load_config("validator", [], environ=KEYS, dotenv=None)
+    assert (ROOT / "networks" / "dstrbtd-sn38.toml").samefile(BUILT_IN)
+    text = BUILT_IN.read_text()
+    named = load(text, tmp_path, kind="validator")
+    own = {"network", "neuron.run_folder"}
+    differ = {name for name, value in alone.values.items() if value != named.values[name]}
+    assert differ == own and named.swarm.run_id == "v1_2_7_r5"
+    assert averager_prefix(named.swarm.run_id) == "v1_2_7_r5_grad_averager"
+    assert "it names a run_id" in refused(text.replace("1024", "1025"), tmp_path)
+
+
+def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_FIRST_WAIT", 0.0)
+    url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"
+    argv = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url)
+
+    def configuration() -> Config:
+        return load_config("miner", argv, environ=KEYS, dotenv=None)
+
+    with pytest.raises(ConfigAway, match="does not answer") as error:  # nobody listens
+        configuration()
+    assert error.value.status == ExitStatus.FAULT and not (tmp_path / "run").exists()
+    with monkeypatch.context() as answered:
+        server = httpx.Client(
+            transport=httpx.MockTransport(lambda _: httpx.Response(200, text=EXAMPLE))
+        )
+        answered.setattr(httpx, "stream", server.stream)
+        config = configuration()
+    (tmp_path / "run").mkdir()
+    keep(config.network, tmp_path / "run")
+    again = configuration()
+    assert again.network == config.network
+    (line,) = again.warnings
+    assert "does not answer" in line and "the copy of an earlier start" in line
+    other = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url + "l")
+    with pytest.raises(ConfigAway):  # the copy is of another URL
+        load_config("miner", other, environ=KEYS, dotenv=None)
