@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import socket
 import struct
@@ -30,6 +31,7 @@ from typing import Any
 
 import h11
 
+from distributed_training.common.backoff import doubling
 from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
@@ -40,8 +42,8 @@ from .callers import Admission, normalize
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024
 MAX_HEAD_LINES = 64
-# Between two looks at an unfinished request, in seconds; doubled from the first to the longest.
-FIRST_PAUSE, LONGEST_PAUSE = 0.005, 1.0
+# Between two looks at an unfinished request; doubled from the first to the longest.
+FIRST_PAUSE, LONGEST_PAUSE = timedelta(milliseconds=5), timedelta(seconds=1)
 MOST_AT_ONCE = 64 * 1024  # bytes
 
 _END_OF_HEAD = b"\r\n\r\n"
@@ -171,16 +173,15 @@ class Exchange:
         await loop.sock_sendall(connection, reply_bytes(status, fields))
 
     async def _receive(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
-        pause = FIRST_PAUSE
-        while True:
+        for looks in itertools.count(1):
             data = await loop.sock_recv(connection, MOST_AT_ONCE)
             if not data:
                 raise ConnectionResetError("the client hung up")
             self._received += data
             if self._take():
                 return
-            await asyncio.sleep(pause)
-            pause = min(LONGEST_PAUSE, 2 * pause)
+            pause = doubling(looks, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+            await asyncio.sleep(pause.total_seconds())
 
     def _take(self) -> bool:
         """Whether the request is complete. Raises Refused."""

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from distributed_training.common.backoff import doubling
+from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.config.settings import ChainSettings
 
 from .base import Chain, ChainError, LastKnown, Neuron
@@ -131,7 +131,8 @@ class BittensorChain(LastKnown):
         self._netuid = settings.netuid
         self._sleep = sleep
         self._newest = NewestBlocks(monotonic=monotonic)
-        self._looked_at = self._told_at = float("-inf")  # the last whole look; the last line
+        self._looked_at = float("-inf")  # the last whole look
+        self._failure_lines = Throttle(_LOG_INTERVAL, most_keys=1, clock=monotonic)
         self._endpoint = ""  # of the connection
         self._asked_another = threading.Event()
         self._client: Any = None
@@ -258,12 +259,10 @@ class BittensorChain(LastKnown):
     def _failed(self, endpoint: str, error: Exception) -> None:
         """Count a failure. Log it if the last look was whole, or none for a while."""
         self._counts["failures"] += 1
-        now = self._monotonic()
-        if now - self._told_at <= _LOG_INTERVAL and self._looked_at < self._told_at:
+        if not self._failure_lines(self._looked_at):
             return
-        self._told_at = now
         known = (
-            f"going on with what was known {now - self._looked_at:.0f} s ago"
+            f"going on with what was known {self._monotonic() - self._looked_at:.0f} s ago"
             if self._looked_at > float("-inf")
             else "nothing is known yet"
         )

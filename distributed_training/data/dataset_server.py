@@ -19,11 +19,13 @@ import threading
 import time
 import zlib
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import write_bytes
 from distributed_training.config.settings import DataSettings
 
@@ -112,7 +114,7 @@ class PageCache:
 
 
 _MAX_REPLY = 64 * 2**20  # a page of 100 rows is about 0.5 MB; more is not a page
-_FIRST_WAIT, _MAX_WAIT = 0.5, 30.0
+_FIRST_WAIT, _MAX_WAIT = timedelta(seconds=0.5), timedelta(seconds=30)
 _LONGEST_HOLD = 900.0  # whatever a server asks for
 _ASK_AGAIN = 300.0  # for the table, after a failure
 _WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
@@ -284,7 +286,7 @@ class RowsApiSource:
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
         """The JSON of a reply. Raises PageUnavailable when attempts or deadline are used up."""
-        wait, problem = _FIRST_WAIT, "not asked"
+        problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
         deadline = time.monotonic() + self._page_deadline
         for attempt in range(self._attempts):
             if not self._hold(deadline):
@@ -292,7 +294,7 @@ class RowsApiSource:
                     left = self._hold_until - time.monotonic()
                     problem = f"the server asked to be left alone for {left:.0f} s more"
                 break
-            asked: float | None = None
+            pause, asked = waits.failed().total_seconds(), None
             try:
                 return _parse(self._request(path, query))
             except httpx.HTTPStatusError as error:
@@ -303,19 +305,16 @@ class RowsApiSource:
                     break  # asking again gives the same answer
                 asked = retry_after(error.response.headers.get("Retry-After"))
                 if status == 429:
-                    hold = wait if asked is None else min(asked, _LONGEST_HOLD)
-                    self._hold_until = time.monotonic() + hold
+                    self._hold_until = time.monotonic() + min(asked or pause, _LONGEST_HOLD)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 self._counts.add("http_failures")
             if attempt + 1 == self._attempts:
                 break
-            pause = wait * random.uniform(0.5, 1.5)
             pause = max(pause, asked or 0.0)
             if time.monotonic() + pause >= deadline:
                 break
             time.sleep(pause)
-            wait = min(2 * wait, _MAX_WAIT)
         where = ", ".join(query[k] for k in ("config", "offset") if k in query)
         raise PageUnavailable(f"/{path} {where or self._dataset}: {problem}")
 

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 
-from distributed_training.common.backoff import doubling
+from distributed_training.common.backoff import Backoff
 
 from .block_builder import Failure, Prepared, WorkerSpec
 from .worker import DataWorker
@@ -30,7 +30,7 @@ class WorkerPool:
     def __init__(self, spec: WorkerSpec, *, count: int) -> None:
         self._spec = spec
         self._workers = [DataWorker(spec) for _ in range(count)]
-        self._failures = 0  # in a row, starts included
+        self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
         self._blamed: Counter[int] = Counter()  # block: workers that ended over it
         self._retry_at = 0.0
         self.restarts = 0
@@ -58,7 +58,7 @@ class WorkerPool:
                 continue
             for answer in arrived:
                 if isinstance(answer, Prepared):
-                    self._failures = 0
+                    self._backoff.succeeded()
                 self._blamed.pop(answer.block, None)
                 yield answer
 
@@ -66,9 +66,7 @@ class WorkerPool:
         now = time.monotonic()
         if now < self._retry_at:
             return
-        self._failures += 1
-        wait = doubling(self._failures, first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._retry_at = now + wait.total_seconds()
+        self._retry_at = now + self._backoff.failed().total_seconds()
         self.restarts += 1
         dead = self._workers[index]
         try:

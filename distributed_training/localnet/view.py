@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -72,7 +71,7 @@ class LiveView:
         self._console = console or Console(highlight=False)
         self._plain_line = Throttle(plain_interval.total_seconds())
         self._started = time.monotonic()
-        self._drawn_at = -math.inf
+        self._redraw = Throttle(_REDRAW_SECONDS)
         self._live: Live | None = None
         if isinstance(self._console.file, io.TextIOWrapper):
             self._console.file.reconfigure(errors="replace")  # a terminal of ASCII
@@ -87,12 +86,10 @@ class LiveView:
 
     def update(self, headline: str, states: Sequence[NeuronState]) -> None:
         """Show the present. Cheap to call often."""
-        now = time.monotonic()
         lines = {state.name: neuron_line(state) for state in states}
         if self._live is not None:
-            if now - self._drawn_at < _REDRAW_SECONDS:
+            if not self._redraw():
                 return
-            self._drawn_at = now
             head = Text(f"{self._clock}  {headline}", style="bold", no_wrap=True, overflow="crop")
             rows = [Text(line, no_wrap=True, overflow="crop") for line in lines.values()]
             self._live.update(Group(head, *rows), refresh=True)

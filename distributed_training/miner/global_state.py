@@ -32,7 +32,7 @@ from torch import Tensor
 
 from distributed_training import __version__
 from distributed_training.chain.base import Chain, ChainError
-from distributed_training.common.backoff import doubling
+from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.common.files import read_state, write_state
 from distributed_training.config import Config
 from distributed_training.protocol import keys, names
@@ -377,15 +377,13 @@ class _Waiting:
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
-        self._said, self._said_at = "", 0.0
+        self._throttle = Throttle(_SAY_AGAIN)
         self._began = time.monotonic()
 
     def say(self, what: str, *, expected: bool = False) -> None:
-        now = time.monotonic()
-        if what == self._said and now - self._said_at < _SAY_AGAIN:
+        if not self._throttle(what):
             return
-        self._said, self._said_at = what, now
-        early = expected and now - self._began < _EXPECTED
+        early = expected and time.monotonic() - self._began < _EXPECTED
         level = logging.INFO if early else logging.WARNING
         log.log(level, "%s. Training cannot begin before; %s", what, self._advice)
 

@@ -46,6 +46,7 @@ from typing import Any, cast
 import psutil
 
 from distributed_training import __version__
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
@@ -283,7 +284,7 @@ class Host:
 
     def meet(self, stop: threading.Event) -> Plan | ExitStatus:
         """Wait for the other nodes; the ranks of all are to be started when this returns."""
-        settings, began, said = self._settings, time.monotonic(), -_SAY_AGAIN
+        settings, began, line_due = self._settings, time.monotonic(), Throttle(_SAY_AGAIN)
         wanted = set(range(1, settings.most))
         while not stop.is_set():
             with self._changed:
@@ -297,8 +298,7 @@ class Host:
             if begins:
                 if plan := self._begin(dict(sorted(ready.items()))):
                     return plan
-            elif waited - said >= _SAY_AGAIN:
-                said = waited
+            elif line_due():
                 missing = ", ".join(map(str, sorted(wanted - ready.keys())))
                 log.info("Waiting for node %s at %s", missing, settings.rdzv_endpoint)
         return ExitStatus.STOPPED
@@ -517,7 +517,7 @@ class Guest:
 
     def _connect(self, stop: threading.Event) -> None:
         endpoint, began = self._settings.rdzv_endpoint, time.monotonic()
-        said = -_SAY_AGAIN
+        line_due = Throttle(_SAY_AGAIN)
         while not stop.is_set():
             try:
                 connection = socket.create_connection((self._address, self._port), timeout=5)
@@ -530,8 +530,7 @@ class Guest:
                         f"({error.strerror or error}), so this node has nobody to train with: "
                         "start node 0, and open the port between the nodes in its firewall"
                     ) from None
-                if waited - said >= _SAY_AGAIN:
-                    said = waited
+                if line_due():
                     log.info("Waiting for node 0 at %s (%s)", endpoint, error)
                 stop.wait(1.0)
         else:

@@ -15,13 +15,13 @@ Uploads pause while a round needs the network link.
 from __future__ import annotations
 
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys, lines, names
 from distributed_training.protocol.types import StepReport
 from distributed_training.store.s3 import IntegrityError
@@ -66,7 +66,7 @@ class Publishing:
         self._world_size = world_size
         self._clock = clock
         self._taken: ev.SnapshotTaken | None = None  # until it was previewed
-        self._stale_list_said = -math.inf
+        self._stale_list_lines = Throttle(_STALE_LIST_EVERY, clock=clock)
 
     def see(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
         match event:
@@ -119,10 +119,7 @@ class Publishing:
         if not self._blocks.list_is_recent():
             # Trained on earlier blocks alone since the last publication.
             self._schedule.cancelled(again=True)
-            if now - self._stale_list_said <= _STALE_LIST_EVERY:
-                return []
-            self._stale_list_said = now
-            return [ev.SnapshotPutOff()]
+            return [ev.SnapshotPutOff()] if self._stale_list_lines() else []
         return [ev.SnapshotWanted()]
 
     def _completed(self) -> list[ev.Event]:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import Said, start_child, wait_or_kill
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
@@ -63,7 +64,8 @@ class Busy:
 
 log = logging.getLogger(__name__)
 
-_RESTART_WAIT = (1.0, 60.0)  # seconds: first, longest
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before it is restarted
+_STEADY = 600.0  # seconds; an uploader that lived so long ended for another reason
 
 
 class Uploader:
@@ -196,7 +198,7 @@ class Uploader:
                 self._connection.send(message)
 
     def _listen(self) -> None:
-        wait = _RESTART_WAIT[0]
+        backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
         while not self._closed.is_set():
             began = time.monotonic()
             assert self._connection is not None
@@ -207,8 +209,9 @@ class Uploader:
             self._process.wait()
             if self._closed.is_set():
                 return
-            if time.monotonic() - began > 600:
-                wait = _RESTART_WAIT[0]
+            if time.monotonic() - began > _STEADY:
+                backoff.succeeded()
+            wait = backoff.failed().total_seconds()
             log.warning(
                 "The uploader ended (status %s); it is started again in %.0f s and goes on where "
                 "it was",
@@ -220,7 +223,7 @@ class Uploader:
             while True:
                 if self._closed.wait(wait):
                     return
-                wait = min(2 * wait, _RESTART_WAIT[1])
+                wait = backoff.failed().total_seconds()
                 with self._lock:
                     if self._closed.is_set():
                         return

@@ -28,6 +28,7 @@ from typing import Any
 
 import psutil
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.processes import Parent, write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
@@ -44,6 +45,7 @@ log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __
 JOURNAL = "uploads.json"
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
+_CLAIM_LINES_EVERY = 600.0  # seconds between two lines with the same problem
 _PEER_ID_RETRY = timedelta(seconds=30)
 
 
@@ -193,19 +195,18 @@ class UploadLoop:
                 )
 
     def _keep_claim(self) -> None:
-        complaint = ""
+        lines = Throttle(_CLAIM_LINES_EVERY)
         take = self._settings.take_bucket
         wait = timedelta(0)
         while not self._closing.wait(wait.total_seconds()):
             wait = RENEW_EVERY
             try:
                 claim_bucket(self._store, self._instance, take=take)
-                complaint, take = "", False
+                take = False
             except StoreError as error:
                 wait = _CLAIM_RETRY
-                if str(error) != complaint:  # once, not every few seconds
-                    complaint = str(error)
-                    log.error("%s", complaint)
+                if lines(str(error)):
+                    log.error("%s", error)
 
     def _keep_clean(self) -> None:
         """Stuck uploads each hour, old outer steps when a new one was published."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind looks for typing's in annotations
 
@@ -29,6 +30,8 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
 from torch import Tensor
 
+from distributed_training.common.backoff import Backoff
+
 from . import wire
 from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
 from .host_link import Average, Failed, HostConfig, RoundOrder
@@ -43,7 +46,8 @@ COMPRESSIONS = {
     "float16": Float16Compression.compression_type,
 }
 _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
-_BETWEEN_LOOKUPS = 0.1, 1.0  # seconds between two looks into the DHT for peers: first, longest
+# Between two looks into the DHT for peers.
+_FIRST_LOOKUP_WAIT, _LONGEST_LOOKUP_WAIT = timedelta(seconds=0.1), timedelta(seconds=1)
 _FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a peer opened
 
 _HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
@@ -241,19 +245,18 @@ class _Dht:
         self.peer_id = node.peer_id
         self._node = node
         self._next_get = 0.0
-        self._pause, self._longest = _BETWEEN_LOOKUPS
+        self._backoff = Backoff(first=_FIRST_LOOKUP_WAIT, longest=_LONGEST_LOOKUP_WAIT)
 
     async def get(self, key: Any, *, latest: bool, return_future: bool) -> Any:
         # Matchmaking asks again at once, as fast as it is answered, for as long as it searches.
         await asyncio.sleep(self._next_get - time.monotonic())
-        self._next_get = time.monotonic() + self._pause
-        self._pause = min(2 * self._pause, self._longest)
+        self._next_get = time.monotonic() + self._backoff.failed().total_seconds()
         return await self._node.get(key, latest=latest)
 
     def store(
         self, *, key: Any, subkey: Any, value: Any, expiration_time: float, return_future: bool
     ) -> Any:
-        self._pause, _ = _BETWEEN_LOOKUPS  # matchmaking declares us anew
+        self._backoff.succeeded()  # matchmaking declares us again
         return self._node.store(key, value, expiration_time, subkey=subkey)
 
 

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from pydantic import SecretStr
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import json_line, read_json_lines, rotated
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import Revision
@@ -128,7 +129,7 @@ class _Problems(logging.Handler):
     def __init__(self, events: EventLog) -> None:
         super().__init__(logging.WARNING)
         self._events = events
-        self._said: dict[str, float] = {}
+        self._throttle = Throttle(_REPEAT_SECONDS, most_keys=_REMEMBERED_LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
@@ -141,13 +142,8 @@ class _Problems(logging.Handler):
             self.handleError(record)
 
     def _record(self, record: logging.LogRecord) -> None:
-        now = time.monotonic()
-        if now - self._said.get(str(record.msg), -math.inf) < _REPEAT_SECONDS:
-            return
-        if len(self._said) > _REMEMBERED_LINES:
-            self._said.clear()
-        self._said[str(record.msg)] = now
-        self._events.write("problem", level=level_name(record), text=record.getMessage())
+        if self._throttle(str(record.msg)):
+            self._events.write("problem", level=level_name(record), text=record.getMessage())
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,8 @@ def source(
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed_training.data.dataset_server._FIRST_WAIT", 0.05)
+    short = timedelta(seconds=0.05)
+    monkeypatch.setattr("distributed_training.data.dataset_server._FIRST_WAIT", short)
 
 
 def test_table_and_page() -> None:

@@ -49,5 +49,6 @@ def test_a_peer_asks_less_and_less_often_until_it_declares_itself_anew(
 
     first = asyncio.run(search(8))
     assert node.asked[0] == 100.0, "the first search begins at once"
-    assert first == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0])
-    assert asyncio.run(search(4)) == pytest.approx([0.1, 0.2, 0.4])
+    waits = [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+    for found, longest in zip([*first, *asyncio.run(search(4))], [*waits, *waits[:3]], strict=True):
+        assert longest / 2 <= found + 1e-9 and found <= longest + 1e-9
