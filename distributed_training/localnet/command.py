@@ -26,6 +26,7 @@ from distributed_training.telemetry.page.process import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
+_PROMPT = "def "
 
 
 def build_parser() -> Parser:
@@ -91,6 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary.write(subnet.folder)
     print(summary.text(), end="")
     _draw(subnet, summary)
+    if summary.ok and not interrupted:
+        _sample(subnet)
     if summary.ok and not interrupted and not arguments.keep:
         _drop_bulk(subnet)
     print("interrupted" if interrupted else summary.verdict)
@@ -175,6 +178,24 @@ def _draw(subnet: LocalSubnet, summary: Summary) -> None:
         print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
         return
     print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
+
+
+def _sample(subnet: LocalSubnet) -> None:
+    """Export the model that came out and print what it says."""
+    from distributed_training.config import load_config
+    from distributed_training.scoring.export import ExportError, export_model, open_folder, sample
+
+    folder = subnet.folder / "model"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = load_config("validator", ["--preset", "local"], check=False)
+    try:
+        reader, newest = open_folder(subnet.validator.plan.folder)
+        step = export_model(config, reader, folder, outer_step=newest)
+    except ExportError as error:
+        print(f"no sample: {error}", file=sys.stderr)
+        return
+    print(f"model of outer step {step}: {folder}, which says, after {_PROMPT!r}:")
+    print(sample(folder, _PROMPT, tokens=96))
 
 
 def _drop_bulk(subnet: LocalSubnet) -> None:

@@ -22,6 +22,7 @@ HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", 
         ("distributed_training.doctor.command", set()),
         ("distributed_training.localnet.command", set()),
         ("distributed_training.scoring.command", set()),
+        ("distributed_training.scoring.export", set()),
         ("distributed_training.config", set()),
     ],
 )

@@ -1,0 +1,273 @@
+"""Export the network's model as a folder that ``transformers`` loads.
+
+    dt-export FOLDER [options] [flags of the validator]...
+
+    dt-export model                                  the newest state of the network's bucket
+    dt-export model --subnet runs/localnet           of a local subnet that runs
+    dt-export model --from runs/localnet/validator   of a run folder, a snapshot, a bucket's copy
+    dt-export model --sample "def main" --eval       and print text and held-out perplexity
+
+    --outer-step N     of this outer step (default: the newest)
+    --from FOLDER      read files instead of the network
+    --subnet FOLDER    the local subnet whose run folder this is
+    --sample TEXT      continue this text with the exported model
+    --tokens N         so many tokens of it (64)
+    --eval [N]         loss and perplexity on N sequences of validators' random blocks (16)
+
+FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing.
+``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
+``--model hf --model_args pretrained=FOLDER`` read it.
+Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.types import File
+from distributed_training.scoring.command import subnet_flags
+
+if TYPE_CHECKING:
+    import torch
+
+    from distributed_training.node.buckets import Reader
+
+
+class ExportError(RuntimeError):
+    """The state cannot be exported now; the text says why and what to do."""
+
+
+def build_parser() -> Parser:
+    parser = Parser(add_help=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("folder", type=argument(File), nargs="?")
+    parser.add_argument("--outer-step", type=ranged(0, 10**9))
+    parser.add_argument("--from", type=argument(File), dest="source")
+    parser.add_argument("--subnet", type=argument(File))
+    parser.add_argument("--sample", type=argument(str))
+    parser.add_argument("--tokens", type=ranged(1, 4096), default=64)
+    parser.add_argument("--eval", type=ranged(2, 10**6), nargs="?", const=16, dest="sequences")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, flags = build_parser().parse_known_args(argv)
+    if options.help:
+        print(__doc__)
+        return 0
+    try:
+        folder = _new_folder(options.folder)
+        given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
+        config = load_config("validator", given, check=False)
+        return _export(config, options, folder)
+    except ConfigError as error:
+        return exit_with(error)
+
+
+def _new_folder(folder: Path | None) -> Path:
+    """Return the folder to make. Raises ConfigError for none, and for one that holds files."""
+    if folder is None:
+        raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(
+            f"{folder} exists already, so nothing was exported: give a folder that is not there"
+        )
+    if not folder.absolute().parent.is_dir():
+        raise ConfigError(
+            f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
+        )
+    return folder
+
+
+def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
+    from distributed_training.chain.base import ChainError
+    from distributed_training.node.failures import NetworkFailure
+    from distributed_training.scoring.upload import DataUnavailable
+    from distributed_training.store.s3 import StoreError
+
+    try:
+        with ExitStack() as stack:
+            if options.source is not None:
+                reader, newest = open_folder(options.source)
+            else:
+                reader, newest = _global_bucket(config, options, stack), None
+            step = options.outer_step if options.outer_step is not None else newest
+            step = export_model(config, reader, folder, outer_step=step)
+        print(f"exported the model of outer step {step} to {folder}")
+        if options.sequences:
+            loss = held_out_loss(config, folder, options.sequences)
+            print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}")
+        if options.sample:
+            print(sample(folder, options.sample, tokens=options.tokens))
+    except (ExportError, NetworkFailure, ChainError, StoreError, DataUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack) -> Reader:
+    from distributed_training.scoring.score_preview import on_chain
+
+    master = None if options.subnet else config.miner.master_ss58_address
+    return on_chain(config, stack, master=master, timeout=timedelta(hours=6)).global_bucket()
+
+
+def open_folder(folder: Path) -> tuple[Reader, int | None]:
+    """Return a reader of a snapshot, of a bucket's copy or of a run folder's global state, and the
+    newest outer step in it; None where a metadata.json tells, or nothing does."""
+    from distributed_training.protocol import keys
+    from distributed_training.scoring.score_preview import FolderReader
+
+    folder = folder / "global" if (folder / "global").is_dir() else folder
+    found = {
+        int(path.parent.name.partition("-")[2])
+        for path in folder.glob(f"epoch-*/{keys.MODEL}")
+        if keys.parse_epoch_key(f"{path.parent.name}/{keys.MODEL}") is not None
+    }
+    reader = FolderReader(folder)
+    known = reader.get(keys.ROOT_METADATA, limit=1 << 20) is not None
+    return reader, None if known else max(found, default=None)
+
+
+def export_model(
+    config: Config, reader: Reader, folder: Path, *, outer_step: int | None = None
+) -> int:
+    """Write the model of ``outer_step`` (None: the newest) as ``folder``; return the outer step.
+
+    ``folder`` appears when all of it is written and was checked: every tensor is there, has the
+    shape that config.json implies, and is finite. Raises ExportError, StoreError, ConfigError.
+    """
+    from distributed_training.common.files import write_json
+    from distributed_training.protocol import keys
+    from distributed_training.protocol.metadata import (
+        MAX_CONFIG_BYTES,
+        MAX_METADATA_BYTES,
+        Metadata,
+        MetadataError,
+        parse_config,
+    )
+    from distributed_training.scoring.evaluator import load_weights, model_bytes
+    from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
+
+    try:
+        if outer_step is None:
+            root = reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+            if root is None:
+                raise ExportError(f"{reader.name} holds no state yet, so nothing was exported")
+            outer_step = Metadata.parse(root).outer_step
+        raw = reader.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
+        if raw is None:
+            raise ExportError(
+                f"{reader.name} holds no state of outer step {outer_step}, so nothing was "
+                "exported: leave --outer-step out for the newest"
+            )
+        content = {k: v for k, v in parse_config(raw)[0].items() if k not in CONFIG_EXTRAS}
+        schema = parameter_schema(content)
+        with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
+            part = Path(made, "model")
+            part.mkdir()
+            weights = part / keys.MODEL
+            reader.download(
+                keys.epoch_key(outer_step, keys.MODEL), weights, limit=model_bytes(schema)
+            )
+            load_weights(weights, schema)
+            write_json(part / keys.CONFIG, content)
+            _save_tokenizer(config.miner.global_tokenizer_name, part)
+            if folder.exists():
+                folder.rmdir()
+            shutil.move(part, folder)
+    except (MetadataError, ValueError, OSError) as error:
+        raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None
+    return outer_step
+
+
+def _save_tokenizer(name: str, folder: Path) -> None:
+    if name == "bytes":
+        from distributed_training.data.tokenizer import build_tokenizer
+
+        build_tokenizer(name, folder)
+        return
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+
+
+def _load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+
+
+def sample(folder: Path, prompt: str, *, tokens: int) -> str:
+    """Return ``prompt`` and what the exported model of ``folder`` continues it with.
+
+    At most ``tokens`` tokens and the model's context; sampled at temperature 0.8, seed 0.
+    """
+    import torch
+    from transformers import AutoTokenizer
+
+    model, tokenizer = _load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    room = model.config.max_position_embeddings
+    ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    ids = ids[:, -max(1, room - tokens) :]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=min(tokens, room - ids.shape[1]),
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    new: torch.Tensor = out[0, ids.shape[1] :]
+    return prompt + str(tokenizer.decode(new, skip_special_tokens=True))
+
+
+def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
+    """Return the mean cross-entropy, nats per token, of the exported model on ``sequences``
+    sequences of the blocks that validators draw their random text from.
+
+    Raises DataUnavailable, ConfigError, NetworkFailure.
+    """
+    import torch
+
+    from distributed_training.data.block_builder import open_source
+    from distributed_training.data.tokenizer import TextTokenizer
+    from distributed_training.node.start import fetch_tokenizer
+    from distributed_training.scoring.score_preview import draw_random_blocks
+    from distributed_training.scoring.upload import PageReader
+
+    model, total, count = _load(folder), 0.0, 0
+    with tempfile.TemporaryDirectory() as scratch:
+        path, eos = fetch_tokenizer(config, Path(scratch))
+        read = PageReader.from_settings(
+            config, open_source(config.data), TextTokenizer(path, eos_id=eos)
+        )
+        generator = random.Random(0)
+        while count < sequences:
+            (block,) = draw_random_blocks(10**6, 1, generator)
+            for batch in read(0, block)[: sequences - count].split(2):
+                with torch.no_grad():
+                    total += float(model(batch, labels=batch).loss) * len(batch)
+                count += len(batch)
+    return total / count
+
+
+if __name__ == "__main__":
+    sys.exit(main())
