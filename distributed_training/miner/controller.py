@@ -25,7 +25,18 @@ from distributed_training.swarm import HivemindSwarm
 from . import state_machine as ev
 from .block_list import BlockList
 from .global_state import GlobalEpoch
-from .state_machine import Command, DataOrder, Given, MinerState, Order, Rules, Task, decide, trains
+from .state_machine import (
+    Command,
+    DataOrder,
+    Given,
+    MinerState,
+    Mode,
+    Order,
+    Rules,
+    Task,
+    decide,
+    trains,
+)
 
 log = logging.getLogger(__name__)
 
@@ -180,6 +191,8 @@ class Controller:
                 return Command(order, target, request, Given(folder=state.fetched))
             case Order.SNAPSHOT:
                 return Command(order, blocks.chain_block(), request, Given(blocks=blocks.blocks()))
+            case Order.PREVIEW:
+                return Command(order, int(state.mode is Mode.AVERAGING), request)
             case Order.CHECKPOINT:
                 return Command(order, 0, request, self._kept())
             case Order.STOP:

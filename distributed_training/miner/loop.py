@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
 log = logging.getLogger(__name__)
 
 #: Orders that leave nothing to train: a round, or a wait for something. They are no step's time; a
-#: snapshot, a preview, a checkpoint and a wait for data are.
+#: snapshot, a preview outside of a round, a checkpoint and a wait for data are.
 PAUSES = frozenset(
     {
         Order.IDLE,
@@ -86,7 +86,7 @@ class MinerLoop:
             )
             self._follow_data(command.data)
             event = self._carry_out(command, began)
-            if command.order in PAUSES:
+            if command.order in PAUSES or (command.order is Order.PREVIEW and command.arg):
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None:
                 self._controller.post(event)

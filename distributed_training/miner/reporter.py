@@ -193,7 +193,7 @@ class Metrics:
         self._trackers = trackers
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
         # From zero on: a counter that appears with 1 has no increase.
-        self._refused = dict.fromkeys(("disk", "blocks", "list", "write"), 0)
+        self._refused = dict.fromkeys(("disk", "blocks", "list", "write", "unchecked"), 0)
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
             file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
@@ -247,6 +247,9 @@ class Metrics:
 
     def snapshot_refused(self, kind: str) -> None:
         self._refused[kind] += 1
+
+    def snapshot_ready(self, seconds: float) -> None:
+        self._file.registry.set("snapshot_ready_seconds", seconds)
 
     def previewed(self, delta: float) -> None:
         self._file.registry.set("preview_loss_change", delta)
@@ -390,8 +393,9 @@ class Reporter:
                 self._metrics.snapshot_refused("list")
             case ev.Tick():
                 self._metrics.write()
-            case ev.SnapshotSubmitted(revision=revision, preview=preview):
+            case ev.SnapshotSubmitted(revision=revision, preview=preview, seconds=seconds):
                 self._submitted(revision, preview)
+                self._metrics.snapshot_ready(seconds)
             case ev.PublicationEnded(report=publication):
                 self._publication_ended(publication)
             case ev.GlobalEpochSeen(outer_step=seen):

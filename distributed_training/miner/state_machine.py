@@ -11,7 +11,8 @@ of ``time.monotonic()``, since a wall clock that is set must move no deadline.
 mode               meaning
 =================  ==============================================================================
 TRAINING           inner steps; the global outer step is compared with ours from time to time
-AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step
+AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step. A
+                   snapshot's gradient is checked now, since the devices stand still
 AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global outer step
                    behind ours is left alone until the validator has had its time to publish
                    (``reload`` timeout)
@@ -57,7 +58,7 @@ class Order(enum.IntEnum):
     LOAD = 5  # the fetched global state; arg: its outer step
     REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
     SNAPSHOT = 7  # of everything a publication needs; arg: the chain's block
-    PREVIEW = 8  # try the snapshot's gradient as a validator would
+    PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
     STOP = 11  # checkpoint and leave the loop; arg: exit status
@@ -301,7 +302,7 @@ class SnapshotFailed(Event):
 
     problem: str
     revision: Revision | None = None
-    kind: Literal["disk", "blocks", "write"] = "write"
+    kind: Literal["disk", "blocks", "write", "unchecked"] = "write"
 
 
 @dataclass(frozen=True)
@@ -311,10 +312,11 @@ class SnapshotPutOff(Event):
 
 @dataclass(frozen=True)
 class SnapshotSubmitted(Event):
-    """The uploader has it. ``preview``: None when the gradient could not be tried."""
+    """The uploader has it, ``seconds`` after the snapshot was taken."""
 
     revision: Revision
     preview: Previewed
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -374,6 +376,12 @@ def trains(mode: Mode) -> bool:
     return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
 
 
+def may_check(state: MinerState) -> bool:
+    """Return whether a snapshot's gradient may be checked now. A round that has its average is not
+    held up: the check follows the outer step."""
+    return trains(state.mode) or (state.mode is Mode.AVERAGING and state.averaged is None)
+
+
 def ignores_calls(state: MinerState) -> bool:
     """Whether an AllReduce call leads to nothing: there is no pseudo-gradient of this epoch."""
     return state.unseen or state.mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING)
@@ -402,7 +410,7 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
             if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
                 return _saved(state), (Order.SNAPSHOT, Order.CHECKPOINT)
             return state, (Order.SNAPSHOT,)
-        case SnapshotComplete() if trains(state.mode):
+        case SnapshotComplete() if may_check(state):
             return state, (Order.PREVIEW,)
         case RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
             # A rebase would keep what was trained in an epoch that is not ours any more.

@@ -5,11 +5,13 @@ each other, and this subscriber answers the first three:
 
     InnerStepDone      schedule, disk and block list allow it               -> SnapshotWanted
     (the loop takes the snapshot: SnapshotTaken; its files are written beside training)
-    InnerStepDone      the files of this rank are complete                  -> SnapshotComplete
+    Tick               the files of this rank are complete                  -> SnapshotComplete
     Previewed          the gradient was checked; the uploader gets it       -> SnapshotSubmitted
     Tick               the uploader has answered                            -> PublicationEnded
 
-Uploads pause while a round needs the network link.
+Uploads pause while a round needs the network link. The gradient check does not: an upload whose
+direction and scale were not searched brings half of one that was, so a checked upload is never
+replaced by an unchecked one of the same outer step while its blocks count.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys, lines, names
-from distributed_training.protocol.types import StepReport
+from distributed_training.protocol.types import Revision, StepReport
 from distributed_training.store.s3 import IntegrityError
 from distributed_training.store.snapshot_folder import read_config
 from distributed_training.store.upload_rules import upload_gate
@@ -33,7 +36,7 @@ from distributed_training.store.uploader import Uploader
 from . import state_machine as ev
 from .block_list import BlockList
 from .round_clock import RoundClock
-from .state_machine import MinerState, Mode, trains
+from .state_machine import MinerState, Mode, may_check, trains
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +69,16 @@ class Publishing:
         self._world_size = world_size
         self._clock = clock
         self._taken: ev.SnapshotTaken | None = None  # until it was previewed
+        self._taken_at = 0.0
+        self._check_wanted = False  # its files are complete
+        self._submitted_checked: Revision | None = None  # the last one
+        self._published_checked: int | None = None  # outer step of the newest upload, if checked
         self._stale_list_lines = Throttle(_STALE_LIST_EVERY, clock=clock)
 
     def see(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
         match event:
             case ev.InnerStepDone(report=report, diverged=False):
-                return [*self._completed(), *self._wanted(report, state)]
+                return [*self._completed(state), *self._wanted(report, state)]
             case ev.RoundFailed() if state.mode is Mode.AVERAGING:
                 self._round_clock.round_ended(averaged=False)
             case ev.OuterStepEnded(committed=committed):
@@ -79,14 +86,18 @@ class Publishing:
             case ev.Loaded() if state.fetched is not None:
                 self._round_clock.round_heard_of(_last_round(state.fetched))
             case ev.SnapshotTaken():
-                self._taken = event
+                self._taken, self._taken_at, self._check_wanted = event, self._clock(), False
             case ev.SnapshotFailed():
                 self._schedule.cancelled()
             case ev.Previewed():
                 return [self._submit(event)]
             case ev.Tick():
-                return [ev.PublicationEnded(report) for report in self._publisher.reports()]
+                ended = [ev.PublicationEnded(report) for report in self._publisher.reports()]
+                return [*ended, *self._completed(state)]
             case ev.PublicationEnded(report=publication):
+                if publication.ok:
+                    checked = publication.revision == self._submitted_checked
+                    self._published_checked = publication.revision.outer_step if checked else None
                 # The schedule counts on our clock; the report's is the wall's.
                 self._schedule.published(replace(publication, finished_at=self._clock()))
             case ev.ModeChanged(before=before, after=after):
@@ -122,29 +133,40 @@ class Publishing:
             return [ev.SnapshotPutOff()] if self._stale_list_lines() else []
         return [ev.SnapshotWanted()]
 
-    def _completed(self) -> list[ev.Event]:
-        """Whether a snapshot waits for its preview; one that could not be written is given up.
-
-        Asked at each step until the preview came: a round may be in the way of it.
-        """
-        if self._taken is None or not self._taken.handle.done():
+    def _completed(self, state: MinerState) -> list[ev.Event]:
+        """Whether a snapshot waits for its preview, told once; one that could not be written is
+        given up."""
+        if self._taken is None or self._check_wanted or not self._taken.handle.done():
             return []
-        handle, revision = self._taken.handle, self._taken.progress.revision(names.RUN)
-        if handle.error is None:
-            return [ev.SnapshotComplete()]
-        self._taken = None
-        shutil.rmtree(handle.folder, ignore_errors=True)  # a full disk needs the room
-        problem = (
-            f"The snapshot could not be written, so this revision is not published: {handle.error}"
-        )
-        return [ev.SnapshotFailed(problem, revision)]
+        if (error := self._taken.handle.error) is not None:
+            return [
+                self._give_up(
+                    f"The snapshot could not be written, so this revision is not published: {error}"
+                )
+            ]
+        self._check_wanted = may_check(state)
+        return [ev.SnapshotComplete()] if self._check_wanted else []
 
-    def _submit(self, preview: ev.Previewed) -> ev.SnapshotSubmitted:
+    def _give_up(self, problem: str, kind: Literal["write", "unchecked"] = "write") -> ev.Event:
         assert self._taken is not None
         folder, revision = self._taken.handle.folder, self._taken.progress.revision(names.RUN)
         self._taken = None
+        shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
+        return ev.SnapshotFailed(problem, revision, kind)
+
+    def _submit(self, preview: ev.Previewed) -> ev.Event:
+        assert self._taken is not None
+        folder, revision = self._taken.handle.folder, self._taken.progress.revision(names.RUN)
+        checked, now = preview.delta is not None, self._clock()
+        if not checked:
+            kept = self._published_checked == revision.outer_step
+            if kept and self._schedule.counts(revision.outer_step, now):
+                return self._give_up(lines.not_checked(revision), "unchecked")
+        self._taken = None
+        self._submitted_checked = revision if checked else None
+        self._schedule.checked(now - self._taken_at)
         self._publisher.submit(folder, revision, self._world_size, preview_delta=preview.delta)
-        return ev.SnapshotSubmitted(revision, preview)
+        return ev.SnapshotSubmitted(revision, preview, now - self._taken_at)
 
     def _give_way(self, before: Mode, after: Mode) -> None:
         if after is Mode.AVERAGING:

@@ -30,6 +30,15 @@ RESUMING = "✅ Resuming continuous training."
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
+def not_checked(revision: Revision) -> str:
+    """``revision`` had no gradient check, and what it would replace had one and still counts."""
+    return (
+        f"{revision.tag} is not uploaded: its gradient could not be checked, and the bucket has a "
+        f"checked one of outer step {revision.outer_step} that still counts. Its blocks go into "
+        "the next upload"
+    )
+
+
 def responded_active(uid: int | None, calls: int) -> str:
     """``calls`` of one caller since its last line. ``uid`` None: callers without one."""
     caller = "no uid" if uid is None else f"uid {uid}"

@@ -32,6 +32,9 @@ from distributed_training.protocol.types import PublicationReport, StepReport
 from .upload_rules import upload_due, upload_gate
 
 _MOST_MOMENTS = 150  # that are considered
+# Between the last snapshot's check and the expected call. Two cost 1 % of the looks that find an
+# upload, whether calls come on time or 40 s beside it; without any, one that is early gets none.
+_SPARE_STEPS = 1
 
 Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -55,11 +58,19 @@ class Rounds:
 @dataclass(frozen=True)
 class Pace:
     """In seconds. ``step``: an inner step; ``upload``: from a snapshot until it is visible;
-    ``block_age``: of the newest listed block when a snapshot is taken."""
+    ``block_age``: of the newest listed block when a snapshot is taken; ``check``: from a snapshot
+    until its gradient was checked."""
 
     step: float
     upload: float
     block_age: float
+    check: float = 0.0
+
+    @property
+    def lead(self) -> float:
+        """Before a round is expected, its last snapshot is to be taken: steps vary, and the check
+        of a snapshot that the call overtakes holds up the round or follows it."""
+        return _SPARE_STEPS * self.step + self.check
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     horizon = now + 2 * min(rounds.half, bounds.age_limit)
     if rounds.next_at < math.inf:
         horizon = rounds.next_at + rounds.pause + 0.75 * rounds.period
-    taken, resolution = _moments(now, horizon, rounds, pace.step, bounds.first)
+    taken, resolution = _moments(now, horizon, rounds, pace, bounds.first)
     ours = taken < rounds.next_at  # of the present outer step; the others are of the next
     visible = taken + pace.upload
     visible[ours & (visible > rounds.next_at)] += rounds.pause
@@ -126,13 +137,15 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
 
 
 def _moments(
-    now: float, horizon: float, rounds: Rounds, step: float, first: float
+    now: float, horizon: float, rounds: Rounds, pace: Pace, first: float
 ) -> tuple[Seconds, float]:
-    """Ends of inner steps at which a snapshot is possible, or some of them; their distance."""
-    stride = step * max(1, math.ceil((horizon - now) / step / _MOST_MOMENTS))
-    moments = np.concatenate(([now], np.arange(now + step, horizon, stride)))
+    """``now`` and later ends of inner steps that suit a snapshot, or some of them; their
+    distance."""
+    stride = pace.step * max(1, math.ceil((horizon - now) / pace.step / _MOST_MOMENTS))
+    later = np.arange(now + pace.step, horizon, stride)
     again = rounds.next_at + rounds.pause + first  # training's first publishable step after it
-    return moments[(moments < rounds.next_at) | (moments >= again)], stride
+    suits = (later <= rounds.next_at - pace.lead) | (later >= again)
+    return np.concatenate(([now], later[suits])), stride
 
 
 _SMOOTHING = 0.3
@@ -185,6 +198,7 @@ class UploadSchedule:
         self._slack = slack.total_seconds()
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
+        self.check_seconds: float | None = None  # snapshot and gradient check, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
         self._published_step: int | None = None  # its outer step
         self._block_time: float | None = None  # of its newest listed block, if it was listed here
@@ -259,6 +273,15 @@ class UploadSchedule:
                 took = max(report.finished_at - asked.at, report.seconds)
                 self.upload_seconds = _mean(self.upload_seconds, took)
         self._asked = None
+
+    def checked(self, seconds: float) -> None:
+        """The gradient of the snapshot under way was checked, ``seconds`` after it was taken."""
+        if self._asked is not None and not self._asked.interrupted:
+            self.check_seconds = _mean(self.check_seconds, seconds)
+
+    def counts(self, outer_step: int, now: float) -> bool:
+        """Whether what is published is of ``outer_step``, and validators score it."""
+        return now < self._counts_until(self._rounds(now), outer_step)
 
     def interrupt(self) -> None:
         """Uploads give way, or go on: what is under way does not tell how long sending takes."""
@@ -346,7 +369,9 @@ class UploadSchedule:
         worth = weigh(
             now,
             rounds=rounds,
-            pace=Pace(step, self.upload_seconds or 0.0, self._age_of_blocks()),
+            pace=Pace(
+                step, self.upload_seconds or 0.0, self._age_of_blocks(), self.check_seconds or 0.0
+            ),
             bounds=Bounds(
                 age_limit=self.age_limit - self._slack,
                 margin=self._margin(),

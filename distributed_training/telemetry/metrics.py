@@ -56,9 +56,13 @@ METRICS: Mapping[str, str] = {
     "publications_failed_total": "of them, failed",
     "snapshots_refused_total": (
         "snapshots that were due and not published, by kind: disk (no room), blocks (none was "
-        "trained), list (all blocks too old), write (the files could not be written)"
+        "trained), list (all blocks too old), write (the files could not be written), unchecked "
+        "(its gradient could not be checked, that of the upload it would replace was)"
     ),
     "uploaded_bytes_total": "bytes uploaded to the bucket",
+    "snapshot_ready_seconds": (
+        "from the last snapshot until its gradient was checked and the uploader got its files"
+    ),
     "preview_loss_change": "loss change by the last published gradient, nats per token",
     "block_list_newest_block": "newest chain block whose data was trained on",
     "block_list_age_blocks": "how far the newest published block is behind the chain",

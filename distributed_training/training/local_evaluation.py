@@ -116,9 +116,21 @@ class Preview:
         ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one as it is
         is always among what is tried. ``held``: micro-batches, equally many on all ranks;
         ``count`` is 1.0, or 0.0 for a rank whose own do not count (it has none and runs something
-        else in the collectives). NaN if no rank's count. At an inner step's boundary only; the
-        weights are afterwards what they were, to the bit.
+        else in the collectives). NaN if no rank's count. At a micro-batch boundary; the weights,
+        and the gradients of a step under way, are afterwards what they were, to the bit.
         """
+        with self._sharded.gradients_aside():
+            return self._choose(epoch_id, start, codes, learning_rate, held, count)
+
+    def _choose(
+        self,
+        epoch_id: str,
+        start: Sequence[Tensor],
+        codes: Mapping[str, Sequence[Code | None]],
+        learning_rate: float,
+        held: Sequence[Tensor],
+        count: float,
+    ) -> Choice:
         shards = self._sharded.shards
         current = _aside([shard.local for shard in shards])
         applied = learning_rate * APPLIED_FRACTION
@@ -148,7 +160,6 @@ class Preview:
         finally:
             for shard, rows in zip(shards, current, strict=True):
                 shard.local.copy_(rows)
-            self._sharded.discard_gradients()
         name = min(found, key=lambda n: found[n].loss)
         return Choice(
             direction=name,

@@ -1,8 +1,9 @@
 """What a miner publishes, as far as training has to do with it: the snapshot, and its preview.
 
-Both run on the training thread of every rank at an inner step's boundary. A snapshot copies to host
-memory what must not change any more and hands it to a thread (snapshot.py); a preview tries the
-gradient of a finished snapshot on sequences held back from training (preview.py).
+Both run on the training thread of every rank, a snapshot at an inner step's boundary, a preview at
+any micro-batch's. A snapshot copies to host memory what must not change any more and hands it to a
+thread (snapshot.py); a preview tries the gradient of a finished snapshot on sequences held back
+from training (local_evaluation.py).
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .local_evaluation import Choice, Preview
 from .outer_step import OuterStep
 from .sharding import ShardedModel
-from .snapshot import SnapshotHandle, SnapshotState, prepare_folder, publish_instead, write_snapshot
+from .snapshot import (
+    Epoch,
+    SnapshotHandle,
+    SnapshotState,
+    prepare_folder,
+    publish_instead,
+    write_snapshot,
+)
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +113,8 @@ class Publication:
             start, copies.weights, self._outer.learning_rate
         )
         state = self._state(directions, copies, steps, config, metadata)
-        handle = SnapshotHandle(folder, time.perf_counter() - started, self._outer.epoch_id)
+        epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
         handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
         return handle
 
@@ -145,20 +154,21 @@ class Publication:
         """Loss with minus without the gradient of a finished snapshot, on what is held back.
 
         ``batches`` of ``micro_batch`` sequences are run on each rank. In nats per token; below 0 is
-        good. None when no rank holds anything back, or the epoch the gradient belongs to is over.
-        Collective, at an inner step's boundary; rank 0 must have seen ``handle.done()``. Nothing of
-        the training state changes.
+        good. None when no rank holds anything back. Collective, at a micro-batch boundary, in a
+        round and after it too; rank 0 must have seen ``handle.done()``. Nothing of the training
+        state changes.
         """
         if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
             handle.join()
         wanted = batches * micro_batch
         usable = self._held is not None and len(self._held) >= wanted > 0
-        problem = float(not handle.codes or handle.epoch_id != self._outer.epoch_id)
+        epoch = handle.epoch
+        problem = float(not handle.codes or epoch is None)
         there, problems, others = self._stream.sum([float(usable), problem, self._others_held])
         if not there or problems:
             handle.forget()
             return None
-        assert self._outer.epoch_start is not None
+        assert epoch is not None
         if others:  # on any rank; all of them forget, since measuring is collective
             self._preview.forget()
             self._others_held = False
@@ -166,10 +176,10 @@ class Publication:
         if held is None:
             held = torch.zeros((wanted, self._settings.sequence_length), dtype=torch.int64)
         choice = self._preview.choose(
-            epoch_id=self._outer.epoch_id,
-            start=self._outer.epoch_start,
+            epoch_id=epoch.epoch_id,
+            start=epoch.start,
             codes=handle.codes,
-            learning_rate=self._outer.learning_rate,
+            learning_rate=epoch.learning_rate,
             held=held[:wanted].split(micro_batch),
             count=float(usable),
         )

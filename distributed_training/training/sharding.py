@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -56,6 +56,24 @@ class ShardedModel:
         """Drop gathered weights and every gradient accumulated so far, also after a failed
         backward. For when weights were changed under FSDP, or a step is abandoned."""
         _discard_gradients(self.modules)
+
+    @contextmanager
+    def gradients_aside(self) -> Iterator[None]:
+        """What a step under way has accumulated is there again afterwards, whatever is discarded
+        meanwhile. For forward passes alone: a backward would add to nothing."""
+        kept = [
+            (holder, name, gradient)
+            for holder, name in _gradient_places(self.modules)
+            if (gradient := getattr(holder, name)) is not None
+        ]
+        self.discard_gradients()
+        try:
+            yield
+        finally:
+            self.discard_gradients()
+            for holder, name, gradient in kept:
+                if getattr(holder, name) is not gradient:
+                    setattr(holder, name, gradient)
 
     def uncompile(self) -> None:
         """Run blocks and loss eagerly from here."""
@@ -259,6 +277,17 @@ def _discard_gradients(modules: list[FSDPModule]) -> None:
         root.reset_iter_state()
     else:
         _reset_iter_state(root)
+    for holder, name in _gradient_places(modules):
+        if getattr(holder, name) is not None:
+            setattr(holder, name, None)
+    for module in modules:
+        module.reshard()
+    for parameter in root.parameters():
+        parameter.grad = None
+
+
+def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:
+    """Yield the object and the attribute of each gradient that a backward may leave behind."""
     for module in modules:
         # A gradient kept in the gathered parameter survives a reset and a reshard.
         state: Any = module._get_fsdp_state()
@@ -267,14 +296,11 @@ def _discard_gradients(modules: list[FSDPModule]) -> None:
             groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
         for group in groups:
             for param in group.fsdp_params:
+                yield param.sharded_param, "grad"
                 if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
+                    yield param._unsharded_param, "grad"
                 # In torch 2.15 this only reads the gradient above; before, it is one more.
-                if param.unsharded_accumulated_grad is not None:
-                    param.unsharded_accumulated_grad = None
-        module.reshard()
-    for parameter in root.parameters():
-        parameter.grad = None
+                yield param, "unsharded_accumulated_grad"
 
 
 def _reset_iter_state(root: Any) -> None:

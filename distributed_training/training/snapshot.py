@@ -217,13 +217,23 @@ class SnapshotState:
     writes: bool = True
 
 
+@dataclass(frozen=True)
+class Epoch:
+    """What a gradient is measured from, kept since a round may end before the gradient is checked.
+    ``start``: this rank's rows of the weights, in host memory; nothing changes them."""
+
+    epoch_id: str
+    start: Sequence[Tensor]
+    learning_rate: float  # outer
+
+
 class SnapshotHandle:
     """The writing of one snapshot by this rank."""
 
-    def __init__(self, folder: Path, hold_seconds: float, epoch_id: str) -> None:
+    def __init__(self, folder: Path, hold_seconds: float, epoch: Epoch) -> None:
         self.folder = folder
         self.hold_seconds = hold_seconds  # how long training was held
-        self.epoch_id = epoch_id  # of the epoch start that the gradient is measured from
+        self.epoch: Epoch | None = epoch  # until a gradient check took it
         # By direction, this rank's codes; there before done(), until a preview took them.
         self.codes: dict[str, list[Code | None]] = {}
         # Rank 0: by direction, the content of gradients.pt.
@@ -263,7 +273,7 @@ class SnapshotHandle:
 
     def forget(self) -> None:
         """Give the memory of the codes back: what is written stays as it is."""
-        self.codes, self.contents = {}, {}
+        self.codes, self.contents, self.epoch = {}, {}, None
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Covers all writing of this rank (rank 0: also the other ranks' parts).

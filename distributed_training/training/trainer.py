@@ -495,9 +495,7 @@ class Trainer:
         return -(-self.settings.preview_sequences // at_once)
 
     def preview(self, handle: SnapshotHandle) -> float | None:
-        """See :meth:`~.publication.Publication.preview`; None in the middle of a step."""
-        if self.pending_micro_batches:
-            return None
+        """See :meth:`~.publication.Publication.preview`."""
         return self.publication.preview(
             handle, micro_batch=self.micro_batch_size, batches=self.preview_micro_batches
         )

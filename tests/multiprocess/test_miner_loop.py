@@ -182,7 +182,22 @@ def test_calls_before_the_first_step_twice_and_during_a_publication(tmp_path: Pa
     assert "dt_rounds_total 3.0\n" in metrics and "dt_rounds_failed_total 0.0\n" in metrics
     assert "dt_data_blocks_total " in metrics
     first = result["submitted"][0]
-    assert first["delta"] is None and not first["paused"]
+    assert first["delta"] is not None, "checked from the weights that its outer step began with"
+    assert not first["paused"]
+
+
+def test_a_gradient_is_checked_in_a_round_that_is_called_in_mid_step_and_costs_no_bit(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """The round fails, so the step under way goes on."""
+    whole, _ = straight
+    result = run("overtaken", tmp_path)
+    first = result["submitted"][0]
+    assert first["paused"], "while the swarm averaged"
+    assert first["delta"] is not None
+    assert (result["rounds"], result["outer_steps"]) == (1, 0)
+    assert result["losses"] == whole["losses"]
+    assert same(result, whole)
 
 
 def test_an_inner_step_runs_through_no_more_files_than_it_did(tmp_path: Path) -> None:

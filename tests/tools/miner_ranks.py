@@ -596,6 +596,43 @@ def awkward(folder: Path) -> None:
     miner.run("awkward")
 
 
+def overtaken(folder: Path) -> None:
+    """A call in the middle of a step, while a snapshot is written; its files are there once the
+    swarm averages, which fails when they were submitted."""
+    in_round, taken = threading.Event(), threading.Event()
+
+    def on_micro_batch(miner: Miner) -> None:
+        if taken.is_set() and not in_round.is_set() and not miner.count("round"):
+            miner.call()
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 12:
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step, on_micro_batch=on_micro_batch)
+    take = miner.trainer.snapshot
+
+    def snapshot(*arguments: Any, **fields: Any) -> Any:
+        handle = take(*arguments, **fields)
+        done = handle.done
+        handle.done = lambda: in_round.is_set() and done()
+        taken.set()
+        return handle
+
+    def average(request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
+        assert miner.trainer.pending_micro_batches
+        in_round.set()
+        deadline = time.monotonic() + 20
+        while not miner.publisher.submitted and time.monotonic() < deadline:
+            time.sleep(0.01)
+        raise AllReduceError(AllReduceFault.PEER_FAILED)
+
+    if RANK == 0:
+        miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
+        miner.swarm.average = average  # type: ignore[method-assign]
+    miner.run("overtaken")
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, force=True)
     globals()[sys.argv[1]](Path(sys.argv[2]))

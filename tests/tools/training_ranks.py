@@ -312,9 +312,24 @@ def preview(folder: Path) -> None:
     assert made.preview(snapshot_of(5)) is None
     made.hold_back(held)
     assert made.preview(handle) is None, "its codes were used"
+    # in the middle of a step, and after the round that ended the outer step of the snapshot
     handle = snapshot_of(5)
+    first, *others = sequences(6)[RANK::WORLD].split(made.micro_batch_size)
+    for each in (made, other):
+        assert each.add_micro_batch(first) is None
+    delta = made.preview(handle)
+    assert delta is not None and delta < 0
+    for each in (made, other):
+        for batch in others:
+            report = each.add_micro_batch(batch)
+        assert report is not None
+    same(other.outer.current(), made.outer.current())
+    handle = snapshot_of(6)
     made.begin_epoch(1)
-    assert made.preview(handle) is None, "it belongs to an epoch that is over"
+    now = made.outer.current()
+    after = made.preview(handle)
+    assert after is not None and after < 0
+    same(now, made.outer.current())
 
 
 def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:

@@ -215,7 +215,20 @@ TABLE: list[tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]] = 
         Mode.TRAINING,
         (Order.PREVIEW,),
     ),
-    ("in a round", state(Mode.AVERAGING), ev.SnapshotComplete(), Mode.AVERAGING, ()),
+    (
+        "in a round, while the devices stand still",
+        state(Mode.AVERAGING),
+        ev.SnapshotComplete(),
+        Mode.AVERAGING,
+        (Order.PREVIEW,),
+    ),
+    (
+        "in a round that has its average: after it",
+        state(Mode.AVERAGING, averaged=RESULT),
+        ev.SnapshotComplete(),
+        Mode.AVERAGING,
+        (),
+    ),
     ("nothing to roll back to", state(Mode.TRAINING), ev.RolledBack(None), Mode.TRAINING, ()),
     (
         "rolled back within the epoch",

@@ -16,6 +16,7 @@ from distributed_training.miner.state_machine import MinerState, Mode, Order, Ru
 from distributed_training.miner.uploads import Publishing
 from distributed_training.protocol.types import (
     AllReduceFault,
+    AllReduceResult,
     Progress,
     PublicationReport,
     Revision,
@@ -135,16 +136,63 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     handle = rig.take(10)
     assert rig.steps([11, 12]) == [], "its files are being written"
     handle.complete = True
-    assert rig.steps([13, 14]) == [ev.SnapshotComplete()] * 2, "until it was previewed"
+    assert rig.steps([13, 14]) == [ev.SnapshotComplete()], "told once"
     preview = ev.Previewed(-0.1, 0.5)
     revision = Revision(5, 3, 10)
-    assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview)]
+    assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
     assert rig.publisher.submitted == [(tmp_path / "10", "5.3.10", 2, -0.1)]
+    assert rig.publishing._schedule.check_seconds == 40
     assert rig.steps(range(15, 25)) == [], "one after the other"
     report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
     rig.publisher.answers.append(report)
     assert rig.see(ev.Tick(rig.now)) == [ev.PublicationEnded(report)]
     assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
+
+
+def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
+    tmp_path: Path,
+) -> None:
+    rig, rules = Rig(tmp_path), Rules(reload_seconds=600, checkpoint_steps=25)
+    rig.steps(range(1, 11))
+    rig.take(10).complete = True
+    result = AllReduceResult((), (), 0.0, 0.0, 0.0)
+    averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=result)
+    assert rig.see(ev.Tick(rig.now), averaged) == []
+    averaging = MinerState(mode=Mode.AVERAGING, outer_step=3)
+    assert rig.see(ev.Tick(rig.now), averaging) == [ev.SnapshotComplete()]
+    assert decide(averaging, ev.SnapshotComplete(), rules) == (averaging, (Order.PREVIEW,))
+    assert rig.see(ev.Tick(rig.now)) == [], "its order waits for the boundary"
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "outer_step", "withheld"),
+    [
+        (-0.1, 100.0, 3, True),
+        (None, 100.0, 3, False),  # that was not checked either
+        (-0.1, 100.0, 4, False),  # of another outer step
+        (-0.1, 1200.0, 3, False),  # its blocks do not count any more
+    ],
+)
+def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
+    first: float | None, later: float, outer_step: int, withheld: bool, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path)
+    rig.see(ev.OuterStepEnded(True, 3))
+    rig.steps(range(1, 11))
+    rig.take(10)
+    rig.see(ev.Previewed(first, 0.5))
+    report = PublicationReport(Revision(5, 3, 10), True, 3.0, 1, "", finished_at=1.7e9)
+    rig.see(ev.PublicationEnded(report))
+    rig.now += later
+    handle: Any = Handle(tmp_path / "second")
+    rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 20)))
+    (came,) = rig.see(ev.Previewed(None, 0.0))
+    assert isinstance(came, ev.SnapshotFailed) == withheld
+    assert len(rig.publisher.submitted) == 2 - withheld
+    assert handle.folder.exists() != withheld
+    if isinstance(came, ev.SnapshotFailed):
+        assert (came.revision, came.kind) == (Revision(5, outer_step, 20), "unchecked")
+        assert "5.3.20 is not uploaded: its gradient could not be checked" in came.problem
 
 
 @pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.LOADING])
@@ -205,7 +253,7 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     assert decide(fetching, ev.SnapshotWanted(), rules) == (fetching, (Order.SNAPSHOT,))
     rig.take(10)
     preview = ev.Previewed(-0.1, 1.0)
-    assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview)]
+    assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)]
     rig.see(ev.ModeChanged(Mode.TRAINING, Mode.FETCHING))
     assert len(rig.publisher.submitted) == 1 and not rig.publisher.paused
 

@@ -345,6 +345,18 @@ def test_the_last_upload_before_a_round_is_taken_late_and_goes_through_it() -> N
     assert before + 900 <= last, "the one before is visible and counts until then"
 
 
+@pytest.mark.parametrize("check", [None, 95.0])
+def test_the_last_snapshot_leaves_time_for_its_check_before_the_round(check: float | None) -> None:
+    plan = schedule(5, published_at=0.0)
+    plan.upload_seconds = 900.0
+    plan.expect_round(9000.0, 9000.0)
+    plan.check_seconds = check
+    chosen, _ = run(plan, range(60, 899), step=10, upload=900, start=600.0)
+    last, latest = 10 * chosen[-1] + 10, 9000 - 10 - (check or 0.0)
+    assert latest - 100 < last <= latest
+    assert plan.counts(1, 8999.0) and not plan.counts(2, 8999.0)
+
+
 durations = st.floats(0.0, 1e5)
 
 
