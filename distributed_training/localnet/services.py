@@ -1,15 +1,8 @@
-"""Start the services around the neurons of a local subnet: object store, chain, wallets, keys.
-
-Each neuron gets a swarm identity before its peer is up, so that others know its address at once.
-The identity file is libp2p's ``PrivateKey`` message (key type RSA, the key in PKCS #1 DER); the
-peer id is the base58 text of the multihash of the matching ``PublicKey`` message. Source: libp2p's
-specification "Peer Ids and Keys".
-"""
+"""Start the services around the neurons of a local subnet: object store, chain, wallets, keys."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import sys
 from collections.abc import Sequence
@@ -17,11 +10,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import base58
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
-
-from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
 from distributed_training.config.settings import StoreSettings
@@ -29,46 +17,11 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
 from distributed_training.protocol.names import miner_bucket
+from distributed_training.swarm.identity import make_identity
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
     from distributed_training.store.s3 import S3ObjectStore
-
-_FIELDS = b"\x08\x00\x12"
-_SHA2_256 = bytes([0x12, 32])  # multihash prefix: the function and the length of its digest
-
-
-def identity_file(run_folder: Path) -> Path:
-    """Return the path at which the swarm of a neuron expects its identity."""
-    return run_folder / "swarm" / "identity.key"
-
-
-def make_identity(run_folder: Path) -> str:
-    """Write a new identity. Returns the peer id."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    der = key.private_bytes(
-        serialization.Encoding.DER,
-        serialization.PrivateFormat.TraditionalOpenSSL,
-        serialization.NoEncryption(),
-    )
-    with atomic_file(identity_file(run_folder), private=True) as file:
-        file.write(_message(der))
-    public = key.public_key().public_bytes(
-        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    digest = hashlib.sha256(_message(public)).digest()
-    return base58.b58encode(_SHA2_256 + digest).decode()
-
-
-def _message(data: bytes) -> bytes:
-    """Protobuf of both key messages: field 1 the type (0, RSA), field 2 the bytes."""
-    length = bytearray()
-    rest = len(data)
-    while rest > 0x7F:
-        length.append(rest & 0x7F | 0x80)
-        rest >>= 7
-    return _FIELDS + bytes(length) + bytes([rest]) + data
-
 
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]

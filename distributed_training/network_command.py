@@ -1,0 +1,284 @@
+"""Found a network, sign its file, look at one.
+
+    dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
+    dt-network sign FILE [--wallets FOLDER]
+    dt-network show FILE|URL
+
+``init`` makes the master's hotkey and the validator's swarm identity, writes ``network.toml`` with
+the built-in network's rules and what the options change, signs it, and prints what to run. Every
+other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
+file: then count ``version`` up and ``sign`` it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed_training.common.files import write_bytes
+from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.types import File, Text
+from distributed_training.network import NetworkFileError, signed
+from distributed_training.network.file import BUILT_IN, flatten
+
+FILE = "network.toml"
+_MASTER = "master"  # name of the wallet
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="dt-network", description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    text, path = argument(Text), argument(File)
+    init = commands.add_parser("init", help="write and sign the file of a new network")
+    add = init.add_argument
+    add("folder", type=path, help="for network.toml and the keys; one that is not there yet")
+    add("--name", type=text, required=True, help="lower-case letters, digits and '-'")
+    add("--host", type=text, required=True, help="address of the validator's machine, for peers")
+    add("--dht-port", type=ranged(1, 65535), default=8009, help="its swarm port (8009)")
+    chain = init.add_mutually_exclusive_group(required=True)
+    chain.add_argument("--registry", type=text, metavar="URL", help="without a public chain")
+    chain.add_argument("--netuid", type=ranged(0, 65535), help="a subnet of Bittensor")
+    add("--chain-endpoint", type=text, default="finney", help="with --netuid (finney)")
+    add("--model", type=path, help="config.json of a Llama-like model (default: a tiny one)")
+    add("--tokenizer", type=text, default="bytes", help="a Hugging Face name (bytes)")
+    add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
+    add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
+    add("--store", type=text, metavar="URL", help="one S3 endpoint for all (default: R2, each his)")
+    add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
+    sign = commands.add_parser("sign", help="sign a file again after a change")
+    sign.add_argument("file", type=path)
+    sign.add_argument("--wallets", type=path, help="folder of the master's wallet (beside it)")
+    show = commands.add_parser("show", help="verify a network's file and print its rules")
+    show.add_argument("place", type=text)
+    return parser
+
+
+def _assignment(word: str) -> tuple[str, Any]:
+    """Return key and value of ``KEY=VALUE``; the value as TOML reads it, else as text."""
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise argparse.ArgumentTypeError(f"{word!r:.100} is no KEY=VALUE")
+    try:
+        return key, tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = build_parser().parse_args(argv)
+    try:
+        {"init": _init, "sign": _sign, "show": _show}[options.command](options)
+    except ConfigError as error:
+        return exit_with(error)
+    except NetworkFileError as error:
+        return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
+    return 0
+
+
+def _init(options: argparse.Namespace) -> None:
+    """Raises ConfigError, NetworkFileError; no folder is left then."""
+    folder: Path = options.folder.absolute()
+    if folder.exists():
+        raise ConfigError(
+            f"{folder} exists already, so no network was founded: give a folder that is not there, "
+            "or change its network.toml and run dt-network sign"
+        )
+    rules = _rules(options)  # all that can be refused without keys is refused before any is made
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made ({error.strerror}), so no network was founded: give another"
+        ) from None
+    try:
+        _found(options, folder, rules)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)  # nothing but what was made just now
+        raise
+    _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
+    print(_what_to_run(options, folder))
+
+
+def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> None:
+    """Write keys, swarm identity and the signed file. Raises ConfigError, NetworkFileError."""
+    from distributed_training.chain.identity import create_wallet
+    from distributed_training.swarm.identity import make_identity
+
+    master = create_wallet(folder / "wallets", _MASTER)
+    kind = "ip6" if ":" in options.host else "ip4" if options.host[-1].isdigit() else "dns4"
+    peer_id = make_identity(folder / "validator")
+    peer = f"/{kind}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
+    rules["chain"]["master_hotkey"] = master.ss58
+    rules["swarm"]["initial_peers"] = [peer]
+    for key, value in options.more:
+        _assign(rules, key, value)
+    text = (
+        f"# The rules of the network {options.name} (docs/network-file.md). After a change count\n"
+        f"# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
+    )
+    _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
+
+
+def _rules(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the built-in network's rules, with what the options say in their place."""
+    rules = tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+    rules.pop("run_id")
+    chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
+    if options.registry is None:
+        chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
+    rules |= {"name": options.name, "version": 1, "chain": chain, "model": _model(options)}
+    rules["tokenizer"]["name"] = options.tokenizer
+    rules["data"]["source"] = options.data_source
+    rules["store"]["global_bucket"] = options.bucket or options.name
+    if options.store:
+        rules["store"]["endpoint"] = options.store
+    rules["round"]["min_group_size"] = 2
+    return rules
+
+
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    """Return ``[model]``. Raises ConfigError."""
+    from distributed_training.common.memory import ModelShape
+
+    try:
+        if options.model is not None:
+            content = json.loads(options.model.read_text(encoding="utf-8"))
+        elif options.tokenizer == "bytes":
+            content = dict(_TINY)
+        else:
+            raise ValueError("the tiny model is for the tokenizer 'bytes'")
+        content = {key: value for key, value in content.items() if value is not None}
+        return {"parameters": ModelShape.from_config(content).parameters, "config": content}
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no model to found a network with ({error}): give --model with the "
+            "config.json of a Llama-like model"
+        ) from None
+
+
+#: 1.9 million parameters on bytes: trains on a laptop.
+_TINY: Mapping[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 264,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "head_dim": 32,
+    "max_position_embeddings": 1024,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def _assign(rules: dict[str, Any], key: str, value: Any) -> None:
+    table, name = rules, key
+    if "." in key:
+        section, _, name = key.partition(".")
+        table = rules.setdefault(section, {})
+    table[name] = value
+
+
+def to_toml(rules: Mapping[str, Any]) -> str:
+    """Return a network's rules as TOML: keys first, then each table, ``[model.config]`` too."""
+
+    def table(title: str, content: Mapping[str, Any]) -> str:
+        below = {key: value for key, value in content.items() if isinstance(value, dict)}
+        lines = [f"{k} = {_value(v)}" for k, v in content.items() if k not in below]
+        head = f"\n[{title}]\n" if title and lines else ""
+        inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]
+        return head + "".join(f"{line}\n" for line in lines) + "".join(inner)
+
+    return table("", rules)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
+
+
+def _no_file_beside(name: str) -> str:
+    raise NetworkFileError(f"model.config_file {name} is not supported here", "use model.config")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a network's file if a miner would take it. Raises ConfigError; what was there stays."""
+    trial = path.with_name(f".{path.name}")
+    write_bytes(trial, text.encode(), durable=False)
+    try:
+        load_config("miner", ["--network", str(trial)], environ={}, dotenv=None, check=False)
+        os.replace(trial, path)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(str(trial), str(path))) from None
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _sign(options: argparse.Namespace) -> None:
+    from distributed_training.chain.identity import load_wallet
+    from distributed_training.config.settings import ChainSettings
+
+    path: Path = options.file
+    wallets = options.wallets or path.absolute().parent / "wallets"
+    master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=_MASTER))
+    try:
+        text = path.read_text(encoding="utf-8")
+        named = flatten(tomllib.loads(text)).get("chain.master_hotkey")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}), so nothing was signed") from None
+    if named != master.ss58:
+        raise ConfigError(
+            f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
+            "nothing was signed: give --wallets with the master's"
+        )
+    beside = path.absolute().parent
+    _write(path, signed(text, master.hotkey, beside=lambda name: (beside / name).read_text()))
+    _show(argparse.Namespace(place=str(path)), rules=False)
+
+
+def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
+    config = load_config("miner", ["--network", options.place], check=False)
+    assert config.network is not None
+    print(config.network.line)
+    if rules:
+        for key, value in config.network.values.items():
+            print(f"  {key} = {_value(value)}")
+
+
+def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
+    validator = [
+        *("--network", str(folder / FILE), "--neuron.run_folder", str(folder / "validator")),
+        *("--wallet.path", str(folder / "wallets"), "--wallet.name", _MASTER),
+        *("--neuron.initial_peers", "none", "--dht.port", str(options.dht_port)),
+        *("--dht.ip", options.host),
+    ]
+    lines = [
+        f"\n{folder / FILE} is for everybody who joins: publish it, for example over https.",
+        f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.\n",
+        "On this machine, with the keys of the global bucket in .env:",
+    ]
+    if options.registry is not None:
+        lines.append(f"  dt-registry serve --network {shlex.quote(str(folder / FILE))}")
+    lines += [
+        f"  dt-validator {shlex.join(validator)}",
+        "On every other machine:",
+        f"  dt-network show {FILE} && dt-miner --network {FILE}",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Found a network: its file, its keys, and what an operator may give wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config import load_config
+from distributed_training.network_command import main
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def found(folder: Path, *more: str) -> int:
+    words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
+    return main(["init", str(folder), *words, *more])
+
+
+def read(folder: Path):
+    file = str(folder / "network.toml")
+    config = load_config("miner", ["--network", file], environ={}, dotenv=None, check=False)
+    assert config.network is not None
+    return config
+
+
+def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "lab"
+    assert (
+        found(folder, "--set", "round.blocks_per_allreduce=60", "--set", "data.source=stdlib") == 0
+    )
+    config = read(folder)
+    values = config.network.values
+    assert values["chain.url"] == "https://registry.example.org"
+    assert values["round.blocks_per_allreduce"] == 60
+    assert (config.store.global_model_name, config.data.source) == ("lab", "stdlib")
+    (peer,) = config.swarm.initial_peers
+    assert peer.startswith("/ip4/192.0.2.7/tcp/8009/p2p/Qm")
+    assert config.network.model["num_hidden_layers"] == 4
+    for key in ("wallets/master/hotkeys/default", "validator/swarm/identity.key"):
+        assert (folder / key).stat().st_mode & 0o077 == 0, key
+    assert folder.stat().st_mode & 0o077 == 0
+    out = capsys.readouterr().out
+    assert values["run_id"] in out and "dt-validator --network" in out
+    assert (
+        found(tmp_path / "other") == 0
+        and read(tmp_path / "other").network.values["run_id"] != values["run_id"]
+    )
+    assert found(folder) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "lab"
+    assert found(folder) == 0
+    file, before = folder / "network.toml", read(folder).network.values["run_id"]
+    file.write_text(file.read_text().replace("version = 1", "version = 2"))
+    capsys.readouterr()
+    assert main(["show", str(file)]) == 2 and "altered" in capsys.readouterr().err
+    assert main(["sign", str(file)]) == 0
+    assert main(["show", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "version 2" in out and before not in out
+    other = tmp_path / "other"
+    assert found(other) == 0
+    assert main(["sign", str(file), "--wallets", str(other / "wallets")]) == 2
+    assert "nothing was signed" in capsys.readouterr().err
+    good = file.read_text()
+    file.write_text(good.replace("outer_momentum = 0.9", "outer_momentum = 9.0"))
+    assert main(["sign", str(file)]) == 2
+    assert "outer_momentum" in capsys.readouterr().err and "= 9.0" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--tokenizer", "gpt2"), "give --model"),
+        (("--model", "/no/such/config.json"), "give --model"),
+        (("--set", "round.blocks_per_alreduce=60"), "did you mean round.blocks_per_allreduce"),
+        (("--set", "training.sequence_length=-4"), "sequence_length"),
+        (("--set", "model.parameters=5"), "model.parameters"),
+        (("--set", "limits.max_uids=1"), "limits.max_uids"),
+        (("--name", "No Name"), "name"),
+        (("--bucket", "x/../y"), "global_bucket"),
+    ],
+)
+def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str) -> None:
+    assert found(tmp_path / "lab", *more) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+    assert not list(tmp_path.iterdir())
