@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
+from distributed_training.common.swarm_identity import make_identity
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
 from distributed_training.protocol.names import miner_bucket
-from distributed_training.swarm.identity import make_identity
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet

@@ -257,7 +257,7 @@ def honest_held_back() -> bytes:
 def honest_identity() -> bytes:
     import tempfile
 
-    from distributed_training.swarm.identity import identity_file, make_identity
+    from distributed_training.common.swarm_identity import identity_file, make_identity
 
     with tempfile.TemporaryDirectory() as folder:
         make_identity(Path(folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed_training.swarm.identity import identity_file, make_identity
+from distributed_training.common.swarm_identity import identity_file, make_identity
 
 
 def test_hivemind_reads_the_identity_and_derives_the_same_peer_id(tmp_path: Path) -> None:
