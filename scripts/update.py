@@ -39,7 +39,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
-from distributed_training.telemetry import read_events
+from distributed_training.telemetry.metrics import read_metrics
+from distributed_training.telemetry.neuron_state import NeuronState
 
 APP = "distributed_training_miner"
 _ROUND_NEAR = timedelta(minutes=3)  # a round due so soon is waited for
@@ -74,14 +75,16 @@ class App:
     arguments: list[str]
     environment: dict[str, str]
 
-    @property
-    def events(self) -> Path:
-        environment = self.environment
-        dotenv = self.home / ".env"
+    def state(self) -> NeuronState:
+        """What the miner's run folder tells of it."""
         config = load_config(
-            "miner", self.arguments, environ=environment, dotenv=dotenv, check=False
+            "miner",
+            self.arguments,
+            environ=self.environment,
+            dotenv=self.home / ".env",
+            check=False,
         )
-        return self.home / config.run_folder / "events.jsonl"
+        return NeuronState(self.home / config.run_folder).catch_up()
 
 
 def build_parser() -> Parser:
@@ -136,7 +139,7 @@ def update(options: argparse.Namespace) -> None:
         if not options.no_doctor:
             examine(old, folder, unchanged)
         folder = keep(old, folder, unchanged)
-        await_no_round(old.events, options.round_wait.total_seconds(), unchanged)
+        await_no_round(old.state(), options.round_wait.total_seconds(), unchanged)
         switch(pm2, old, folder, options.first_step.total_seconds())
         tell(f"{old.name} runs {options.target} from {folder}; the one before is {old.version}")
         remove_others(old, folder)
@@ -368,38 +371,26 @@ def arguments_of(folder: Path, old: App, unchanged: str) -> list[str]:
 # --- the switch -----------------------------------------------------------------------------------
 
 
-def await_no_round(events: Path, patience: float, unchanged: str) -> None:
+def await_no_round(miner: NeuronState, patience: float, unchanged: str) -> None:
     """Until the miner trains and no round is due soon."""
     deadline, told = time.monotonic() + patience, False
-    while (why := round_near(events)) and time.monotonic() < deadline:
+    while (why := round_near(miner)) and time.monotonic() < deadline:
         if not told:
             tell(f"waiting: {why}")
             told = True
         time.sleep(_POLL)
+        miner.poll()
     if why:
         raise UpdateError(f"{why}, still after {patience:.0f} s (--round-wait); {unchanged}")
 
 
-def round_near(events: Path) -> str:
+def round_near(miner: NeuronState) -> str:
     """Why this is no moment to stop; empty if it is one."""
-    mode = ""
-    for event in read_events(events):
-        if event["kind"] in ("state", "start"):
-            mode = str(event.get("after") or "training")
-    if mode not in ("", "training"):
-        return f"the miner is {mode}"
-    due = metric(events.with_name("metrics.prom"), "dt_next_round_timestamp_seconds")
-    if due is not None and 0 < due - time.time() < _ROUND_NEAR.total_seconds():
-        return f"a round is due in {due - time.time():.0f} s"
-    return ""
-
-
-def metric(path: Path, name: str) -> float | None:
-    try:
-        lines = path.read_text().splitlines()
-        return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
-    except (OSError, ValueError, StopIteration):
-        return None
+    if miner.phase not in ("starting", "training", "stopped"):
+        return f"the miner is {miner.phase}"
+    figures = read_metrics(miner.folder / "metrics.prom")
+    left = figures.get("dt_next_round_timestamp_seconds", 0.0) - time.time()
+    return f"a round is due in {left:.0f} s" if 0 < left < _ROUND_NEAR.total_seconds() else ""
 
 
 def switch(pm2: Pm2, old: App, folder: Path, patience: float) -> None:
@@ -429,7 +420,7 @@ def try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
 
 
 def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
-    events, began = old.events, time.time()
+    miner, began = old.state(), time.time()
     if pm2.has(old.name):
         pm2("delete", old.name)
         began = time.time()
@@ -437,7 +428,8 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     pm2("start", str(folder / "app.config.js"), "--only", old.name, environ=environment)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        if any(event["time"] > began for event in read_events(events, "step")):
+        miner.poll()
+        if miner.steps and (miner.steps[-1].time or 0.0) > began:
             pm2("save")  # what a reboot brings back
             return ""
         status, restarts = pm2.state(old.name)

@@ -33,7 +33,7 @@ State = TypeVar("State")
 
 LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
 LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
-_LONGEST_LINE = 1024 * 1024  # bytes
+LONGEST_LINE = 1024 * 1024  # bytes
 
 
 def sync_folder(folder: Path) -> None:
@@ -179,24 +179,6 @@ def json_line(line: bytes) -> dict[str, Any] | None:
 def rotated(path: Path) -> Path:
     """Where the lines before those of ``path`` are, once it has become too long."""
     return path.with_name(path.name + ".1")
-
-
-def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects of ``rotated(path)`` and of ``path``, one a line, oldest first.
-
-    What is no object is left out; of a line longer than 1 MiB nothing is kept in memory. Nothing
-    for files that are not there.
-    """
-    for part in (rotated(path), path):
-        try:
-            file = part.open("rb")
-        except FileNotFoundError:
-            continue
-        with file:
-            while line := file.readline(_LONGEST_LINE):
-                content = json_line(line)
-                if content is not None:
-                    yield content
 
 
 def sha256_of(path: Path) -> str:

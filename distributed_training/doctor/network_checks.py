@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import secrets
 import tempfile
 import time
@@ -28,12 +27,12 @@ from distributed_training.node.identity import follow_chain, seconds_per_block
 from distributed_training.protocol.names import miner_bucket
 from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, StoreError, endpoint_of
 from distributed_training.swarm.supervisor import address_of, any_reachable
+from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
 _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
-_IS_ALIVE = re.compile(r'^dt_server_accepted_total\{kind="IsAlive"\} ([0-9.e+]+)', re.M)
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and tokens in the R2 dashboard"
 _DATA_REMEDY = "check the network, --data.source and --data.rows_url"
@@ -208,15 +207,12 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
 def check_calls(metrics: Path) -> Check:
     """Whether validators reach a miner that runs: what its own metrics count."""
     name = "calls"
-    try:
-        fresh = time.time() - metrics.stat().st_mtime < _METRICS_FRESH
-        found = _IS_ALIVE.search(metrics.read_text()) if fresh else None
-    except OSError:
-        fresh, found = False, None
-    if not fresh:
+    figures = read_metrics(metrics)
+    age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)
+    if age > _METRICS_FRESH:
         return Check(name, "skip", "no miner runs in this run folder, so nobody calls it")
-    if found and float(found[1]) > 0:
-        return Check(name, "ok", f"{float(found[1]):.0f} signed IsAlive calls since the start")
+    if calls := figures.get("dt_server_accepted_total.IsAlive"):
+        return Check(name, "ok", f"{calls:.0f} signed IsAlive calls since the start")
     return Check(
         name,
         "warn",

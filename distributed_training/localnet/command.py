@@ -20,7 +20,7 @@ from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary
-from distributed_training.localnet.view import LiveView
+from distributed_training.localnet.view import View
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.telemetry.page.process import PageProcess
 
@@ -65,21 +65,19 @@ def _words(text: str) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
-    view = LiveView()
+    view = View()
     try:
         options = _options(arguments)
         subnet = LocalSubnet(
             options=options,
             tell=view.say,
-            refresh=lambda s: view.update(_headline(s), [n.state for n in s.neurons]),
+            refresh=lambda s: view.update([n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
             limit = timedelta(seconds=arguments.timeout)
             failure = _run(subnet, view, signals, limit, page_port=arguments.page_port)
     except ConfigError as error:
         return exit_with(error)
-    finally:
-        view.close()
     interrupted = signals.stop.is_set()
     failures = [failure.splitlines()[0]] if failure else []
     if not subnet.neurons:
@@ -102,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(
     subnet: LocalSubnet,
-    view: LiveView,
+    view: View,
     signals: StopSignals,
     timeout: timedelta,
     *,
@@ -131,7 +129,7 @@ def _run(
     return ""
 
 
-def _show_page(line: str, view: LiveView) -> None:
+def _show_page(line: str, view: View) -> None:
     """Say where the page is; on a desktop, open it."""
     view.say(line)
     address = line.removeprefix("page: ")
@@ -157,11 +155,6 @@ def _options(arguments: argparse.Namespace) -> SubnetOptions:
         miner_script=arguments.miner_script and arguments.miner_script.absolute(),
         validator_script=arguments.validator_script and arguments.validator_script.absolute(),
     )
-
-
-def _headline(subnet: LocalSubnet) -> str:
-    done = max((step for step, _ in subnet.validator.state.outer_steps), default=0)
-    return f"local subnet: outer step {done} of {subnet.options.outer_steps}  (Ctrl-C stops it)"
 
 
 def _draw(subnet: LocalSubnet, summary: Summary) -> None:

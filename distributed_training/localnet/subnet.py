@@ -33,7 +33,6 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.neuron_state import NeuronState
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import (
     MARK,
@@ -43,7 +42,8 @@ from distributed_training.localnet.processes import (
 )
 from distributed_training.localnet.services import Services
 from distributed_training.localnet.summary import Summary, summarize
-from distributed_training.telemetry.events import EventFollower
+from distributed_training.localnet.view import event_line
+from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
@@ -102,7 +102,6 @@ class Neuron:
 
     plan: NeuronPlan
     child: Child
-    follower: EventFollower
     state: NeuronState
 
 
@@ -187,7 +186,7 @@ class LocalSubnet:
         problems += stop_together([n.child for n in self.neurons], grace / 2)
         for neuron in self.neurons:
             self._read_events(neuron)
-            neuron.follower.close()
+            neuron.state.close()
             status = neuron.child.exit_status
             if neuron.child.stopping and status is not None and status > 0:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
@@ -322,8 +321,8 @@ class LocalSubnet:
         )
 
     def _read_events(self, neuron: Neuron) -> None:
-        for event in neuron.follower.poll():
-            line = neuron.state.apply(event)
+        for event in neuron.state.poll():
+            line = event_line(event, of_validator=neuron.plan.kind == "validator")
             if line and not (self._stopped and event["kind"] == "sweep"):
                 self._tell(f"{neuron.plan.name}: {line}")
 
@@ -337,8 +336,7 @@ class LocalSubnet:
                 environment=services.environment(plan),
                 folder=plan.folder,
             ),
-            follower=EventFollower(plan.events),
-            state=NeuronState(name=plan.name, kind=plan.kind, uid=plan.uid),
+            state=NeuronState(plan.folder, uid=plan.uid),
         )
 
     def _start_neuron(self, neuron: Neuron) -> None:

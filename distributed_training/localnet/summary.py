@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from distributed_training.common.files import write_bytes, write_json
-from distributed_training.localnet.neuron_state import Evaluation, Judged, NeuronState, RoundSeen
 from distributed_training.localnet.view import clock, plain_text
 from distributed_training.scoring.causes import Cause
+from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
 _SLOWER = (
     ". Blocks pass faster than this machine trains and uploads: "
@@ -171,9 +172,10 @@ def summarize(
     if len(steps) < wanted_outer_steps:
         found.append(f"{len(steps)} outer steps succeeded; {wanted_outer_steps} were wanted")
     for neuron in (validator, *miners):
-        for seen in neuron.rounds:
-            if not seen.ok:
-                found.append(f"{neuron.name}: a round failed ({seen.fault or 'no reason given'})")
+        for seen in neuron.tables["round"]:
+            if not seen["ok"]:
+                fault = seen.get("fault") or "no reason given"
+                found.append(f"{neuron.name}: a round failed ({fault})")
     for miner in results:
         found += _upload_problems(miner)
     return Summary(
@@ -190,33 +192,43 @@ def _outer_step(
 ) -> OuterStepResult:
     took_part = [m.name for m in miners if any(step == reached for step, _ in m.outer_steps)]
     # For one outer step the last evaluation counts: those of refused averages come before it.
-    told = [e for e in validator.evaluations if e.outer_step == reached]
-    losses = told[-1] if told else Evaluation(reached, None, None)
-    own_round = _round_to(validator, reached)
+    losses = _newest(validator, "held_out", outer_step=reached)
+    led = _newest(validator, "round", outer_step=reached - 1, ok=True)
     return OuterStepResult(
         outer_step=reached,
         seconds_from_start=seconds,
-        round_seconds=own_round.seconds if own_round else 0.0,
+        round_seconds=led.get("seconds", 0.0),
         participants=(validator.name, *took_part),
         missed_by=tuple(m.name for m in miners if m.name not in took_part),
-        loss_before=losses.before,
-        loss_after=losses.after,
+        loss_before=losses.get("before"),
+        loss_after=losses.get("after"),
     )
+
+
+def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
+    """The last event of a kind with these fields; empty if there is none."""
+    rows = reversed(neuron.tables[kind])
+    return next((row for row in rows if wanted.items() <= row.items()), {})
 
 
 def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> MinerResult:
     judged = validator.judged.get(miner.uid, Judged())
+    losses, rounds = [step.loss for step in miner.losses], miner.tables["round"]
     return MinerResult(
         name=miner.name,
         uid=miner.uid,
         world_size=world_size,
-        inner_steps=len(miner.losses),
-        first_loss=miner.losses[0].loss if miner.losses else None,
-        last_loss=miner.losses[-1].loss if miner.losses else None,
+        inner_steps=len(losses),
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
         uploads=len(miner.uploads),
-        failed_uploads=tuple(miner.failed_uploads),
-        rounds_ok=len(miner.rounds_ok),
-        rounds=len(miner.rounds),
+        failed_uploads=tuple(
+            f"{upload['revision']}: {upload['reason']}"
+            for upload in miner.tables["publication"]
+            if not upload["ok"]
+        ),
+        rounds_ok=sum(seen["ok"] for seen in rounds),
+        rounds=len(rounds),
         uploads_scored=judged.scored,
         uploads_judged=judged.passes,
         last_cause=judged.last_cause,
@@ -237,12 +249,6 @@ def _upload_problems(miner: MinerResult) -> list[str]:
             f"was reset: {miner.last_reset}{_SLOWER if slow else ''}"
         ]
     return []
-
-
-def _round_to(neuron: NeuronState, reached: int) -> RoundSeen | None:
-    """The round that led to outer step ``reached``."""
-    good = [r for r in neuron.rounds_ok if r.outer_step in (reached - 1, reached)]
-    return next((r for r in good if r.outer_step == reached - 1), good[-1] if good else None)
 
 
 def _number(value: float | None) -> str:

@@ -1,20 +1,19 @@
-"""The live view: one line per neuron, redrawn in place on a terminal, plain lines elsewhere."""
+"""Lines about a subnet while it runs, each with the time since the start; the page shows more."""
 
 from __future__ import annotations
 
 import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.localnet.neuron_state import NeuronState
-
-_REDRAW_SECONDS = 0.25
+from distributed_training.protocol.lines import judged_upload
+from distributed_training.telemetry.neuron_state import NeuronState
 
 
 def clock(seconds: float) -> str:
@@ -28,82 +27,83 @@ def plain_text(renderable: RenderableType, width: int = 160) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
+def held_out(event: Mapping[str, Any]) -> str:
+    """The validator's loss before and after an outer step, once where they are the same."""
+    before, after = event.get("before"), event.get("after")
+    if before is None or after is None:
+        return ""
+    return f"{after:.3f}" if before == after else f"{before:.3f} -> {after:.3f}"
+
+
+def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
+    """Return a line for an event that is worth one on the screen, else "". ``event``: as
+    :meth:`NeuronState.apply` returns it."""
+    match event:
+        case {"kind": "publication", "ok": True, "revision": tag}:
+            return f"published {tag} ({event.get('bytes_sent', 0) / 1e6:.1f} MB)"
+        case {"kind": "publication", "revision": tag, "reason": reason}:
+            superseded = str(reason).startswith("superseded")
+            return "" if superseded else f"publication of {tag} failed: {reason}"
+        case {"kind": "round", "ok": False, "fault": fault}:
+            return f"ROUND FAILED: {fault} {event.get('detail') or ''}".rstrip()
+        case {"kind": "round", "peers": peers, "seconds": seconds} if of_validator:
+            return f"round worked, {len(peers)} peers, {seconds:.1f} s"
+        case {"kind": "outer_step", "outer_step": reached} if of_validator:
+            return f"global state of outer step {reached} published"
+        case {"kind": "outer_step", "outer_step": reached}:
+            return f"outer step {reached} taken"
+        case {"kind": "load", "outer_step": reached}:
+            return f"loaded the global state of outer step {reached}"
+        case {"kind": "held_out"}:
+            return f"held-out loss {held_out(event) or 'not finite'}"
+        case {"kind": "sweep", "changed": True, "not_alive": uids}:
+            missing = f"not alive: uids {', '.join(map(str, uids))}"
+            return missing if uids else "every miner is alive again"
+        case {"kind": "upload_scored", "ok": False, "uid": uid, "outer_step": judged}:
+            upload = judged_upload(event.get("revision") or "", judged)
+            return f"uid {uid}: {upload} not scored: {event.get('reason') or 'no reason given'}"
+    return ""
+
+
 def neuron_line(state: NeuronState) -> str:
     """One neuron; what matters least comes last, where a narrow terminal cuts it off."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
-    if state.kind == "miner":
-        loss = f"{state.loss:6.3f}" if state.loss is not None else "     -"
-        rate = f"{state.tokens_per_second:6.0f}" if state.tokens_per_second else "     -"
-        return (
-            f"{head}  step {state.inner_step:>3}  loss {loss}  {rate} tok/s"
-            f"  uploads {len(state.uploads):>2}  rounds {len(state.rounds_ok)}/{len(state.rounds)}"
-        )
-    known = [e for e in state.evaluations if e.before is not None and e.after is not None]
-    if known:
-        before, after = known[-1].before, known[-1].after
-        head += (
-            f"  held-out {after:.3f}"
-            if before == after
-            else f"  held-out {before:.3f} -> {after:.3f}"
-        )
-    totals = {
-        uid: scores["total"]
-        for uid, scores in sorted(state.scores.items())
-        if "total" in scores and uid in state.judged
-    }
-    if totals:
-        head += "  scores " + ", ".join(f"{uid}: {total:.2f}" for uid, total in totals.items())
-    return head
+    if told := state.tables["held_out"]:  # by a validator alone
+        totals = [
+            f"{uid}: {scores['total']:.2f}"
+            for uid, scores in sorted(state.scores.items())
+            if "total" in scores and uid in state.judged
+        ]
+        head += f"  held-out {held_out(told[-1])}"
+        return f"{head}  scores {', '.join(totals)}" if totals else head
+    last, rounds = state.steps[-1] if state.steps else None, state.tables["round"]
+    loss = f"{last.loss:6.3f}" if last and last.loss is not None else "     -"
+    rate = f"{last.tokens_per_second:6.0f}" if last and last.tokens_per_second else "     -"
+    return (
+        f"{head}  step {state.inner_step:>3}  loss {loss}  {rate} tok/s"
+        f"  uploads {len(state.uploads):>2}  rounds {sum(r['ok'] for r in rounds)}/{len(rounds)}"
+    )
 
 
-class LiveView:
-    """Shows the subnet while it runs. ``say`` is for what should stay on the screen.
-
-    ``plain_interval``: where nothing can be redrawn, a neuron's line is repeated so often.
-    """
+class View:
+    """Says what happens, and every ``interval`` how each neuron stands."""
 
     def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        plain_interval: timedelta = timedelta(seconds=15),
+        self, console: Console | None = None, *, interval: timedelta = timedelta(seconds=15)
     ) -> None:
         self._console = console or Console(highlight=False)
-        self._plain_line = Throttle(plain_interval.total_seconds())
+        self._due = Throttle(interval.total_seconds())
         self._started = time.monotonic()
-        self._redraw = Throttle(_REDRAW_SECONDS)
-        self._live: Live | None = None
         if isinstance(self._console.file, io.TextIOWrapper):
             self._console.file.reconfigure(errors="replace")  # a terminal of ASCII
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(console=self._console, transient=True, auto_refresh=False)
-            self._live.start()
 
     def say(self, text: str, *, style: str = "") -> None:
-        """Lines that stay, each with the time since the start in front."""
         for line in text.splitlines() or [""]:
-            self._console.print(Text(f"{self._clock}  {line}", style=style), soft_wrap=True)
+            line = f"{clock(time.monotonic() - self._started)}  {line}"
+            self._console.print(Text(line, style=style), soft_wrap=True)
 
-    def update(self, headline: str, states: Sequence[NeuronState]) -> None:
-        """Show the present. Cheap to call often."""
-        lines = {state.name: neuron_line(state) for state in states}
-        if self._live is not None:
-            if not self._redraw():
-                return
-            head = Text(f"{self._clock}  {headline}", style="bold", no_wrap=True, overflow="crop")
-            rows = [Text(line, no_wrap=True, overflow="crop") for line in lines.values()]
-            self._live.update(Group(head, *rows), refresh=True)
-            return
-        for name, line in lines.items():
-            if self._plain_line(name):
-                self.say(line)
-
-    def close(self) -> None:
-        """Take the live lines off the screen: the summary says more."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    @property
-    def _clock(self) -> str:
-        return clock(time.monotonic() - self._started)
+    def update(self, states: Sequence[NeuronState]) -> None:
+        """Cheap to call often."""
+        for state in states:
+            if self._due(state.name):
+                self.say(neuron_line(state))

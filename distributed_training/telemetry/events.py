@@ -1,17 +1,19 @@
 """What happened, for programs: one JSON object a line in ``events.jsonl``.
 
-The local subnet's live view, its summary, the page and the tests read this file, also while it is
-being written (:class:`EventFollower`). People read the log.
+``neuron_state`` and the tests read this file, also while it is being written
+(:class:`EventFollower`). People read the log.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -22,7 +24,7 @@ from typing import Any, BinaryIO
 from pydantic import SecretStr
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.common.files import json_line, read_json_lines, rotated
+from distributed_training.common.files import LONGEST_LINE, json_line, rotated
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import level_name, mask
@@ -137,21 +139,20 @@ class _Problems(logging.Handler):
         if record.name == __name__:  # that events cannot be written is no event
             return
         try:
-            self._record(record)
+            if self._throttle(str(record.msg)):
+                text = record.getMessage()
+                self._events.write("problem", level=level_name(record), text=text)
         except (TypeError, ValueError, KeyError):  # a damaged line must not end its caller
             self.handleError(record)
-
-    def _record(self, record: logging.LogRecord) -> None:
-        if self._throttle(str(record.msg)):
-            self._events.write("problem", level=level_name(record), text=record.getMessage())
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
     """The events of ``path`` (and of ``<path>.1`` before it), oldest first; broken lines are
     skipped. None if neither file exists."""
-    for event in read_json_lines(path):
-        if kind is None or event.get("kind") == kind:
-            yield event
+    with contextlib.closing(EventFollower(path)) as follower:
+        for event in follower.history(at_most=sys.maxsize):
+            if kind is None or event.get("kind") == kind:
+                yield event
 
 
 def plain(value: Any) -> Any:
@@ -183,13 +184,11 @@ def plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no place in an event")
 
 
-_CHUNK = 1 << 20  # bytes
-
-
 class EventFollower:
     """Reads a growing file of JSON lines; a line still being written is read next time.
 
-    The file may be rotated: the old one is read to its end before the new one is begun.
+    The file may be rotated: the old one is read to its end before the new one is begun. Of a line
+    longer than 1 MiB nothing is kept in memory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -245,10 +244,14 @@ class EventFollower:
             except FileNotFoundError:
                 return
             self._rest = b""
-        while chunk := self._file.read(_CHUNK):
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
+        while part := self._file.readline(LONGEST_LINE):
+            self._rest += part
+            if not part.endswith(b"\n") and len(self._rest) < LONGEST_LINE:
+                return
             # A line that a kill cut off is None; the next one is whole again.
-            yield from (event for event in map(json_line, lines) if event is not None)
+            event, self._rest = json_line(self._rest), b""
+            if event is not None:
+                yield event
 
     def close(self) -> None:
         if self._file is not None:

@@ -265,6 +265,23 @@ class MetricsFile:
             self._failing = True
 
 
+def read_metrics(path: Path) -> dict[str, float]:
+    """Return a metrics file's figures by ``dt_name``, or ``dt_name.KIND`` where a label tells them
+    apart. Those that are not finite are left out; empty if there is no such file."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+    return {
+        ".".join((sample.name, *sample.labels.values())): sample.value
+        for family in families
+        for sample in family.samples
+        if math.isfinite(sample.value)
+    }
+
+
 def record_step(registry: Registry, report: StepReport) -> None:
     """An inner step's figures; those the report does not have become absent."""
     gauges = {

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from distributed_training.telemetry import EventLog
-from distributed_training.telemetry.page.history import COLUMNS, Neuron
+from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from tests.tools import chromium
 from tests.tools.chromium import CHECKS, card
 from tests.tools.waiting import wait_for
@@ -95,7 +95,7 @@ def run_folder(tmp_path: Path) -> Iterator[tuple[Path, EventLog]]:
 
 
 def test_events_of_one_moment_and_of_a_clock_set_back_are_all_new(tmp_path: Path) -> None:
-    miner = Neuron(tmp_path)
+    miner = NeuronState(tmp_path)
     lines = [{"kind": "round", "time": 9.0}, {"kind": "step", "time": 9.0}, {"time": 3.0}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     numbers = [event["number"] for event in miner.poll()]
@@ -104,7 +104,7 @@ def test_events_of_one_moment_and_of_a_clock_set_back_are_all_new(tmp_path: Path
 
 def test_the_time_between_two_steps_is_not_lost(tmp_path: Path) -> None:
     """Rounds, snapshots and loads, but not the night in which the miner was off."""
-    miner = Neuron(tmp_path)
+    miner = NeuronState(tmp_path)
     seen = [
         miner.apply({"kind": kind, "time": time, "seconds": 10.0}).get("between_seconds")
         for kind, time in (
@@ -129,6 +129,7 @@ def test_it_shows_what_happens_and_survives_a_restart(
         )
         assert "took part" in card(browser, "Last round")
         assert "too old for validators in" in card(browser, "Published")
+        assert "counts" in card(browser, "Score")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
         assert len(browser.find_elements("css selector", "svg[role=img] polyline")) >= 4
@@ -208,7 +209,8 @@ def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path
         bad = browser.execute_script(
             "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
         )
-        assert bad == ["Published"]
+        assert bad == ["Score", "Published"]
+        assert card(browser, "Score").split("\n\n") == ["Score", "zero", "nothing is published"]
 
 
 def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
@@ -296,6 +298,13 @@ def test_a_whole_subnet_on_one_page(browser: Any, tmp_path: Path) -> None:
         validator.write("scores", scores={"0": figures})
         browser.get(page.url)
         wait_for(lambda: "0.875" in card(browser, "Score"), "the miner's score")
+        assert "by the validator of this subnet" in card(browser, "Score")
+        for reason in ("too old", ""):
+            validator.write("upload_scored", uid=0, ok=not reason, reason=reason)
+        wait_for(
+            lambda: "1 of 2 uploads scored; last reset: too old" in card(browser, "Score"),
+            "how its uploads fared",
+        )
         assert [row.split() for row in table(browser, "Ranks")] == [
             ["0", "5.00", "GB", "–"],
             ["1", "4.00", "GB", "97", "%"],

@@ -119,14 +119,13 @@ def _kept(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Any:
-    from distributed_training.common.files import read_json_lines
-    from distributed_training.telemetry.events import EventFollower
+    from distributed_training.telemetry.events import EventFollower, read_events
 
     follower = EventFollower(path)
     history = list(follower.history(at_most=MEBI))
     follower.close()
     assert all(isinstance(event, dict) for event in history)
-    return [dict(line) for line in read_json_lines(path)]
+    return [dict(line) for line in read_events(path)]
 
 
 def _norms(path: Path) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from distributed_training.doctor.machine import check_memory, check_torch
 from distributed_training.doctor.network_checks import check_network
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
 from distributed_training.store.s3 import S3ObjectStore, Section
+from distributed_training.telemetry import Registry
 from distributed_training.training.memory_plan import named_config
 from tests.tools.memory_store import MemoryObjectStore
 
@@ -157,6 +159,24 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     config: Any = SimpleNamespace(store=StoreSettings(file_deadline=deadline))
     check = network_checks.check_line(config, "bucket", shape)
     assert check.status == verdict and said in check.finding
+
+
+@pytest.mark.parametrize(
+    ("age", "calls", "status"),
+    [(None, None, "skip"), (500.0, 3, "skip"), (1.0, None, "warn"), (1.0, 0, "warn"), (1, 3, "ok")],
+)
+def test_calls_are_those_that_a_running_miner_counts(
+    tmp_path: Path, age: float | None, calls: int | None, status: str
+) -> None:
+    path = tmp_path / "metrics.prom"
+    if age is not None:
+        registry = Registry()
+        counts = {} if calls is None else {"accepted.IsAlive": calls, "accepted.AllReduce": 9}
+        registry.totals("server", counts)
+        registry.set("metrics_written_timestamp_seconds", time.time() - age)
+        path.write_text(registry.text())
+    check = network_checks.check_calls(path)
+    assert check.status == status and ("3 signed" in check.finding) == (status == "ok")
 
 
 def test_batch() -> None:

@@ -13,11 +13,11 @@ import pytest
 from rich.console import Console
 
 from distributed_training.localnet.command import build_parser
-from distributed_training.localnet.neuron_state import NeuronState
 from distributed_training.localnet.summary import summarize
-from distributed_training.localnet.view import LiveView, neuron_line
+from distributed_training.localnet.view import View, event_line, neuron_line
 from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.neuron_state import NeuronState
 
 pytestmark = pytest.mark.timeout(60)
 T0 = 1000.0
@@ -25,7 +25,7 @@ T0 = 1000.0
 
 def step(time: float, outer: int, inner: int, loss: float, **more: Any) -> dict[str, Any]:
     fields = {"time": time, "kind": "step", "outer_step": outer, "inner_step": inner, "loss": loss}
-    return fields | {"tokens": 4096, "seconds": 2.0} | more
+    return fields | {"tokens_per_second": 2048.0, "seconds": 2.0} | more
 
 
 def feed(state: NeuronState, *events: dict[str, Any]) -> NeuronState:
@@ -36,7 +36,7 @@ def feed(state: NeuronState, *events: dict[str, Any]) -> NeuronState:
 
 def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -> NeuronState:
     """A miner that trained, published once and took the outer steps of ``steps``."""
-    miner = NeuronState(name=f"miner-{uid:03d}", kind="miner", uid=uid)
+    miner = NeuronState(Path(f"miner-{uid:03d}"), uid=uid)
     feed(miner, {"time": T0, "kind": "start"})
     for i in range(4):
         feed(miner, step(T0 + i, 0, i + 1, 5.0 - i / 10))
@@ -48,7 +48,7 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
         at = T0 + 10 * reached
         feed(
             miner,
-            {"time": at, "kind": "round", "ok": not fault, "fault": fault, "peers": ["a", "b"]},
+            {"kind": "round", "ok": not fault, "fault": fault, "outer_step": reached - 1},
             {"time": at, "kind": "outer_step", "outer_step": reached},
         )
     return miner
@@ -68,13 +68,13 @@ def scored(uid: int, reason: str = "", cause: str = "") -> dict[str, Any]:
 
 def a_validator(*steps: int, judged: tuple[dict[str, Any], ...] = ()) -> NeuronState:
     """A validator that called the rounds of ``steps`` and scored an upload of uids 0 and 11."""
-    validator = NeuronState(name="validator", kind="validator", uid=200)
+    validator = NeuronState(Path("validator"), uid=200)
     feed(validator, *(judged or (scored(0), scored(11))))
     for reached in steps:
         at = T0 + 10 * reached
         feed(
             validator,
-            {"time": at, "kind": "round", "ok": True, "peers": ["a", "b", "c"], "seconds": 3.5},
+            {"kind": "round", "ok": True, "outer_step": reached - 1, "seconds": 3.5},
             {"time": at, "kind": "outer_step", "outer_step": reached},
         )
     return validator
@@ -125,22 +125,53 @@ class TestState:
         miner = a_miner()
         assert (miner.outer_step, miner.inner_step, miner.phase) == (2, 0, "training")
         assert miner.uploads == ["5.0.4"]
-        assert miner.tokens_per_second == 2048
+        assert miner.steps[-1].tokens_per_second == 2048
         assert [p.loss for p in miner.losses] == pytest.approx([5.0, 4.9, 4.8, 4.7])
 
     def test_a_skipped_step_and_a_nan_are_no_points_of_the_curve(self) -> None:
-        state = NeuronState(name="m", kind="miner", uid=0)
+        state = NeuronState(Path("m"))
         feed(state, step(1, 0, 1, 5.0, skipped=True), step(2, 0, 2, float("nan")))
         assert state.losses == [] and state.inner_step == 2
 
-    def test_unknown_events_are_no_error(self) -> None:
-        state = feed(NeuronState(name="m", kind="miner", uid=0), {"kind": "weather"}, {})
-        assert state.phase == "starting"
+    @pytest.mark.parametrize(
+        "event",
+        [
+            {},
+            {"kind": "weather"},
+            {"kind": "state"},
+            {"kind": "step", "time": "noon", "outer_step": "?", "loss": [], "inner_step": True},
+            {"kind": "scores", "scores": {"0": 1.0}},
+            {"kind": "scores", "scores": None},
+            {"kind": "sweep", "not_alive": 3},
+            {"kind": "upload_scored", "uid": None},
+            {"kind": "outer_step", "outer_step": 10**400},
+        ],
+    )
+    def test_events_that_no_neuron_of_ours_writes_are_no_error(self, event: dict[str, Any]) -> None:
+        state = a_miner()
+        state.apply(event)
+        assert (state.outer_step, state.scores) == (2, {})
+        assert state.facts()["taken"] == len(a_miner().losses) + 7
+
+    def test_a_phase_is_that_of_the_last_state_and_of_a_validator_its_work(self) -> None:
+        state = NeuronState(Path("m"))
+        phases = []
+        for kind, more in (
+            ("start", {}), ("step", {}), ("state", {"after": "awaiting_global"}), ("step", {}),
+            ("stop", {}), ("start", {}), ("held_out", {}), ("sweep", {}), ("round", {"ok": False}),
+            ("sweep", {}), ("upload_scored", {"uid": 1}), ("scores", {"scores": {}}),
+        ):  # fmt: skip
+            state.apply({"kind": kind, **more})
+            phases.append(state.phase)
+        training = ["starting", "training", "awaiting global", "awaiting global", "stopped"]
+        work = ["starting", "waiting", "sweeping", "waiting", "sweeping", "scoring", "waiting"]
+        assert phases == training + work and state.starts == 2
 
     def test_attendance_is_told_when_it_changes(self) -> None:
-        state = NeuronState(name="validator", kind="validator", uid=200)
+        state = NeuronState(Path("validator"))
         sweeps: list[list[int]] = [[], [0], [0], [0, 11], [0, 11], [], []]
-        lines = [state.apply({"kind": "sweep", "not_alive": missing}) for missing in sweeps]
+        told = [state.apply({"kind": "sweep", "not_alive": missing}) for missing in sweeps]
+        lines = [event_line(event, of_validator=True) for event in told]
         assert [line for line in lines if line] == [
             "not alive: uids 0",
             "not alive: uids 0, 11",
@@ -155,7 +186,7 @@ class TestView:
         assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
     def test_a_miner_that_was_not_judged_yet_has_no_score_of_zero(self) -> None:
-        validator = NeuronState(name="validator", kind="validator", uid=200)
+        validator = NeuronState(Path("validator"), uid=200)
         feed(
             validator,
             {"kind": "held_out", "outer_step": 0, "before": 5.72, "after": 5.72},
@@ -166,61 +197,71 @@ class TestView:
         feed(validator, scored(11), {"kind": "scores", "scores": {"11": {"total": 0.125}}})
         assert neuron_line(validator).endswith("scores 11: 0.12")
 
-    def test_elsewhere_plain_lines_without_escapes_and_not_too_many(self) -> None:
+    @pytest.mark.parametrize("terminal", [True, False])
+    def test_plain_lines_without_escapes_and_not_too_many(self, terminal: bool) -> None:
         stream = io.StringIO()
-        view = LiveView(Console(file=stream), plain_interval=timedelta(hours=1))
+        console = Console(file=stream, force_terminal=terminal, width=79)
+        view = View(console, interval=timedelta(hours=1))
         for _ in range(50):
-            view.update("head", [a_miner()])
+            view.update([a_miner()])
         view.say("hello " * 40)
-        view.close()
         assert "\x1b" not in stream.getvalue()
         first, second = stream.getvalue().splitlines()
         assert "miner-000" in first and second.count("hello") == 40
 
-    @pytest.mark.parametrize("width", [20, 40, 79, 200])
-    def test_on_a_terminal_lines_that_stay_are_above_and_the_rest_goes(self, width: int) -> None:
-        stream = io.StringIO()
-        console = Console(file=stream, force_terminal=True, width=width, height=24)
-        view = LiveView(console)
-        view.update("head", [a_miner(), a_miner(11)])
-        view.say("hello")
-        screen = play(stream.getvalue())
-        assert [line[7:12] for line in screen[:2]] == ["hello", "head"]
-        assert [line[:9] for line in screen[2:]] == ["miner-000", "miner-011"]
-        assert all(len(line) <= width for line in screen)
-        view.close()
-        assert [line[7:] for line in play(stream.getvalue())] == ["hello"]
-        assert "\x1b[?25h" in stream.getvalue()  # the cursor is back
-
     def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
-        LiveView(Console(file=stream)).say("miner-000: a reason in \u00b5s")
+        View(Console(file=stream)).say("miner-000: a reason in \u00b5s")
         stream.flush()
         assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
 
-
-def play(text: str) -> list[str]:
-    """What a terminal shows after ``text``: the few escapes the view uses, carried out."""
-    import re
-
-    lines, row, column = [""], 0, 0
-    for part in re.findall(r"\x1b\[[?0-9;]*[A-Za-z]|[^\x1b]", text):
-        if part.startswith("\x1b"):
-            if part.endswith("A"):
-                row -= int(part[2:-1])
-            elif part.endswith("K"):
-                lines[row] = ""
-        elif part == "\n":
-            row, column = row + 1, 0
-            if row == len(lines):
-                lines.append("")
-        elif part == "\r":
-            column = 0
-        else:
-            lines[row] = lines[row][:column] + part + lines[row][column + 1 :]
-            column += 1
-    return [line.rstrip() for line in lines if line.strip()]
+    @pytest.mark.parametrize(
+        ("event", "of_miner", "of_validator"),
+        [
+            (
+                {"kind": "publication", "revision": "5.0.4", "ok": True, "bytes_sent": 2e6},
+                *2 * ["published 5.0.4 (2.0 MB)"],
+            ),
+            (
+                {"kind": "publication", "revision": "5.0.4", "ok": False, "reason": "no bucket"},
+                *2 * ["publication of 5.0.4 failed: no bucket"],
+            ),
+            (
+                {"kind": "publication", "revision": "5.0.4", "reason": "superseded by 5.0.9"},
+                *2 * [""],
+            ),
+            (
+                {"kind": "round", "ok": False, "fault": "TIMEOUT", "detail": ""},
+                *2 * ["ROUND FAILED: TIMEOUT"],
+            ),
+            (
+                {"kind": "round", "ok": True, "peers": ["a", "b"], "seconds": 3.21},
+                "",
+                "round worked, 2 peers, 3.2 s",
+            ),
+            (
+                {"kind": "outer_step", "outer_step": 3},
+                "outer step 3 taken",
+                "global state of outer step 3 published",
+            ),
+            (
+                {"kind": "load", "outer_step": 3},
+                *2 * ["loaded the global state of outer step 3"],
+            ),
+            (
+                {"kind": "held_out", "before": 5.5, "after": 2.25},
+                *2 * ["held-out loss 5.500 -> 2.250"],
+            ),
+            ({"kind": "held_out", "before": 5.5, "after": None}, *2 * ["held-out loss not finite"]),
+            (step(1, 2, 3, 4.0), *2 * [""]),
+        ],
+    )
+    def test_what_is_worth_a_line(
+        self, event: dict[str, Any], of_miner: str, of_validator: str
+    ) -> None:
+        assert event_line(event, of_validator=False) == of_miner
+        assert event_line(event, of_validator=True) == of_validator
 
 
 class TestSummary:
@@ -257,10 +298,10 @@ class TestSummary:
 
     def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
         validator = a_validator(1)
-        said = validator.apply(scored(0, "too old") | {"revision": "5.2.10", "outer_step": 1})
-        assert "5.2.10 (judged for outer step 1) not scored: too old" in str(said)
-        said = validator.apply(scored(0, "too old") | {"revision": "5.1.10", "outer_step": 1})
-        assert "uid 0: 5.1.10 not scored: too old" in str(said)
+        for revision, named in (("5.2.10", " (judged for outer step 1)"), ("5.1.10", "")):
+            event = scored(0, "too old") | {"revision": revision, "outer_step": 1}
+            said = event_line(validator.apply(event), of_validator=True)
+            assert said == f"uid 0: {revision}{named} not scored: too old"
 
     def test_a_run_whose_uploads_were_all_reset_is_not_good(self) -> None:
         judged = (scored(0, "too old"), scored(0, "too old"), scored(11))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from distributed_training.telemetry import EventLog
-from distributed_training.telemetry.page.history import Neuron
+from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page.process import Bounded, PageProcess
 from distributed_training.telemetry.page.server import Hub
 from tests.tools.waiting import wait_for
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_read_is_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its events are asked for twice a second."""
-    neuron = Neuron(tmp_path)
+    neuron = NeuronState(tmp_path)
     hub = Hub([neuron])
     faults = [OSError(errno.EIO, "Input/output error")] * 5
 

@@ -70,7 +70,7 @@ def size(count: int) -> str:
         (size(pt_file.MOST_TABLE), PAGE),
         (size(pt_file.MOST_PICKLE), PAGE),
         (size(files.LARGEST_JSON), PAGE),
-        (size(files._LONGEST_LINE), PAGE),
+        (size(files.LONGEST_LINE), PAGE),
         (f"{bucket_lease._MOST_BYTES:,}", PAGE),
         (size(bucket_reader.MOST_BYTES), PAGE),
     ],

@@ -21,7 +21,7 @@ from distributed_training.telemetry import (
     read_events,
     register_secret,
 )
-from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS
+from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS, read_metrics
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -173,6 +173,14 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
         ("counter", "dt_server_refused_total", "bad_signature"): 2,
     }
     assert families["dt_chain_age_seconds"].documentation == METRICS["chain_age_seconds"]
+    written = "dt_metrics_written_timestamp_seconds"
+    assert read_metrics(path) | {written: 0.0} == {
+        written: 0.0,
+        "dt_chain_age_seconds": 12.5,
+        "dt_server_calls_total": 7.0,
+        "dt_server_refused_total.bad_signature": 2.0,
+    }
+    assert read_metrics(tmp_path / "missing") == {}
     file.registry.totals("chain", {"went_back": 1})
     assert f"# HELP dt_chain_went_back_total {CHAIN_COUNTS['chain_went_back_total']}" in (
         file.registry.text()

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from distributed_training.telemetry import EventLog, MetricsFile
+from distributed_training.telemetry.neuron_state import NeuronState
 from scripts import update
 
 pytestmark = pytest.mark.timeout(120)
@@ -294,3 +296,40 @@ def test_an_environment_without_python_is_one_line(machine: Machine, capfd: Any)
     old = update.App("a", machine.home, machine.home, [], dict(os.environ))
     with pytest.raises(update.UpdateError, match=r"incomplete .*home runs on: remove .*v2"):
         update.examine(old, folder, "home runs on")
+
+
+@pytest.mark.parametrize(
+    ("events", "round_in", "why"),
+    [
+        ([], None, ""),
+        ([("start", {}), ("step", {})], None, ""),
+        ([("state", {"after": "averaging"}), ("step", {})], None, "the miner is averaging"),
+        ([("state", {"after": "awaiting_global"})], 9999, "the miner is awaiting global"),
+        ([("state", {"after": "stopping"}), ("stop", {})], None, ""),
+        ([("state", {"after": "averaging"}), ("start", {})], -10, ""),
+        ([("state", {"after": "training"})], 100, "a round is due in"),
+        ([("state", {"after": "training"})], 9999, ""),
+    ],
+)
+def test_a_round_that_is_near_is_waited_for(
+    tmp_path: Path, events: list[tuple[str, dict[str, Any]]], round_in: float | None, why: str
+) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        for kind, fields in events:
+            log.write(kind, **fields)
+    file = MetricsFile(tmp_path / "metrics.prom")
+    if round_in is not None:
+        file.registry.set("next_round_timestamp_seconds", time.time() + round_in)
+    file.write(0.0, lambda: None)
+    found = update.round_near(NeuronState(tmp_path).catch_up())
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_a_round_that_ends_is_waited_for_no_longer(tmp_path: Path) -> None:
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("state", after="averaging")
+        miner = NeuronState(tmp_path).catch_up()
+        with pytest.raises(update.UpdateError, match=r"averaging, still after 0 s .* v1 runs on"):
+            update.await_no_round(miner, 0.0, "v1 runs on")
+        log.write("state", after="training")
+        update.await_no_round(miner, 20.0, "v1 runs on")

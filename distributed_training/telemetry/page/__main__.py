@@ -19,8 +19,8 @@ import uvicorn
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import die_with_parent
+from distributed_training.telemetry.neuron_state import NeuronState
 
-from .history import Neuron
 from .server import application
 
 _NICENESS = 10  # training goes first
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return ExitStatus.BAD_CONFIGURATION
     os.nice(_NICENESS)
-    neurons = [Neuron(folder) for folder in given.folders]
+    neurons = [NeuronState(folder).catch_up() for folder in given.folders]
     print(f"page: http://{host}:{listener.getsockname()[1]}/", flush=True)
     config = uvicorn.Config(
         application(neurons, token=token),

@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .history import Neuron
+from distributed_training.telemetry.neuron_state import NeuronState
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _HEADERS = {
 class Hub:
     """Polls the neurons' files and hands what is new to every open page."""
 
-    def __init__(self, neurons: Sequence[Neuron]) -> None:
+    def __init__(self, neurons: Sequence[NeuronState]) -> None:
         self.neurons = neurons
         self._readers: set[asyncio.Queue[str | None]] = set()
         self._failing: dict[str, str] = {}  # neuron -> why its events could not be read
@@ -63,11 +63,10 @@ class Hub:
             if loop.time() - asked >= _GAUGES_SECONDS:
                 asked = loop.time()
                 for neuron in self.neurons if self._readers else ():
-                    now = {"gauges": neuron.gauges(), "life": neuron.life()}
-                    self._send("gauges", {"neuron": neuron.name, **now})
+                    self._send("gauges", {"neuron": neuron.name, **neuron.measured()})
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _news(self, neuron: Neuron) -> list[dict[str, Any]]:
+    def _news(self, neuron: NeuronState) -> list[dict[str, Any]]:
         """Return the new events of ``neuron``; a failure that lasts is logged once."""
         try:
             news = neuron.poll()
@@ -185,7 +184,7 @@ def is_own_address(scope: Scope) -> bool:
     return named[1].decode().lower() in own and int(named[2] or 80) == port
 
 
-def application(neurons: Sequence[Neuron], *, token: str = "") -> ASGIApp:
+def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     """The ASGI application over ``neurons``; see the module."""
     hub = Hub(neurons)
 

@@ -47,16 +47,15 @@ function replace(place, ...children) {
 function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
-  if (event.gauges) { neuron.gauges = event.gauges; neuron.life = event.life; return; }
+  if (event.gauges) { Object.assign(neuron, { gauges: event.gauges, life: event.life, judged: event.judged }); return; }
   if (event.number <= neuron.taken) return;  // the history had it already
   neuron.taken = event.number;
+  neuron.state = event.state;
   if (event.kind === "step") {
     neuron.steps.push(neuron.columns.map((c) => (event[c] === undefined ? null : event[c])));
     if (neuron.steps.length > KEPT_POINTS) neuron.steps.splice(0, neuron.steps.length - KEPT_POINTS);
   } else if (event.kind === "outer_step") neuron.marks.push(event);
   else if (event.kind === "scores") neuron.scores = event;
-  else if (event.kind === "state") neuron.state = event.after;
-  else if (event.kind === "start" || event.kind === "stop") neuron.state = event.kind === "start" ? "running" : "stopped";
   if (neuron.tables[event.kind]) {
     neuron.tables[event.kind].push(event);
     neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
@@ -109,8 +108,8 @@ function cards(neuron) {
   const now = Date.now() / 1000;
   const running = runs(neuron);
   const made = [card("State", ...stateOf(neuron))];
-  const given = scoreOf(neuron);
-  if (given) made.push(card("Score", number(given.total, 3), "by the validator of this subnet"));
+  const earned = earnings(neuron, gauge, now);
+  if (earned) made.push(card("Score", ...earned));
   const steps = neuron.steps.length > 0;
   if (steps) {
     const since = Date.now() / 1000 - column("time");
@@ -173,15 +172,31 @@ function stateOf(neuron) {  // in short, what else there is to it, and whether i
     const since = neuron.life.last_sign;
     return ["dead", `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
   }
-  if (!neuron.state && !neuron.steps.length) return ["waiting", "no events yet"];
+  if (!neuron.taken) return ["waiting", "no events yet"];
   if (neuron.state === "awaiting_global") return ["training", "the validator's global state is due"];
   return [(neuron.state || "–").replace(/_/g, " "), ""];
 }
 
+const uidOf = (neuron) => (neuron.tables.start[neuron.tables.start.length - 1] || {}).uid;
+
 function scoreOf(neuron) {  // where the validator is shown too
-  const start = neuron.tables.start[neuron.tables.start.length - 1];
   const judge = [...neurons.values()].find((n) => n.scores);
-  return start && judge && start.uid !== undefined ? judge.scores.scores[start.uid] : undefined;
+  return judge && judge.scores.scores[uidOf(neuron)];
+}
+
+function earnings(neuron, gauge, now) {  // the score, else whether the upload's age alone makes it zero
+  const judged = [...neurons.values()].map((n) => n.judged[uidOf(neuron)]).find(Boolean), score = scoreOf(neuron);
+  if (judged || score) {
+    const counted = judged ? `${judged.scored} of ${judged.passes} uploads scored` : "by the validator of this subnet";
+    const reset = judged && judged.last_reset ? `; last reset: ${judged.last_reset}` : "";
+    return [number(score && score.total, 3), counted + reset, judged && !judged.scored ? "bad" : ""];
+  }
+  const age = now - gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
+  if (!limit || !runs(neuron)) return undefined;
+  const why = gauge("registered") === 0 ? "the hotkey is not registered" : Number.isNaN(age) ? "nothing is published"
+    : age > limit ? "the upload is too old" : gauge("block_list_blocks_left") < 0 ? "the upload's blocks are too old" : "";
+  return why ? ["zero", why, "bad"]
+    : ["counts", `the upload is within validators' limits; the figure: scripts/score.py --uid ${uidOf(neuron) ?? "N"}`];
 }
 
 // --- curves -----------------------------------------------------------------------------------

@@ -1,0 +1,278 @@
+"""The state of one neuron, built from the events that it writes in its run folder.
+
+The local subnet with its summary, the page and ``scripts/update.py`` ask a :class:`NeuronState`, so
+they agree about a neuron. Only this module interprets ``events.jsonl``. It reads on while the file
+grows, and again after a restart: the page begins with the past.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections import deque, namedtuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.metrics import read_metrics
+
+_HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
+_STEPS = 100_000
+_EVENTS = 10_000  # of one kind; a run of weeks has fewer rounds and publications
+_ROWS = 50  # of a table on the page
+_POINTS = 1500  # of a line on the page
+_SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
+_CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
+
+_DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
+
+#: One inner step; what was not measured is None. The fields are the columns of the page's rows.
+Step = namedtuple(
+    "Step",
+    "time outer_step inner_step loss seconds data_wait_seconds between_seconds tokens_per_second "
+    "mfu gpu_memory_gb gpu_utilization learning_rate grad_norm",
+)
+COLUMNS = Step._fields
+_MEANS = frozenset(
+    {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
+)
+#: Kinds of events that are kept as they were written.
+_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop")
+
+
+@dataclass
+class Judged:
+    """The results of a validator's scoring passes for one miner's uploads."""
+
+    scored: int = 0
+    passes: int = 0  # scored or reset; a reset counts as a score of zero
+    last_cause: str = ""  # of the last reset: name of a scoring Cause
+    last_reset: str = ""  # why, in words
+
+
+class NeuronState:
+    """What the run folder ``folder`` tells of its neuron, which has the folder's name.
+
+    Only :meth:`apply` changes it. ``uid`` is -1 until a start tells it. ``phase`` is the miner's
+    last mode, or the validator's present work.
+    """
+
+    def __init__(self, folder: Path, *, uid: int = -1) -> None:
+        self.folder, self.name, self.uid = folder, folder.name, uid
+        self.mode = "starting"
+        self.starts = self.outer_step = self.inner_step = 0
+        self.outer_steps: list[tuple[int, float]] = []  # (reached, time)
+        self.steps: deque[Step] = deque(maxlen=_STEPS)
+        self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
+        # Of a validator, by uid.
+        self.scores: dict[int, dict[str, float]] = {}
+        self.judged: dict[int, Judged] = {}
+        self.not_alive: tuple[int, ...] = ()  # those that did not answer the last sweep
+        self._taken = 0  # events; the page knows by it which of them the history held already
+        self._step_ended: float | None = None  # of the step before, if this run did it
+        self._follower = EventFollower(folder / "events.jsonl")
+
+    @property
+    def phase(self) -> str:
+        return self.mode.replace("_", " ")
+
+    @property
+    def losses(self) -> list[Step]:
+        """The steps that have a loss and were not skipped."""
+        return [step for step in self.steps if step.loss is not None]
+
+    @property
+    def uploads(self) -> list[str]:
+        """Tags of the revisions that were published, oldest first."""
+        return [
+            str(event.get("revision")) for event in self.tables["publication"] if event.get("ok")
+        ]
+
+    # --- events in --------------------------------------------------------------------------------
+
+    def catch_up(self) -> NeuronState:
+        """Take in what the files hold, their last 64 MiB. Returns this object."""
+        for event in self._follower.history(at_most=_HISTORY_BYTES):
+            self.apply(event)
+        return self
+
+    def poll(self) -> list[dict[str, Any]]:
+        """Take in the events that are new, and return them as :meth:`apply` does."""
+        return [self.apply(event) for event in self._follower.poll()]
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        """Take one event in. Returns it with the neuron's name, its number, the state after it, and
+        what follows from it here: ``between_seconds`` of a step (rounds, snapshots and loads since
+        the step before), ``changed`` of a sweep.
+
+        Unknown kinds and fields, and fields of another type, change nothing.
+        """
+        self._taken += 1
+        kind, follows = str(event.get("kind")), None
+        if kind in self.tables:
+            self.tables[kind].append(dict(event))
+        if handler := getattr(self, f"_on_{kind}", None):
+            with contextlib.suppress(
+                AttributeError, LookupError, ArithmeticError, TypeError, ValueError
+            ):
+                follows = handler(event)
+        named = {"neuron": self.name, "number": self._taken, "state": self.mode}
+        return {**event, **(follows or {}), **named}
+
+    def _on_start(self, event: Mapping[str, Any]) -> None:
+        self.starts += 1
+        self.mode, self._step_ended = "starting", None
+        self._reach(event)
+        self.uid = _whole(event.get("uid"), self.uid)
+
+    def _on_step(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        if self.mode == "starting":
+            self.mode = "training"
+        ended, before = _number(event.get("time")), self._step_ended
+        self._step_ended = ended
+        follows: dict[str, Any] = {"between_seconds": None}
+        if before is not None and ended is not None:
+            pause = ended - before - (_number(event.get("seconds")) or 0.0)
+            follows["between_seconds"] = round(max(0.0, pause), 3)
+        if event.get("skipped"):  # its loss is no point of the curve
+            follows["loss"] = None
+        self.steps.append(Step(*(_number({**event, **follows}.get(name)) for name in COLUMNS)))
+        self._reach(event)
+        return follows
+
+    def _on_outer_step(self, event: Mapping[str, Any]) -> None:
+        self._reach({"inner_step": 0, **event})
+        self.outer_steps.append((self.outer_step, _number(event.get("time")) or 0.0))
+
+    def _on_load(self, event: Mapping[str, Any]) -> None:
+        self._reach(event)
+
+    def _on_state(self, event: Mapping[str, Any]) -> None:
+        self.mode = str(event["after"])
+
+    def _on_stop(self, event: Mapping[str, Any]) -> None:
+        self.mode, self._step_ended = "stopped", None
+
+    def _on_round(self, event: Mapping[str, Any]) -> None:
+        if self.mode == "sweeping":  # the validator's; a miner's modes are events of their own
+            self.mode = "waiting"
+
+    def _on_held_out(self, event: Mapping[str, Any]) -> None:
+        self.mode = "waiting"
+
+    def _on_sweep(self, event: Mapping[str, Any]) -> dict[str, Any]:
+        self.mode = "sweeping"  # a round or a scoring pass follows
+        before, self.not_alive = self.not_alive, tuple(map(int, event.get("not_alive") or ()))
+        return {"changed": self.not_alive != before}
+
+    def _on_upload_scored(self, event: Mapping[str, Any]) -> None:
+        self.mode = "scoring"
+        judged = self.judged.setdefault(int(event["uid"]), Judged())
+        judged.passes += 1
+        if event.get("ok"):
+            judged.scored += 1
+            return
+        judged.last_cause = str(event.get("cause") or "")
+        judged.last_reset = str(event.get("reason") or "no reason given")
+
+    def _on_scores(self, event: Mapping[str, Any]) -> None:
+        self.mode = "waiting"
+        for uid, figures in event["scores"].items():
+            known = {name: _number(figure) for name, figure in figures.items()}
+            self.scores[int(uid)] = {n: value for n, value in known.items() if value is not None}
+
+    def _reach(self, event: Mapping[str, Any]) -> None:
+        self.outer_step = _whole(event.get("outer_step"), self.outer_step)
+        self.inner_step = _whole(event.get("inner_step"), self.inner_step)
+
+    # --- what the page is told --------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """All that a page needs to begin with, as JSON can hold it."""
+        return {
+            "name": self.name,
+            "state": self.mode,
+            "taken": self._taken,
+            "columns": COLUMNS,
+            "steps": thinned(list(self.steps)),
+            "tables": {kind: list(rows)[-_ROWS:] for kind, rows in self.tables.items()},
+            "marks": [{"time": at, "outer_step": n} for n, at in self.outer_steps[-_POINTS:]],
+            "scores": {"scores": self.scores} if self.scores else None,
+            **self.measured(),
+        }
+
+    def measured(self) -> dict[str, Any]:
+        """The part of :meth:`facts` that changes without an event, or is counted over many."""
+        return {
+            "gauges": read_metrics(self.folder / "metrics.prom"),
+            "life": self.life(),
+            "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
+        }
+
+    def life(self) -> dict[str, Any]:
+        """Return when the neuron last wrote anything, and whether it is gone.
+
+        ``gone``: launcher and ranks named in the run folder do not run on this machine, and nothing
+        was written for some seconds (they may run where this process cannot see them: in another
+        container). A neuron without such files, a validator, is never called gone.
+        """
+        named = [self.folder / "instance.json", *self.folder.glob("pids/rank-*.json")]
+        written = [*named, *self.folder.glob("pids/rank-*.beat")]
+        written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
+        signs = [moment for path in written if (moment := _written_at(path)) is not None]
+        last = max(signs, default=None)
+        silent = last is not None and time.time() - last > _SILENT_SECONDS
+        gone = silent and any(p.exists() for p in named) and not any(map(_runs, named))
+        return {"last_sign": last, "gone": gone}
+
+
+def _written_at(path: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return None
+
+
+def _runs(path: Path) -> bool:
+    """Whether the process whose pid the file holds still runs. One that began after the file was
+    written has the same pid by chance."""
+    written = _written_at(path)
+    try:
+        pid = int(json.loads(path.read_bytes())["pid"])
+        return written is not None and psutil.Process(pid).create_time() <= written + _CLOCK_STEP
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return False
+
+
+def thinned(steps: Sequence[Step]) -> list[list[float | None]]:
+    """At most ``_POINTS`` rows; means where a mean says something, else the last of each bucket."""
+    size = max(1, math.ceil(len(steps) / _POINTS))
+    return [_merged(steps[start : start + size]) for start in range(0, len(steps), size)]
+
+
+def _merged(bucket: Sequence[Step]) -> list[float | None]:
+    row = list(bucket[-1])
+    for i, column in enumerate(COLUMNS) if len(bucket) > 1 else ():
+        values = [step[i] for step in bucket if step[i] is not None]
+        if column in _MEANS and values:
+            row[i] = sum(values) / len(values)
+    return row
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def _whole(value: object, otherwise: int) -> int:
+    number = _number(value)
+    return otherwise if number is None else int(number)
