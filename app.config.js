@@ -1,7 +1,8 @@
 // The miner under pm2:
 //
-//   pm2 start app.config.js                    the public network
-//   DT_PRESET=local pm2 start app.config.js    a subnet on this machine (see `make run`)
+//   pm2 start app.config.js                    the miner
+//   DT_APP=validator pm2 start app.config.js   a founded network's validator, or DT_APP=registry
+//   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`)
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
 //
@@ -9,14 +10,13 @@
 // every flag; an unknown one is an error that names the nearest known one.
 
 const flags = [
-  ["--netuid", "38"],
+  // ["--network", "network.toml"],               the network to join: its file, or the URL of it
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
   // ["--wallet.hotkey", "default"],
   ["--axon.port", "8091"], // validators call here: reachable from outside
   ["--dht.port", "8009"], // peers average here: reachable from outside
   // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
   // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
-  ["--neuron.local_batch_size_train_effective", "512"],
   ["--neuron.upload_steps", "60"], // steps x step time + upload time: well below 4800 s
   ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
@@ -38,12 +38,17 @@ const path = require("path");
 // Where .env, the override and the run folder are: scripts/update.sh starts other versions from
 // folders of their own. The override is yours, so that `git pull` never meets your settings: it
 // exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags
-// win.
+// win. A validator's or registry's flags are all in validator.override.js or registry.override.js, as
+// `dt-network init` prints them.
 const home = process.env.DT_HOME || __dirname;
-const override = path.join(home, "app.config.override.js");
+const app = process.env.DT_APP || "miner";
+const programs = { miner: "neurons/miner.py", validator: "neurons/validator.py", registry: ".venv/bin/dt-registry" };
+if (!programs[app]) throw new Error(`DT_APP ${app} is no program: give miner, validator or registry`);
+const override = path.join(home, app === "miner" ? "app.config.override.js" : `${app}.override.js`);
 const local = process.env.DT_PRESET === "local";
+const ours = { miner: local ? localFlags : flags, validator: [["--neuron.stop_timeout", "60"]], registry: [["serve"]] };
 const args = [
-  ...(local ? localFlags : flags),
+  ...ours[app],
   ...(!local && fs.existsSync(override) ? require(override) : []),
 ]
   .flat()
@@ -58,7 +63,8 @@ const words = args.flatMap((word) => {
   const flag = "--" + name.slice(2).toLowerCase().replace(/-/g, "_");
   return value.length ? [flag, value.join("=")] : [flag];
 });
-const stopText = words[words.lastIndexOf("--neuron.stop_timeout") + 1] || "";
+const at = words.lastIndexOf("--neuron.stop_timeout");
+const stopText = at < 0 ? "10" : words[at + 1] || "";
 const stop = /^([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?$/.exec(stopText.trim());
 if (!stop) throw new Error(`--neuron.stop_timeout ${stopText} is no duration: give 90, 90s, 2m or 1h`);
 const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 86400 }[stop[2] || "s"];
@@ -66,8 +72,8 @@ const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 
 module.exports = {
   apps: [
     {
-      name: "distributed_training_miner",
-      script: path.join(__dirname, "neurons", "miner.py"),
+      name: `distributed_training_${app}`,
+      script: path.join(__dirname, programs[app]),
       interpreter: path.join(__dirname, ".venv", "bin", "python"),
       interpreter_args: "-u",
       args,

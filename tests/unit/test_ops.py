@@ -95,6 +95,25 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
 
 
+@pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
+def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    done = subprocess.run(
+        [str(NODE), "-e", code, str(OPS.parent / "app.config.js")],
+        env={"DT_HOME": str(tmp_path), "DT_APP": app},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == status, done.stderr
+    if status:
+        assert "give miner, validator or registry" in done.stderr
+        return
+    found = json.loads(done.stdout)
+    assert found["name"] == f"distributed_training_{app}"
+    assert found["args"][-2:] == ["--network", "a.toml"] and app in found["script"]
+
+
 def test_every_alert_says_what_to_do() -> None:
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
