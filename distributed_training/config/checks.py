@@ -55,6 +55,12 @@ def notices(config: Config) -> list[str]:
 
 
 def check_network(config: Config) -> Iterator[str]:
+    source = config.sources.get("network")
+    if source is not None and config.general.network is None:  # a shell's variable was not set
+        yield (
+            f"{source} is empty, so the miner would join the public network: give a file or its "
+            "https:// URL, or remove it"
+        )
     if not config.is_public or config.network is not None:  # of a network's file: in the loader
         return
     if config.chain.netuid != (netuid := ChainSettings().netuid):

@@ -4,6 +4,7 @@ torch nor network: those of the machine that a miner's start asks too."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import socket
@@ -12,6 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from distributed_training.common.memory import (
+    Arrangement,
+    ModelShape,
+    device_memory,
+    host_memory,
+)
 from distributed_training.config import Config
 from distributed_training.config.types import ConfigError
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
@@ -103,6 +110,59 @@ def start_checks(config: Config, *, folder: Path, ranks: int) -> list[Check]:
     ]
     gpus = check_gpus(wanted=ranks, device=config.miner.device)
     return [*gpus, check_disk(folder, needed_bytes=needed), *ports]
+
+
+def refuse_model(config: Config, *, ranks: int) -> None:
+    """Raise ConfigError where the model of the network's file is larger than this machine can hold,
+    whatever the flags: the smallest micro-batch, all recomputed, AdamW's state where there is room.
+
+    ``ranks``: of this machine, which has a copy of the model. Without a known size or memory,
+    nothing is refused; nor within a sixth, since the estimate is no more exact.
+    """
+    network = config.network
+    if network is None or network.model is None or not config.diagnostics.start_check:
+        return
+    try:
+        shape = ModelShape.from_config(network.model)
+    except ValueError:
+        return
+    gpu = None if config.miner.device == "cpu" or not visible_gpu_count() else _gpu_bytes()
+    host = host_bytes()
+    tight = []  # what each way of doing it lacks
+    for at_last, offload in itertools.product((False, True), (False, True)):
+        how = Arrangement(
+            world_size=ranks,
+            micro_batch=1,
+            sequence_length=config.training.sequence_length,
+            checkpointing="full",
+            reduce_at_last=at_last,
+            offload_optimizer=offload,
+            cuda=gpu is not None,
+        )
+        needs = [("host memory", host_memory(shape, how).needed, host)]
+        if gpu is not None:
+            needs.append(("GPU memory", device_memory(shape, how).total, gpu))
+        lacks = [n for n in needs if n[2] is not None and n[1] > 1.15 * n[2]]
+        if not lacks:
+            return
+        tight.append(lacks[0])
+    kind, needed, there = min(tight, key=lambda lack: lack[1])
+    raise ConfigError(
+        f"--network {network.place}: its model of {shape.parameters / 1e9:.2f} B parameters needs "
+        f"about {needed / 1e9:.0f} GB of {kind} and this machine has {(there or 0) / 1e9:.0f}, so "
+        "nothing was started: use a larger machine or more GPUs, or join a network with a smaller "
+        "model"
+    )
+
+
+def _gpu_bytes() -> int | None:
+    """Return the memory of the first GPU; None if the driver does not say."""
+    sampler = NvmlSampler.open(0)
+    if sampler is None:
+        return None
+    sample = sampler.sample()
+    sampler.close()
+    return round(sample.memory_total_gb * 1e9) if sample else None
 
 
 def check_port(flag: str, port: int) -> Check:

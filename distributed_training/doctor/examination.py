@@ -105,8 +105,9 @@ def _configuration(line: str) -> Check:
 
 
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
-    """The model's ``config.json`` and where it comes from: ``--model``, else what the run folder
-    holds of the global state, else an assumption that is named. Raises ConfigError."""
+    """The model's ``config.json`` and where it comes from: ``--model``, else the network's file,
+    else what the run folder holds of the global state, else an assumption that is named.
+    Raises ConfigError."""
     from distributed_training.training.memory_plan import named_config
 
     if wanted and not wanted.endswith(".json"):
@@ -124,6 +125,8 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
                 " so its size is not known: correct the path"
             ) from None
         return content or {}, wanted
+    if config.network is not None and config.network.model is not None:
+        return dict(config.network.model), f"--network {config.network.place}"
     found = {}
     for path in config.run_folder.glob("**/config.json"):
         with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile

@@ -7,7 +7,7 @@ import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 
-from distributed_training.chain.base import Chain, ChainError, Neuron, find
+from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import load_wallet
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.config import Config, ConfigError
@@ -24,6 +24,7 @@ from distributed_training.doctor.speed import MAXIMUM_UPLOAD_AGE
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import follow_chain, seconds_per_block
+from distributed_training.node.network import check_global_state, check_network
 from distributed_training.protocol.names import miner_bucket
 from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, StoreError, endpoint_of
 from distributed_training.swarm.supervisor import address_of, any_reachable
@@ -43,10 +44,9 @@ def outside_checks(
     config: Config, *, uid: int | None, shape: ModelShape | None, tell: Callable[[str], None]
 ) -> list[Check]:
     """``uid``: as the operator gave it; else the chain tells."""
-    tell("asking the store for its clock, and the chain")
-    checks = [check_clock(config)]
-    chain, registered = chain_checks(config)
-    checks += chain
+    tell("asking the chain, and the store for its clock")
+    checks, registered = chain_checks(config)
+    checks.append(check_clock(config))
     uid = registered if uid is None else uid
     tell("asking for bucket, tokenizer and data")
     if uid is None:
@@ -105,63 +105,56 @@ def _judge_clock(name: str, finding: str, beyond: float, allowed: timedelta) -> 
 
 def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     """Network, hotkey, commitment and endpoint as the chain has them; the uid."""
-    rest = ("chain clock", "network", "commitment", "endpoint")
+    shared, own = ("chain clock", "network", "global state"), ("commitment", "endpoint")
+    wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
-        failed = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
-        return [failed, *_skipped(rest, "hotkey failed")], None
+        refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
     quick = min(config.chain.start_timeout, _CHAIN_TIMEOUT)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            clock = check_chain_clock(
-                None if (now := chain.clock()) is None else timedelta(seconds=time.time() - now),
-                allowed=config.chain.clock_skew,
-                block=timedelta(seconds=seconds_per_block(config)),
-            )
-            network = check_network(
-                chain.neurons(), netuid=config.chain.netuid, master=config.miner.master_ss58_address
-            )
+            found = _shared_checks(config, chain)
+            if wallet is None or refused is not None:
+                return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")], None
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
                 remedy = f"btcli subnet register --netuid {config.chain.netuid}"
-                if network.status == "fail":  # a registration there is paid for and earns nothing
+                if any(check.name == "network" and check.status == "fail" for check in found):
+                    # A registration there is paid for and earns nothing.
                     remedy = "do not register it there: see network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
-                return [clock, network, unregistered, *_skipped(rest[2:], "hotkey failed")], None
+                return [*found, unregistered, *_skipped(own, "hotkey failed")], None
             registered = Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}")
             commitment = _check_commitment(config, chain, wallet.ss58)
             endpoint = _check_endpoint(config, chain, wallet.ss58)
-            return [clock, network, registered, commitment, endpoint], uid
+            return [*found, registered, commitment, endpoint], uid
         except (NetworkFailure, ChainError) as error:
             finding = f"the chain does not answer ({str(error).partition(',')[0]})"
             remedy = "check the network, or name another node with --subtensor.chain_endpoint"
-            silent = Check("hotkey", "fail", finding, remedy)
-            return [silent, *_skipped(rest, "the chain does not answer")], None
+            silent = refused or Check("hotkey", "fail", finding, remedy)
+            return [silent, *_skipped((*shared, *own), "the chain does not answer")], None
 
 
-def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Check:
-    """Check that the validator that leads this network's rounds is on the subnet.
-
-    A netuid is given to another network when its own loses the slot. There this miner could be
-    registered, for a fee, and would wait for ever for a global state.
-    """
-    leader = find(neurons, master)
-    if leader is not None and leader.validator_permit:
-        return Check("network", "ok", f"its validator {master} has uid {leader.uid}")
-    wrong = "has no validator permit" if leader is not None else "has no uid"
-    return Check(
-        "network",
-        "fail",
-        f"the validator that leads this network's rounds ({master}) {wrong} on subnet {netuid}, "
-        "so subnet and miner do not belong together: no round is called, nothing is earned",
-        "register no hotkey and pay nothing there; a whole network on this machine needs neither: "
-        "make run",
+def _shared_checks(config: Config, chain: Chain) -> list[Check]:
+    """What needs no hotkey: is this the network, and does it live?"""
+    network = check_network(
+        chain.neurons(), netuid=config.chain.netuid, master=config.miner.master_ss58_address
     )
+    state = Check("global state", "skip", "not looked at: network failed")
+    if network.status == "ok":
+        state = check_global_state(config, chain)
+    now = chain.clock()
+    clock = check_chain_clock(
+        None if now is None else timedelta(seconds=time.time() - now),
+        allowed=config.chain.clock_skew,
+        block=timedelta(seconds=seconds_per_block(config)),
+    )
+    return [network, state, clock]
 
 
 def _skipped(names: tuple[str, ...], why: str) -> list[Check]:

@@ -45,7 +45,7 @@ from distributed_training.common.processes import (
     send,
 )
 from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
-from distributed_training.diagnostics.checks import start_checks
+from distributed_training.diagnostics.checks import refuse_model, start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import (
@@ -63,6 +63,7 @@ from distributed_training.miner.run_folder import (
 )
 from distributed_training.miner.several_nodes import Guest, Host, Plan, join_nodes
 from distributed_training.miner.watchdog import Watchdog
+from distributed_training.network import keep
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import make_run_folder, start_log, write_settings
 from distributed_training.telemetry.metrics import Registry
@@ -102,6 +103,7 @@ def launch(argv: Sequence[str], *, script: Path = PROGRAM) -> int:
     """
     try:
         config = load_config("miner", argv)
+        refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
     except ConfigError as error:
         return exit_with(error)
     print("\n".join(describe(config)), flush=True)
@@ -171,6 +173,8 @@ def _prepare(
     folder = make_run_folder(config)
     start_log(config, folder, name="launcher")
     write_settings(config, folder)
+    if config.network is not None:
+        keep(config.network, folder)
     with _lock(folder):
         outages.report()
         become_subreaper()

@@ -45,6 +45,7 @@ from distributed_training.node.identity import (
     refuse_second_node,
     seconds_per_block,
 )
+from distributed_training.node.network import check_global_state, require_network
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import RoundRequest
@@ -246,6 +247,8 @@ def connect(
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
     member = _join(config, folder, stack, wanted)
+    if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
+        log.warning("%s", state.line)
     bucket = names.miner_bucket(config.store.global_model_name, member.uid)
     log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
     ip = _address(config, member)
@@ -343,7 +346,11 @@ def _join(config: Config, folder: Path, stack: ExitStack, wanted: Callable[[], b
             raise problem
         return _registered_again(config, chain, record, folder, wanted)
 
-    member = join_subnet(config, stack, folder=folder, absent=absent)
+    def belongs(chain: Chain) -> None:
+        if config.is_public:  # the local subnet's master may be registered after its miners
+            require_network(config, chain)
+
+    member = join_subnet(config, stack, folder=folder, belongs=belongs, absent=absent)
     RegistrationRecord(member.hotkey, member.uid).save(path)
     return member
 

@@ -36,7 +36,7 @@ def read_network(
         NetworkAway: The URL does not answer and there is no copy.
     """
     if "://" not in place:
-        path = Path(place).expanduser()
+        path = Path(os.path.expanduser(place))
         return parse(
             _read(path), place=place, keys=keys, beside=lambda name: _read(path.with_name(name))
         )

@@ -1,8 +1,9 @@
 """Why a node does not start though its settings passed their checks.
 
-Exit status 2 is for what parsing and the settings themselves can refuse (``load_config``). All else
-was learnt from outside (disk, mount, driver, wallet, chain, store, other nodes) and may pass: a
-ConfigError that is raised later counts as a NetworkFailure, exit status 1, and is tried again.
+Exit status 2 is for what parsing and the settings themselves can refuse (``load_config``), and for
+a subnet that is another network's. All else was learnt from outside (disk, mount, driver, wallet,
+chain, store, other nodes) and may pass: a ConfigError that is raised later counts as a
+NetworkFailure, exit status 1, and is tried again.
 """
 
 from __future__ import annotations
@@ -19,6 +20,11 @@ class NotRegistered(ConfigError):
     """The hotkey has no uid on the subnet."""
 
 
+class WrongNetwork(ConfigError):
+    """The subnet is another network's. Exit status 2: a start cannot help, and none may register
+    there."""
+
+
 class Deregistered(NotRegistered):
     """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
 
@@ -29,5 +35,7 @@ class HotkeyInUse(ConfigError):
 
 def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
+    if isinstance(error, WrongNetwork):
+        return ExitStatus.BAD_CONFIGURATION
     lost = isinstance(error, Deregistered | HotkeyInUse)
     return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT

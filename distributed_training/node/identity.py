@@ -131,13 +131,14 @@ def join_subnet(
     stack: ExitStack,
     *,
     folder: Path | None = None,
+    belongs: Callable[[Chain], None] | None = None,
     absent: Callable[[Chain, str, NotRegistered], int] | None = None,
 ) -> Member:
     """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure.
 
-    ``absent``: asked for the uid of a hotkey that is not registered; it may wait, or raise what it
-    is given. ``folder``: a run folder, whose kept state of the chain serves while no endpoint
-    answers.
+    ``belongs``: raises what ends the start where the chain shows another network. ``absent``: asked
+    for the uid of a hotkey that is not registered; it may wait, or raise what it is given.
+    ``folder``: a run folder, whose kept state of the chain serves while no endpoint answers.
     """
     wallet = load_wallet(config.chain)
     kept = None
@@ -145,6 +146,8 @@ def join_subnet(
         name = chain_name(config.chain)
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
     chain = follow_chain(config.chain, stack, wallet, kept=kept)
+    if belongs is not None and chain.reads():  # no endpoint may answer: then by what was kept
+        belongs(chain)
     uid = _uid(chain, wallet.ss58, config.chain, config.miner.master_ss58_address)
     if uid is None:
         problem = NotRegistered(

@@ -25,6 +25,7 @@ from distributed_training.config import Config, ConfigError, describe
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import Member, commit, join_subnet
@@ -127,6 +128,8 @@ def run_validator(
         folder = make_run_folder(config)
         start_log(config, folder, name="validator")
         write_settings(config, folder)
+        if config.network is not None:
+            keep(config.network, folder)
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
             validator, found, initial = build(
@@ -220,6 +223,8 @@ def _new_model(config: Config, parts: Parts) -> dict[str, Any]:
     path = config.validator.model_config
     if path is not None:
         return read_model_config(path, parts.vocabulary)
+    if config.network is not None and config.network.model is not None:
+        return dict(config.network.model)
     return small_llama(
         vocabulary=parts.vocabulary,
         sequence_length=config.training.sequence_length,

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EVERY = {
     "configuration", "python", "torch", "gpu", "batch", "model", "host memory", "disk",
     "disk speed", "descriptors", "shared memory", "port axon.port", "port dht.port", "clock",
-    "chain clock", "network",
+    "chain clock", "network", "global state",
     "hotkey", "commitment", "endpoint", "bucket", "line", "bootstrap", "calls", "tokenizer",
     "data", "step time",
 }  # fmt: skip
@@ -78,6 +78,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
         "clock",
         "chain clock",
         "network",
+        "global state",
         "commitment",
         "endpoint",
         "bucket",

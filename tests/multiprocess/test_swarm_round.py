@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 from distributed_training.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     REQUEST,
+    SETTINGS,
     SMALL,
     Rounds,
     assert_good_round,
@@ -68,6 +70,25 @@ def test_two_peers_average_twice(pair: Pair) -> None:
         for swarm in pair:
             for buffer in swarm.buffers:
                 assert torch.allclose(buffer, torch.full_like(buffer, (low + high) / 2))
+
+
+def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
+    """In one DHT, with one model; only the digests of their networks' files differ."""
+    with ExitStack() as stack:
+
+        def peer(name: str, digest: str, known: Sequence[str]) -> HivemindSwarm:
+            settings = replace(SETTINGS, run_id=digest)
+            swarm = open_swarm(tmp_path / name, SMALL, known, settings)
+            stack.callback(swarm.close)
+            return swarm
+
+        first = peer("first", "1" * 12, ())
+        stranger = peer("stranger", "2" * 12, first.visible_maddrs)
+        for outcome in Rounds(first, stranger).join().values():
+            assert isinstance(outcome, AllReduceError), outcome
+            assert outcome.fault is AllReduceFault.NO_GROUP
+        friend = peer("friend", "1" * 12, stranger.visible_maddrs)
+        assert_good_round(first, friend)
 
 
 def test_averages_are_weighted(pair: Pair) -> None:

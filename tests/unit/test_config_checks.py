@@ -26,6 +26,7 @@ def test_the_defaults_have_no_problem() -> None:
     ("argv", "text"),
     [
         (("--netuid", "1"), "--netuid 1 is not this subnet"),
+        (("--network", ""), "--network is empty, so the miner would join the public network"),
         (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
         (("--neuron.part_size_bytes", "1048576"), "is not how the public network cuts tensors"),
         (

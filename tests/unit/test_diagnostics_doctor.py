@@ -33,8 +33,8 @@ from distributed_training.diagnostics.checks import (
 from distributed_training.diagnostics.nvml import NvmlSampler
 from distributed_training.doctor import network_checks
 from distributed_training.doctor.machine import check_memory, check_torch
-from distributed_training.doctor.network_checks import check_network
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
+from distributed_training.node.network import check_network
 from distributed_training.store.s3 import S3ObjectStore, Section
 from distributed_training.telemetry import Registry
 from distributed_training.training.memory_plan import named_config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -442,6 +443,40 @@ def test_a_hotkey_that_never_ran_here_is_refused_and_tried_again(
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.FAULT and outside and lost.now == 0
     assert "is not registered on subnet 38" in reason and "btcli" in reason
+
+
+@pytest.mark.parametrize("permit", [False, True])
+def test_a_subnet_of_another_network_ends_a_start_with_status_2(
+    permit: bool, lost: Lost, rank_ends: Callable[..., Any]
+) -> None:
+    """It would wait there for ever; a registration there is paid for and earns nothing."""
+    lost.join()
+    lost.ledger.deregister(VALIDATOR.ss58)
+    if permit:  # of another network's validator
+        lost.ledger.register("5Another")
+    status, (told, reason, outside) = rank_ends(lost.join)
+    assert status == told == ExitStatus.BAD_CONFIGURATION and not outside
+    assert "this is not the public network" in reason and "on subnet 38" in reason
+    assert "register no hotkey and pay nothing" in reason and "btcli" not in reason
+
+
+@pytest.mark.parametrize("shown", ["nobody", "one endpoint of two", "old blocks"])
+def test_an_outage_is_no_other_network(
+    shown: str, lost: Lost, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
+) -> None:
+    now = time.time()
+    argv = ["--chain.neurons_interval", "0.01", "--chain.call_timeout", "0.1"]
+    lost.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    assert lost.chain.wait_ready(timedelta(0))
+    if shown == "nobody":
+        lost.ledger.entries.clear()
+    elif shown == "old blocks":
+        monkeypatch.setattr(lost.chain, "clock", lambda: now - 7200)
+    else:
+        monkeypatch.setattr(lost.chain, "endpoints", lambda: 2)
+    status, (told, reason, outside) = rank_ends(lost.join)
+    assert status == told == ExitStatus.FAULT and outside
+    assert "not known whether this is the network" in reason
 
 
 def test_no_room_for_a_ranks_first_file_is_a_line(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -149,6 +152,33 @@ def test_one_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"^--network") as error:
             load_config("miner", ("--network", place), environ=KEYS, dotenv=None)
         assert error.value.status == ExitStatus.BAD_CONFIGURATION
+
+
+LARGE = [("hidden_size = 192", "hidden_size = 16384"), ("_layers = 4", "_layers = 400"),
+         ("head_dim = 32", "head_dim = 2048"), ("te_size = 512", "te_size = 65536"),
+         ("1_872_576 ", "1_610_634_510_336 ")]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ["unsigned", "too large"])
+def test_the_miner_ends_with_status_2_and_writes_nothing(tmp_path: Path, bad: str) -> None:
+    text = re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M)
+    if bad == "too large":
+        for old, new in LARGE:
+            assert old in text
+            text = text.replace(old, new)
+        text = signed(text, ALICE, beside=beside)
+    path, run = tmp_path / "network.toml", tmp_path / "run"
+    path.write_text(text)
+    words = ["-m", "distributed_training.miner", "--network", str(path), "--neuron.device", "cpu"]
+    done = subprocess.run(
+        [sys.executable, *words, "--neuron.run_folder", str(run)],
+        env=KEYS | {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=50,
+    )  # fmt: skip
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"error: --network {path}: ")
+    assert ("it is not signed" if bad == "unsigned" else "GB of host memory") in line
+    assert [entry.name for entry in tmp_path.iterdir()] == ["network.toml"]
 
 
 @pytest.mark.parametrize(
