@@ -72,6 +72,7 @@ def test_two_peers_average_twice(pair: Pair) -> None:
                 assert torch.allclose(buffer, torch.full_like(buffer, (low + high) / 2))
 
 
+@pytest.mark.slow
 def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
     """In one DHT, with one model; only the digests of their networks' files differ."""
     with ExitStack() as stack:
