@@ -6,6 +6,7 @@ known last, at once and from memory; a thread of the chain brings it up to date.
 
 from __future__ import annotations
 
+import abc
 import logging
 import threading
 import time
@@ -15,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 from distributed_training.common.files import read_state, write_state
 
@@ -47,89 +47,6 @@ class Neuron:
     consensus: float = 0.0
     emission: float = 0.0
     last_update: int = 0
-
-
-class Chain(Protocol):
-    """One subnet of a chain, seen by one hotkey.
-
-    Reads answer at once from the last known state and never touch the network; :meth:`age` says
-    how old that state is. They raise :class:`ChainUnavailable` as long as there is none. Writes
-    block until the chain has accepted or refused them or their deadline has passed, and raise
-    :class:`ChainError`; call them from a thread that may wait.
-    """
-
-    def wait_ready(self, timeout: timedelta) -> bool:
-        """Wait for the first state; False when there is none after ``timeout``."""
-        ...
-
-    def block(self) -> int:
-        """Number of the current block; never decreases, also when the chain reorganizes."""
-        ...
-
-    def neurons(self) -> Sequence[Neuron]:
-        """All neurons by uid. The same object is returned until there is a newer state."""
-        ...
-
-    def uid(self, hotkey: str) -> int | None:
-        """None: not registered."""
-        ...
-
-    def commitment(self, hotkey: str) -> str | None:
-        """Text last committed by ``hotkey``; None when there is none, or none of the network's
-        form. Raises ChainUnavailable also when only the commitments could not be read yet."""
-        ...
-
-    def reads(self) -> int:
-        """How often neurons were read since the start, also when nothing had changed: two looks
-        between which it did not grow saw the same answer of the chain."""
-        ...
-
-    def answered_by(self) -> str:
-        """Endpoint that gave the last answer which :meth:`reads` counts."""
-        ...
-
-    def endpoints(self) -> int:
-        """How many endpoints are known, answering or not."""
-        ...
-
-    def ask_another(self) -> None:
-        """Read neurons and commitments again soon, from the next endpoint. Returns at once."""
-        ...
-
-    def counters(self) -> Mapping[str, int]:
-        """What only grows, by name: ``reads``, ``failures`` (of a node, a connection lost or an
-        answer that did not come), ``connections`` (made, so one more than reconnects),
-        ``went_back`` (looks that showed a lower block than before: a reorganization or a node
-        behind), ``neurons_failed`` and ``commitments_failed`` (reads of one of the two),
-        ``commitments_skipped`` (entries, at each read, that are not of the network's form),
-        ``writes`` and ``writes_failed``. What never happened may be left out."""
-        ...
-
-    def age(self) -> timedelta:
-        """Time since the chain was last read successfully; ``timedelta.max`` when it never was."""
-        ...
-
-    def clock(self) -> float | None:
-        """What the chain's clock shows, in seconds since the epoch: the time of the newest block
-        and what passed since that was asked for. So it is behind by up to a block's time. None:
-        not known."""
-        ...
-
-    def commit(self, text: str) -> None:
-        """Write our commitment. Raises ChainError."""
-        ...
-
-    def serve(self, ip: str, port: int) -> None:
-        """Write our endpoint. Raises ChainError."""
-        ...
-
-    def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Write weights by uid; they need not sum to one. Raises ChainError."""
-        ...
-
-    def close(self) -> None:
-        """Stop the threads of this chain. Idempotent."""
-        ...
 
 
 def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
@@ -183,10 +100,14 @@ class ChainState:
         return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
 
 
-class LastKnown:
-    """The reading methods of :class:`~.base.Chain`. One thread at a time calls ``_saw_...``.
+class Chain(abc.ABC):
+    """One subnet of a chain, seen by one hotkey: the last known state, and writes.
 
-    ``monotonic`` is the clock of ages.
+    Reads answer at once from the last known state and never touch the network; :meth:`age` returns
+    how old that state is. They raise :class:`ChainUnavailable` as long as there is none. Writes
+    block until the chain has accepted or refused them or their deadline has passed, and raise
+    :class:`ChainError`; call them from a thread that may wait. A thread of the subclass brings the
+    state up to date: one thread at a time calls ``_saw_...``. ``monotonic`` is the clock of ages.
     """
 
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -254,6 +175,7 @@ class LastKnown:
             raise
 
     def wait_ready(self, timeout: timedelta) -> bool:
+        """Wait for the first state; False when there is none after ``timeout``."""
         return self._ready.wait(timeout.total_seconds())
 
     def _check(self) -> None:
@@ -261,36 +183,51 @@ class LastKnown:
             raise ChainUnavailable("the chain has not answered yet")
 
     def block(self) -> int:
+        """Number of the current block; never decreases, also when the chain reorganizes."""
         self._check()
         return self._block
 
     def neurons(self) -> Sequence[Neuron]:
+        """All neurons by uid. The same object is returned until there is a newer state."""
         self._check()
         return self._neurons
 
     def uid(self, hotkey: str) -> int | None:
+        """None: not registered."""
         self._check()
         return self._uids.get(hotkey)
 
     def commitment(self, hotkey: str) -> str | None:
+        """Text last committed by ``hotkey``; None when there is none, or none of the network's
+        form. Raises ChainUnavailable also when only the commitments could not be read yet."""
         self._check()
         if self._commitments is None:
             raise ChainUnavailable("the commitments of the subnet could not be read yet")
         return self._commitments.get(hotkey)
 
     def reads(self) -> int:
+        """How often neurons were read since the start, also when nothing had changed: two looks
+        between which it did not grow saw the same answer of the chain."""
         return self._counts["reads"]
 
     def answered_by(self) -> str:
+        """Endpoint that gave the last answer which :meth:`reads` counts."""
         return self._answered_by
 
     def endpoints(self) -> int:
+        """How many endpoints are known, answering or not."""
         return 1
 
-    def ask_another(self) -> None:
-        """A chain with one endpoint has nobody else to ask."""
+    def ask_another(self) -> None:  # noqa: B027 - a chain with one endpoint has nobody else to ask
+        """Read neurons and commitments again soon, from the next endpoint. Returns at once."""
 
     def counters(self) -> Mapping[str, int]:
+        """What only grows, by name: ``reads``, ``failures`` (of a node, a connection lost or an
+        answer that did not come), ``connections`` (made, so one more than reconnects),
+        ``went_back`` (looks that showed a lower block than before: a reorganization or a node
+        behind), ``neurons_failed`` and ``commitments_failed`` (reads of one of the two),
+        ``commitments_skipped`` (entries, at each read, that are not of the network's form),
+        ``writes`` and ``writes_failed``. What never happened may be left out."""
         return dict(self._counts)
 
     def _clock_when_read(self) -> float:
@@ -300,11 +237,31 @@ class LastKnown:
         return self._ahead_of_monotonic + self._read_at
 
     def clock(self) -> float | None:
+        """What the chain's clock shows, in seconds since the epoch: the time of the newest block
+        and what passed since that was asked for. So it is behind by up to a block's time. None:
+        not known."""
         ahead = self._ahead_of_monotonic
         return None if ahead is None else ahead + self._monotonic()
 
     def age(self) -> timedelta:
+        """Time since the chain was last read successfully; ``timedelta.max`` when it never was."""
         read_at = self._read_at
         if read_at is None:
             return timedelta.max
         return timedelta(seconds=max(0.0, self._monotonic() - read_at))
+
+    @abc.abstractmethod
+    def commit(self, text: str) -> None:
+        """Write our commitment. Raises ChainError."""
+
+    @abc.abstractmethod
+    def serve(self, ip: str, port: int) -> None:
+        """Write our endpoint. Raises ChainError."""
+
+    @abc.abstractmethod
+    def set_weights(self, weights: Mapping[int, float]) -> None:
+        """Write weights by uid; they need not sum to one. Raises ChainError."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop the threads of this chain. Idempotent."""

@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-from .base import ChainError, LastKnown, Neuron
+from .base import Chain, ChainError, Neuron
 from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
 
-class LocalChain(LastKnown):
+class LocalChain(Chain):
     """A :class:`~.base.Chain` over HTTP. A thread polls; reads never wait for it.
 
     ``poll_interval`` is the time between two polls; ``timeout`` covers one HTTP call, read or

@@ -65,22 +65,42 @@ def believable(neurons: Sequence[Neuron], master: str | None) -> bool:
     return find(neurons, master) is not None if master else bool(neurons)
 
 
+@dataclass(frozen=True)
+class Belief:
+    """When the chain is believed not to show our hotkey. ``master``: a hotkey that every true list
+    of the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`."""
+
+    master: str | None = None
+    missing_for: timedelta = MISSING_FOR
+
+
+@dataclass(frozen=True)
+class WatcherCallbacks:
+    """Called in the watcher's thread. ``on_event``: with each change, once. ``on_lost``: with the
+    name of what a reorganization took back, to write it again. ``on_read``: after each read of the
+    chain."""
+
+    on_event: Callable[[RegistrationEvent], None]
+    on_lost: Callable[[str], None] = lambda name: None
+    on_read: Callable[[], None] = lambda: None
+
+
 class _Missing:
     """Reads of the chain, in a row, that did not show our hotkey."""
 
     def __init__(
-        self, *, chain: Chain, hotkey: str, lasts: timedelta, clock: Callable[[], float]
+        self, *, chain: Chain, hotkey: str, belief: Belief, clock: Callable[[], float]
     ) -> None:
         self._chain = chain
         self._hotkey = hotkey
-        self._lasts = lasts
+        self._belief = belief
         self._clock = clock
         self._throttle = Throttle(ASK_ANOTHER.total_seconds(), clock=clock)
         self._refused = False  # a list was, since one was believed
         self._since: float | None = None
         self._answered: set[str] = set()
 
-    def refuse(self, master: str | None) -> None:
+    def refuse(self) -> None:
         """Take a list that cannot be the subnet's for no answer."""
         if not self._refused:
             self._refused = True
@@ -89,7 +109,7 @@ class _Missing:
                 "not believed: training goes on, and another node is asked; if it lasts, see "
                 "--subtensor.chain_endpoint and --neuron.master_ss58_address",
                 self._chain.answered_by(),
-                master,
+                self._belief.master,
             )
         self._ask_another()
 
@@ -111,13 +131,13 @@ class _Missing:
                 "node is asked, and it is believed when it lasts %.0f minutes",
                 answered_by,
                 self._hotkey,
-                self._lasts.total_seconds() / 60,
+                self._belief.missing_for.total_seconds() / 60,
             )
         self._answered.add(answered_by)
         self._ask_another()
         lasted = timedelta(seconds=now - self._since)
         wanted = 1 if lasted >= MISSING_FOR_ALONE else min(2, self._chain.endpoints())
-        return lasted >= self._lasts and len(self._answered) >= wanted
+        return lasted >= self._belief.missing_for and len(self._answered) >= wanted
 
     def _ask_another(self) -> None:
         if self._throttle():
@@ -199,12 +219,9 @@ class RegistrationWatcher:
     A second miner with our hotkey shows itself by overwriting what we wrote: once the chain has
     shown our endpoint (or commitment), another one in its place was written by somebody else who
     holds the key. What stood there before ours, or nothing, is different: a reorganization took
-    back our write, and ``on_lost`` is called with its name to write it again; only when that
-    happens more than twice within an hour it is a second miner after all. ``ours``: what this miner
-    writes, an ``endpoint`` (address and port), a ``commitment`` or both; the values may change.
-
-    ``on_read``: called after each read of the chain. ``master``: a hotkey that every true list of
-    the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`.
+    back our write, and it is written again; only when that happens more than twice within an hour
+    it is a second miner after all. ``ours``: what this miner writes, an ``endpoint`` (address and
+    port), a ``commitment`` or both; the values may change.
     """
 
     def __init__(
@@ -213,24 +230,19 @@ class RegistrationWatcher:
         chain: Chain,
         hotkey: str,
         uid: int,
-        on_event: Callable[[RegistrationEvent], None],
-        on_lost: Callable[[str], None] = lambda name: None,
         ours: Mapping[str, object],
-        on_read: Callable[[], None] = lambda: None,
-        master: str | None = None,
-        missing_for: timedelta = MISSING_FOR,
+        callbacks: WatcherCallbacks,
+        belief: Belief,
         interval: timedelta = INTERVAL,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chain = chain
         self._hotkey = hotkey
         self._uid = uid
-        self._on_event = on_event
-        self._on_lost = on_lost
         self._ours = ours
-        self._on_read = on_read
-        self._master = master
-        self._missing = _Missing(chain=chain, hotkey=hotkey, lasts=missing_for, clock=clock)
+        self._callbacks = callbacks
+        self._belief = belief
+        self._missing = _Missing(chain=chain, hotkey=hotkey, belief=belief, clock=clock)
         self._written = [_Written(name, value, clock) for name, value in ours.items()]
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
@@ -254,7 +266,7 @@ class RegistrationWatcher:
             event = self.check()
             if event is not None:
                 log.error("%s", event.line)
-                self._on_event(event)
+                self._callbacks.on_event(event)
 
     def closed(self, within: timedelta) -> bool:
         """Waits ``within`` for :meth:`close`."""
@@ -268,7 +280,7 @@ class RegistrationWatcher:
             return None
         self._reads = reads
         if reads:
-            self._on_read()
+            self._callbacks.on_read()
         try:
             found = self._look()
         except ChainUnavailable:
@@ -287,7 +299,7 @@ class RegistrationWatcher:
                 found.lost.name,
             )
             found.lost.lost()
-            self._on_lost(found.lost.name)
+            self._callbacks.on_lost(found.lost.name)
             return None
         change, uid = found.change, found.uid
         assert change is not None
@@ -306,8 +318,8 @@ class RegistrationWatcher:
         neurons = self._chain.neurons()
         me = find(neurons, self._hotkey)
         if me is None:
-            if not believable(neurons, self._master):
-                self._missing.refuse(self._master)
+            if not believable(neurons, self._belief.master):
+                self._missing.refuse()
                 return None
             return Suspicion(Change.DEREGISTERED, None) if self._missing.lost() else None
         self._missing.found()

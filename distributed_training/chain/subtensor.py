@@ -19,17 +19,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.config.settings import ChainSettings
 
-from .base import Chain, ChainError, LastKnown, Neuron
+from .base import Chain, ChainError, Neuron
 from .identity import Wallet
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,27 @@ _LONGEST_COMMITMENT = 128  # bytes, of the field Raw128
 _AT_A_TIME = 32  # entries that are asked for one by one
 
 
-class BittensorChain(LastKnown):
+class _PartlyRead(ChainError):
+    """Blocks could be read, neurons or commitments could not."""
+
+
+class _Standstill:
+    """The newest block of one connection, and when it came."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._block, self._moved_at = -1, clock()
+
+    def check(self, block: int) -> None:
+        """Raise ChainError if no new block came for long: a node that lost its peers answers as if
+        nothing were wrong."""
+        if block > self._block:
+            self._block, self._moved_at = block, self._clock()
+        elif self._clock() - self._moved_at > STANDSTILL:
+            raise ChainError(f"the node's block stands still at {block}")
+
+
+class BittensorChain(Chain):
     """A :class:`~.base.Chain` over a Subtensor.
 
     ``settings.call_timeout`` covers connecting and each read, ``settings.write_timeout`` a write
@@ -288,6 +308,31 @@ class BittensorChain(LastKnown):
         more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
         return [first, *(url for url in more if url != first)]
 
+    @asynccontextmanager
+    async def _client_at(self, endpoint: str) -> AsyncIterator[Any]:
+        """Connect; inside, writes may go through that client once ``_connected`` is set."""
+        import bittensor
+
+        assert self._connected is not None
+        client = bittensor.Client(
+            endpoint,
+            # We go through the endpoints ourselves, with our deadlines.
+            fallback_endpoints=[],
+            substrate=self._substrate(endpoint) if self._substrate is not None else None,
+        )
+        try:
+            # The SDK's connect also reads the token symbols of all subnets, for display.
+            with suppress(*_DECODING):
+                await self._timed(client.connect())
+            self._counts["connections"] += 1
+            yield client
+        finally:
+            self._connected.clear()
+            self._client = None
+            # A connection that failed may fail to close; it is dropped either way.
+            with suppress(Exception):
+                await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
+
     async def _follow(self, endpoint: str, *, others: Iterable[str], tried_all: bool) -> None:
         """Connect and read until something fails, another endpoint is to be asked or the chain
         is closed.
@@ -295,52 +340,34 @@ class BittensorChain(LastKnown):
         ``tried_all``: no endpoint could be read whole. Then this one is kept as long as it has
         blocks, until neurons or commitments have failed once more.
         """
-        import bittensor
-
         assert self._connected is not None
         self._newest.asking(endpoint)  # before what may raise
         self._endpoint = endpoint
         self._asked_another.clear()
-        client = bittensor.Client(
-            endpoint,
-            # We go through the endpoints ourselves, with our deadlines.
-            fallback_endpoints=[],
-            substrate=self._substrate(endpoint) if self._substrate is not None else None,
-        )
-        interval = self._settings.poll_interval.total_seconds()
+        read_every = self._settings.neurons_interval.total_seconds()
         read_at = float("-inf")
         partly = False  # neurons or commitments failed at this endpoint
         reported = self._ready.is_set()
-        seen, moved_at = -1, self._monotonic()
-        try:
-            # The SDK's connect also reads the token symbols of all subnets, for display.
-            with suppress(*_DECODING):
-                await self._timed(client.connect())
-            self._counts["connections"] += 1
+        newest = _Standstill(self._monotonic)
+        async with self._client_at(endpoint) as client:
             while True:
                 block = int(await self._timed(client.block()))
                 await self._refuse_behind(client, block)
                 if known := self._ready.is_set():
                     # Before all else that may fail: rounds, uploads and block lists go by it.
                     self._saw_block(block)
-                if block > seen:
-                    seen, moved_at = block, self._monotonic()
-                elif self._monotonic() - moved_at > STANDSTILL:
-                    # A node that lost its peers answers as if nothing were wrong.
-                    raise ChainError(f"the node's block stands still at {block}")
-                if self._monotonic() - read_at >= self._settings.neurons_interval.total_seconds():
-                    made = (await self._timed(client.timestamp())).timestamp()
-                    self._newest.check(endpoint, made, others)
-                    self._saw_time(made)
+                newest.check(block)
+                if self._monotonic() - read_at >= read_every:
                     try:
-                        await self._read(client)
+                        await self._read_state(client, endpoint, others)
                         partly = False
-                    except ChainError as error:
+                    except _PartlyRead as error:
                         if partly or not tried_all:
                             raise
                         partly = True
                         self._failed(endpoint, error)
                     read_at = self._monotonic()
+                # Only now writes go here: an endpoint that is behind would show none of them.
                 self._client = client
                 self._connected.set()
                 if not partly and (reported or not known):
@@ -352,13 +379,14 @@ class BittensorChain(LastKnown):
                     self._looked_at = self._monotonic()
                 if self._asked_another.is_set():
                     return
-                await self._sleep(interval)
-        finally:
-            self._connected.clear()
-            self._client = None
-            # A connection that failed may fail to close; it is dropped either way.
-            with suppress(Exception):
-                await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
+                await self._sleep(self._settings.poll_interval.total_seconds())
+
+    async def _read_state(self, client: Any, endpoint: str, others: Iterable[str]) -> None:
+        """Refuse an endpoint that is behind, then :meth:`_read`. Raises ChainError."""
+        made = (await self._timed(client.timestamp())).timestamp()
+        self._newest.check(endpoint, made, others)
+        self._saw_time(made)
+        await self._read(client)
 
     async def _refuse_behind(self, client: Any, block: int) -> None:
         """A node that stopped long ago knows neither our registration nor what we wrote: what it
@@ -383,7 +411,7 @@ class BittensorChain(LastKnown):
 
     async def _read(self, client: Any) -> None:
         """Read neurons and commitments. Neither can hold up the other, and the one that fails keeps
-        its last known value. Raises ChainError, naming it."""
+        its last known value. Raises _PartlyRead, naming it."""
         parts = {"neurons": self._read_neurons, "commitments": self._read_commitments}
         failed = []
         for part, read in parts.items():
@@ -394,7 +422,7 @@ class BittensorChain(LastKnown):
                 self._counts[f"{part}_failed"] += 1
                 failed.append(f"{part}: {_describe(error)}")
         if failed:
-            raise ChainError("; ".join(failed))
+            raise _PartlyRead("; ".join(failed))
 
     async def _read_neurons(self, client: Any) -> None:
         graph = await self._timed(client.subnets.metagraph(self._netuid, commitments=False))
@@ -488,11 +516,9 @@ def _sdk_errors() -> Iterator[None]:
         yield
     except (ChainError, TimeoutError):
         raise
-    except Exception as error:  # they have no base in common
-        raise ChainError(_describe(error)) from error
     except BaseException as error:
         # A panic in the SDK's compiled half is no Exception, and would end the thread.
-        if type(error).__name__ != "PanicException":
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise ChainError(_describe(error)) from error
 

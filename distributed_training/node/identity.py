@@ -22,7 +22,6 @@ from distributed_training.chain.base import (
     Chain,
     ChainError,
     ChainState,
-    LastKnown,
     Neuron,
     find,
     wait_ready,
@@ -33,9 +32,11 @@ from distributed_training.chain.local import LocalChain
 from distributed_training.chain.registration import (
     INTERVAL,
     MISSING_FOR,
+    Belief,
     Change,
     RegistrationEvent,
     RegistrationWatcher,
+    WatcherCallbacks,
     believable,
 )
 from distributed_training.chain.subtensor import minutes_behind
@@ -93,7 +94,7 @@ def chain_name(settings: ChainSettings) -> str:
 
 def keep_state(chain: Chain, settings: ChainSettings, folder: Path) -> None:
     """Write what the chain shows into the run folder, for a start in an outage."""
-    state = chain.state(chain_name(settings)) if isinstance(chain, LastKnown) else None
+    state = chain.state(chain_name(settings))
     if state is not None:
         state.save(folder / STATE_FILE)
 
@@ -336,12 +337,9 @@ def follow_registration(
         chain=member.chain,
         hotkey=member.hotkey,
         uid=member.uid,
-        on_event=changed,
-        on_lost=lost,
         ours=ours,
-        on_read=on_read,
-        master=master,
-        missing_for=missing_for,
+        callbacks=WatcherCallbacks(changed, lost, on_read),
+        belief=Belief(master, missing_for),
         interval=interval,
     )
     watcher.start()

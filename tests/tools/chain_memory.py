@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
-from distributed_training.chain.base import ChainError, ChainUnavailable, Neuron
+from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, Neuron
 from distributed_training.localnet.chain_server import Ledger
 
 
@@ -25,10 +25,11 @@ class MemoryLedger(Ledger):
         return neuron
 
 
-class MemoryChain:
+class MemoryChain(Chain):
     """A :class:`~distributed_training.chain.base.Chain` whose state is a :class:`MemoryLedger`."""
 
     def __init__(self, *, hotkey: str, ledger: MemoryLedger | None = None) -> None:
+        super().__init__()
         self.hotkey = hotkey
         self.ledger = ledger if ledger is not None else MemoryLedger()
         self._block = 0

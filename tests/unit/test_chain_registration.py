@@ -11,9 +11,11 @@ from distributed_training.chain.registration import (
     ASK_ANOTHER,
     MISSING_FOR,
     MISSING_FOR_ALONE,
+    Belief,
     Change,
     RegistrationEvent,
     RegistrationWatcher,
+    WatcherCallbacks,
 )
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
@@ -36,10 +38,8 @@ class Watched:
             hotkey=MINER.ss58,
             uid=self.uid,
             ours={"endpoint": ("1.2.3.4", 8091), "commitment": "ours"},
-            on_event=self.events.append,
-            on_lost=self.write_again,
-            master=VALIDATOR.ss58,
-            missing_for=missing_for,
+            callbacks=WatcherCallbacks(self.events.append, self.write_again),
+            belief=Belief(VALIDATOR.ss58, missing_for),
             clock=lambda: self.now,
             interval=timedelta(milliseconds=10),
         )
