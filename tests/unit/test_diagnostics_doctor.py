@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from distributed_training.common.memory import (
     host_memory,
     snapshot_bytes,
 )
+from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.diagnostics import nvml
 from distributed_training.diagnostics.checks import (
@@ -34,10 +36,13 @@ from distributed_training.diagnostics.nvml import NvmlSampler
 from distributed_training.doctor import network_checks
 from distributed_training.doctor.machine import check_memory, check_torch
 from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
+from distributed_training.node import network
+from distributed_training.node.buckets import NoBucket
 from distributed_training.node.network import check_network
-from distributed_training.store.s3 import S3ObjectStore, Section
+from distributed_training.store.s3 import ObjectInfo, S3ObjectStore, Section, StoreError
 from distributed_training.telemetry import Registry
 from distributed_training.training.memory_plan import named_config
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -108,6 +113,56 @@ def test_a_subnet_that_is_another_network_is_no_place_to_register(
     if status == "fail":
         assert "subnet 38" in check.finding and "register no hotkey and pay nothing" in check.remedy
         assert "btcli" not in check.line
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_network_is_asked_first_and_without_a_wallet(
+    there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    ledger = MemoryLedger()
+    ledger.register("5Another")
+    if there:
+        ledger.register(config.miner.master_ss58_address)
+        ledger.entries = {u: replace(n, validator_permit=True) for u, n in ledger.entries.items()}
+
+    def no_wallet(_: object) -> None:
+        raise ConfigError("no hotkey at x, so the miner has no identity: create it")
+
+    monkeypatch.setattr(network_checks, "load_wallet", no_wallet)
+    chain = MemoryChain(hotkey="", ledger=ledger)
+    monkeypatch.setattr(network_checks, "follow_chain", lambda *_: chain)
+    checks, uid = network_checks.chain_checks(config)
+    found = [(check.name, check.status) for check in checks]
+    first = [("network", "ok"), ("global state", "warn")]
+    assert found[:2] == (first if there else [("network", "fail"), ("global state", "skip")])
+    assert uid is None and ("hotkey", "fail") in found
+    assert not any("btcli" in check.line for check in checks)
+
+
+@pytest.mark.parametrize(
+    ("held", "status", "words"),
+    [
+        (ObjectInfo("k", 1, "", 0.0, age_seconds=3600.0), "ok", "1.0 h old"),
+        (ObjectInfo("k", 1, "", 0.0, age_seconds=90_000.0), "warn", "rounds have stopped"),
+        (None, "warn", "no global state yet"),
+        (StoreError("no answer"), "skip", "does not answer"),
+        (NoBucket("hotkey 5x: empty"), "warn", "committed no bucket"),
+    ],
+)
+def test_the_newest_global_state_is_of_today(
+    held: Any, status: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def head(key: str) -> Any:
+        if isinstance(held, Exception):
+            raise held
+        return held
+
+    buckets = SimpleNamespace(of_master=lambda _: SimpleNamespace(head=head))
+    monkeypatch.setattr(network, "PeerBuckets", lambda *_: buckets)
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    check = network.check_global_state(config, MemoryChain(hotkey=""))
+    assert check.status == status and words in check.finding
 
 
 def test_port(tmp_path: Path) -> None:
