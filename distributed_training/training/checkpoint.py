@@ -20,17 +20,15 @@ import contextlib
 import hashlib
 import json
 import logging
-import random
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
@@ -49,8 +47,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = 2
 DIGEST = "manifest_sha256"
-BY_STEP = ("weights", "exp_avg", "exp_avg_sq", "residual")
-BY_EPOCH = ("epoch_start", "momentum")
 
 #: What reading a file that may hold anything raises.
 DAMAGE = (OSError, SafetensorError, ValueError, LookupError, TypeError, ArithmeticError)
@@ -113,6 +109,12 @@ def in_words(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
+def _kind(key: str) -> str:
+    """The kind of state whose rows a tensor holds; empty if it is no rows."""
+    kind, slash, _ = key.partition("/")
+    return kind if slash else ""
+
+
 class Parts:
     """One checkpoint, as all ranks see it. All of them call the same methods in the same order.
 
@@ -123,7 +125,7 @@ class Parts:
     def __init__(self, folder: Path, name: str, schema: Schema, stream: RowStream) -> None:
         self._folder, self._name = folder, name
         self._schema, self._stream, self._layout = schema, stream, stream.layout
-        self._files: dict[int, dict[str, Any]] = {}  # part: by what changes its file, open
+        self._files: dict[int, dict[str, Any]] = {}  # part: by each tensor's name, its open file
         self.manifest = self._agree_on_manifest()  # of one part; its state is that of all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
@@ -133,7 +135,6 @@ class Parts:
         ranks = range(self._layout.world_size)
         #: Every rank has what was its alone.
         self.exact = self.same_layout and all(self._has_own(r) for r in ranks)
-        self.unfinished = "pending" in self._kinds  # it holds micro-batches of an unfinished step
 
     def _agree_on_manifest(self) -> dict[str, Any]:
         found, problem = None, "it is incomplete: no part of it is here"
@@ -161,8 +162,8 @@ class Parts:
         for part in lacking[layout.rank % layout.local :: layout.local]:
             if part not in problems:
                 problems[part] = self._problem(part)
-        kinds = {k.partition("/")[0] for f in self._opened() for k in f.keys()}  # noqa: SIM118
-        answers = stream.answers((problems, kinds if self._files else set[str]()))
+        kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
+        answers = stream.answers((problems, kinds))
         holders: dict[int, list[int]] = {}
         for part in {p for parts in wanted for p in parts}:
             holders[part] = [r for r, (f, _) in enumerate(answers) if f.get(part, "") is None]
@@ -185,10 +186,6 @@ class Parts:
             f"folders of that name into {self._folder}, or delete it"
         )
 
-    def _opened(self) -> Iterator[Any]:
-        for files in self._files.values():
-            yield from files.values()
-
     def _problem(self, part: int) -> str | None:
         """Why this node's folder does not have ``part``; it is open if it does."""
         try:
@@ -198,15 +195,16 @@ class Parts:
                     f"it is incomplete: the miner stopped while writing it, or the disk lost "
                     f"rank-{part}.json"
                 )
-            files = dict.fromkeys(BY_STEP, _open(folder, part))
-            files |= dict.fromkeys(BY_EPOCH, _open(self._epoch, part))
-            for kind, file in files.items():
-                present = set(file.keys())
-                if not any(key.startswith(f"{kind}/") for key in present):
-                    continue
+            files = {
+                key: file
+                for file in (_open(folder, part), _open(self._epoch, part))
+                for key in file.keys()  # noqa: SIM118
+            }
+            for kind in {_kind(key) for key in files if _kind(key)}:
                 for name, shape in self._schema:
                     first, last = row_range(shape[0], self._count, part)
-                    if file.get_slice(f"{kind}/{name}").get_shape() != [last - first, *shape[1:]]:
+                    rows = files[f"{kind}/{name}"].get_slice(f"{kind}/{name}")
+                    if rows.get_shape() != [last - first, *shape[1:]]:
                         raise CheckpointError(f"{name} has another shape: it is of another model")
             self._files[part] = files
         except DAMAGE as error:
@@ -239,13 +237,12 @@ class Parts:
 
     # --- what is in them -----------------------------------------------------------------------
 
-    def rows(self) -> dict[str, list[Tensor] | None]:
-        """This rank's rows of every parameter, by kind of state; None for a kind not there."""
+    def rows(self) -> dict[str, list[Tensor]]:
+        """This rank's rows of every parameter, by kind of state."""
+        # Sorted, since each is sent between ranks: all must send in one order.
         return {
             kind: [self._rows_of(kind, *each) for each in self._schema]
-            if kind in self._kinds
-            else None
-            for kind in (*BY_STEP, *BY_EPOCH)
+            for kind in sorted(self._kinds)
         }
 
     def _rows_of(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -254,7 +251,8 @@ class Parts:
             for part, low, high in self._pieces(shape[0], rank):
                 source = self._source(part, rank)
                 if me == source:
-                    rows = self._files[part][kind].get_slice(f"{kind}/{name}")[low:high]
+                    key = f"{kind}/{name}"
+                    rows = self._files[part][key].get_slice(key)[low:high]
                     if rank != me:
                         dist.send(rows.contiguous(), group=group, group_dst=rank)
                 elif me == rank:
@@ -264,108 +262,49 @@ class Parts:
                     mine.append(rows)
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 
-    def own(self) -> dict[str, Any]:
-        """``extra`` and, if :attr:`exact`, the random states and unfinished step of this rank."""
+    def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state of this rank alone, empty unless :attr:`exact`, and its ``extra``."""
+        part = self._layout.shard
+        path = self._folder / self._name / f"rank-{part}.json"
         if not self.exact:
             try:
-                path = self._folder / self._name / f"rank-{self._layout.shard}.json"
-                return {"extra": manifest_of(path)["extra"]}
+                return {}, manifest_of(path)["extra"]
             except DAMAGE:
-                return {"extra": self.manifest.get("first", {})}
-        return self._read_own(self._layout.shard)
-
-    def _read_own(self, part: int) -> dict[str, Any]:
-        manifest = manifest_of(self._folder / self._name / f"rank-{part}.json")
-        found = {key: manifest["state"][key] for key in ("python_rng", "numpy_rng")}
-        file = self._files[part][BY_STEP[0]]
-        present = set(file.keys())
-        for key in ("rng", "cuda_rng", "pending"):
-            found[key] = file.get_tensor(key) if key in present else None
-        return {**found, "extra": manifest.get("extra", {})}
+                return {}, self.manifest.get("first", {})
+        manifest, files = manifest_of(path), self._files[part]
+        alone = {key: file.get_tensor(key) for key, file in files.items() if not _kind(key)}
+        return manifest["state"] | alone, manifest.get("extra", {})
 
 
-def state_of(trainer: Trainer) -> dict[str, Any]:
-    """This rank's part of a checkpoint, in host memory; later steps do not change it.
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, list) and bool(value) and isinstance(value[0], Tensor)
+    )
 
-    The micro-batches of an unfinished step are in it, so that none is lost or trained twice.
+
+def matched(
+    now: Mapping[str, Any], saved: Mapping[str, Any], name: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Return what was ``saved``, with exactly the keys of the state dict ``now``.
+
+    A tensor that was not saved is None. Another value that was not, since an older version wrote
+    the checkpoint, stays what it is now: at a start its component's default. What no component
+    knows is left out. ``say`` gets one line for each of both.
     """
-    outer, optimizer, step = trainer.outer, trainer.optimizer, trainer.step
-    on_gpu = trainer.device.type == "cuda"
-    copies = trainer.copier.take()
-    return {
-        "tensors": {
-            "weights": copies.weights,
-            "exp_avg": copies.exp_avg,
-            "exp_avg_sq": copies.exp_avg_sq,
-            "epoch_start": outer.epoch_start,
-            "momentum": outer.momentum,
-            "residual": outer.feedback.residual,
-        },
-        "copies": copies,  # kept until all is written
-        "pending": step.pending(),
-        "domains": list(step.domains),
-        "steps": optimizer.step_count,
-        "schedule": trainer.schedule.state(),
-        "outer_learning_rate": outer.learning_rate,
-        "outer_momentum": outer.mu,
-        "epoch_id": outer.epoch_id,
-        "outer_step": trainer.outer_step,
-        "inner_step": trainer.inner_step,
-        "total_inner_steps": trainer.total_inner_steps,
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
-    }
-
-
-@torch.no_grad()
-def load_state(trainer: Trainer, state: Mapping[str, Any], *, same_world_size: bool) -> bool:
-    """Back to a :func:`state_of`, its tensors already cut to this rank's rows. All ranks.
-
-    Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
-    The random state is restored only at the same world size: otherwise ranks would share one.
-    """
-    outer, tensors = trainer.outer, state["tensors"]
-    trainer.drop_step()
-    for item, rows in zip(trainer.sharded.shards, tensors["weights"], strict=True):
-        item.local.copy_(rows)
-    trainer.optimizer.load(tensors["exp_avg"], tensors["exp_avg_sq"], int(state["steps"]))
-    outer.epoch_start = tensors["epoch_start"]
-    outer.momentum = tensors["momentum"]
-    outer.learning_rate = float(state["outer_learning_rate"])
-    outer.mu = float(state["outer_momentum"])
-    outer.epoch_id = state["epoch_id"]
-    outer.feedback.load(tensors["residual"])
-    trainer.schedule.load(state["schedule"])
-    trainer.outer_step = int(state["outer_step"])
-    trainer.inner_step = int(state["inner_step"])
-    trainer.total_inner_steps = int(state["total_inner_steps"])
-    if same_world_size:
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None and trainer.device.type == "cuda":
-            torch.cuda.set_rng_state(state["cuda_rng"])
-    if state["pending"] is None:
-        return True
-    return _run_again(trainer, state["pending"], state["domains"])
-
-
-def _run_again(trainer: Trainer, pending: Tensor, domains: list[int]) -> bool:
-    """Batches were stored, not gradients. Returns False if they fit no step with these flags."""
-    shape = (trainer.micro_batch_size, trainer.settings.sequence_length)
-    a_step = trainer.micro_batches_per_step
-    if tuple(pending.shape[1:]) != shape or len(pending) >= a_step:
-        log.info(
-            "%d micro-batch(es) of the inner step under way are dropped: they are of %s tokens, "
-            "the flags say %s and %d a step",
-            len(pending),
-            tuple(pending.shape[1:]),
-            shape,
-            a_step,
-        )
-        return False
-    with torch.enable_grad():
-        for i, batch in enumerate(pending):
-            trainer.add_micro_batch(batch, domain=domains[i])
-    return True
+    lacking = {key: value for key, value in now.items() if key not in saved}
+    missing = [k for k, v in lacking.items() if v is not None and not _are_tensors(v)]
+    unknown = sorted(saved.keys() - now.keys())
+    if missing:
+        say(f"{name} was written without {', '.join(missing)}: as after a first start")
+    if unknown:
+        say(f"{name} holds {', '.join(unknown)}, which this version does not know: left out")
+    state: dict[str, Any] = {}
+    for key, value in now.items():
+        if isinstance(value, dict):
+            state[key] = matched(value, saved.get(key, value), f"{name}: {key}", say)
+        else:
+            state[key] = value if key in missing else saved.get(key)
+    return state
 
 
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
@@ -415,13 +354,19 @@ class Checkpointer:
         started = time.perf_counter()
         self._trainer.stream.first_error(None)  # no rank writes any more
         name, first = cast(Any, self._trainer.stream.from_rank_0((self._next_name(), extra)))
-        state = state_of(self._trainer)
-        state["python_rng"] = random.getstate()
-        state["numpy_rng"] = np.random.get_state()
-        content = json.dumps({"extra": extra, "first": first, "progress": asdict(progress)})
+        copies = self._trainer.copier.take()
+        state = self._trainer.state_dict() | copies.rows()
+        by_epoch = self._named(self._trainer.outer.state_dict())
+        tensors = self._named(state)
+        by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
+        scalars = {k: v for k, v in state.items() if v is not None and not _are_tensors(v)}
+        content = {"state": scalars, "owner": self._owner, "extra": extra, "first": first}
+        # As text: the next step changes lists that are in it.
+        text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
+        held = [by_step, by_epoch, copies]
         self._thread = threading.Thread(
-            target=self._write, args=(name, state, content), name="checkpoint", daemon=True
+            target=self._write, args=(name, held, text), name="checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -462,21 +407,17 @@ class Checkpointer:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
                 progress = Progress(**parts.manifest["progress"])
-                state: dict[str, Any] = {"pending": None, "cuda_rng": None}
-                state |= parts.manifest["state"] | {"tensors": parts.rows()} | (own := parts.own())
+                own, extra = parts.own()
+                saved = {**parts.manifest["state"], **parts.rows(), **own}
+                say = log.info if stream.rank == 0 else log.debug
+                state = matched(self._trainer.state_dict(), saved, f"Checkpoint {name}", say)
             except DAMAGE as error:  # on all ranks alike
                 log.warning(
                     "Checkpoint %s is skipped, the one before is tried: %s", name, in_words(error)
                 )
                 continue
-            kept = load_state(self._trainer, state, same_world_size=parts.exact)
-            self.exact = (parts.exact and kept) or not parts.unfinished
-            if parts.exact:
-                version, numbers, gauss = state["python_rng"]
-                random.setstate((version, tuple(numbers), gauss))
-                kind, keys, *rest = state["numpy_rng"]
-                np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-            return progress, own["extra"]
+            self.exact = self._trainer.load_state_dict(state)
+            return progress, extra
         return None
 
     def _names_anywhere(self) -> list[str]:
@@ -511,11 +452,11 @@ class Checkpointer:
 
     # --- writing --------------------------------------------------------------------------------
 
-    def _write(self, name: str, state: dict[str, Any], content: str) -> None:
+    def _write(self, name: str, held: list[Any], content: str) -> None:
         enter_thread(self._trainer.device)
         started = time.perf_counter()
         try:
-            self._write_files(self._folder / name, state, json.loads(content))
+            self._write_files(self._folder / name, held[0], held[1], json.loads(content))
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
@@ -531,7 +472,8 @@ class Checkpointer:
                     path.unlink(missing_ok=True)  # a full disk needs the room
             return
         finally:
-            state.clear()  # the next copies wait for these; the thread's arguments have it too
+            # The next copies wait until nobody holds these, and the thread's arguments do.
+            held.clear()
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:
@@ -541,25 +483,19 @@ class Checkpointer:
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 
-    def _write_files(self, folder: Path, state: dict[str, Any], content: dict[str, Any]) -> None:
-        rank, world = self._layout.shard, self._layout.shards
-        epoch = self._folder / f"epoch-{state['epoch_id']}-of-{world}"
-        if not (epoch / f"rank-{rank}.json").exists():
-            self._write_part(epoch, self._named(state, BY_EPOCH), {})
-        tensors = self._named(state, BY_STEP)
-        tensors["rng"] = state["rng"]
-        if state["cuda_rng"] is not None:
-            tensors["cuda_rng"] = state["cuda_rng"]
-        if state["pending"] is not None:
-            tensors["pending"] = state["pending"]
-        numpy_state = state["numpy_rng"]
-        scalars = {
-            key: state[key]
-            for key in ("steps", "domains", "schedule", "outer_learning_rate", "outer_momentum",
-                        "epoch_id", "outer_step", "inner_step", "total_inner_steps", "python_rng")
-        }  # fmt: skip
-        scalars["numpy_rng"] = [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]]
-        self._write_part(folder, tensors, {"state": scalars, "owner": self._owner, **content})
+    def _write_files(
+        self,
+        folder: Path,
+        by_step: dict[str, Tensor],
+        by_epoch: dict[str, Tensor],
+        content: dict[str, Any],
+    ) -> None:
+        layout = self._layout
+        epoch = self._folder / f"epoch-{content['state']['epoch_id']}-of-{layout.shards}"
+        if not (epoch / f"rank-{layout.shard}.json").exists():
+            self._write_part(epoch, by_epoch, {})
+        # After the epoch's: a checkpoint that is complete must not refer to what is not there.
+        self._write_part(folder, by_step, content)
         sync_folder(self._folder)
 
     def _write_part(self, folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
@@ -580,13 +516,15 @@ class Checkpointer:
         content = manifest | more
         write_json(folder / f"rank-{rank}.json", content | {DIGEST: digest_of(content)})
 
-    def _named(self, state: dict[str, Any], kinds: Sequence[str]) -> dict[str, Tensor]:
+    def _named(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a state dict by their names in a file."""
         named: dict[str, Tensor] = {}
-        for kind in kinds:
-            rows = state["tensors"][kind]
-            if rows is not None:
-                names = (f"{kind}/{name}" for name, _ in self._trainer.schema)
-                named.update(zip(names, rows, strict=True))
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                named[key] = value
+            elif _are_tensors(value):
+                names = (f"{key}/{name}" for name, _ in self._trainer.schema)
+                named.update(zip(names, value, strict=True))
         return named
 
     def _prune(self, newest: str) -> None:

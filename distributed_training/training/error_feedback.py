@@ -140,6 +140,10 @@ class BoundaryCopies:
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
 
+    def rows(self) -> dict[str, list[Tensor]]:
+        """By their keys in the state dicts of model and optimizer."""
+        return dict(vars(self))
+
 
 class BoundaryCopier:
     """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
@@ -298,11 +302,13 @@ class ErrorFeedback:
         self._swap = threading.Lock()  # of ``residual``, by training and by a publication
         self._loads = 0
 
-    def load(self, residual: list[Tensor] | None) -> None:
-        """Take a checkpoint's. A publication under way that began before it changes nothing any
-        more: it is of steps that were given up."""
+    def state_dict(self) -> dict[str, Any]:
+        return {"residual": self.residual}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         with self._swap:
-            self.residual = residual
+            self.residual = state["residual"]
+            # An upload under way that began before must not advance it: it is of steps given up.
             self._loads += 1
 
     def by_rows(self, index: int) -> bool:

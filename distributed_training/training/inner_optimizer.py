@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,10 +69,10 @@ class CosineSchedule:
         self.factor = 0.5 * (self.factor if still_slow else 1.0)
         self.slow_until = finished_steps + steps
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"factor": self.factor, "slow_until": self.slow_until}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.factor = float(state["factor"])
         self.slow_until = int(state["slow_until"])
 
@@ -203,14 +203,20 @@ class InnerOptimizer:
     def step_count(self) -> int:
         return int(self._step.item())
 
-    def load(self, exp_avg: Sequence[Tensor], exp_avg_sq: Sequence[Tensor], steps: int) -> None:
-        for mine, theirs in zip(self.exp_avg, exp_avg, strict=True):
-            mine.copy_(theirs)
-        for mine, theirs in zip(self.exp_avg_sq, exp_avg_sq, strict=True):
-            mine.copy_(theirs)
-        self._step.fill_(steps)
-        for step in self._steps:
-            step.fill_(steps)
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "steps": self.step_count,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Into the tensors that there are: AdamW's own state and pinned memory refer to them.
+        for kind, moments in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
+            for mine, theirs in zip(moments, state[kind], strict=True):
+                mine.copy_(theirs)
+        for step in (self._step, *self._steps):
+            step.fill_(int(state["steps"]))
 
     @torch.no_grad()
     def reset(self) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,22 @@ class OuterStep:
         self._stream = stream
         self._prepared: _Prepared | None = None
         self._window: list[Tensor] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its rows change with the outer step only; ``epoch_id`` names them."""
+        return {
+            "outer_learning_rate": self.learning_rate,
+            "outer_momentum": self.mu,
+            "epoch_id": self.epoch_id,
+            "epoch_start": self.epoch_start,
+            "momentum": self.momentum,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.learning_rate = float(state["outer_learning_rate"])
+        self.mu = float(state["outer_momentum"])
+        self.epoch_id = str(state["epoch_id"])
+        self.epoch_start, self.momentum = state["epoch_start"], state["momentum"]
 
     def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
         """From now on every rank reads and writes its rows of rank 0's ``buffers`` itself.

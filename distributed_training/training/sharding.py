@@ -52,6 +52,14 @@ class ShardedModel:
     compiled: bool
     flops_per_token: float
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": [shard.local for shard in self.shards]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The caller drops gathered weights (:meth:`discard_gradients`)."""
+        for shard, rows in zip(self.shards, state["weights"], strict=True):
+            shard.local.copy_(rows)
+
     def discard_gradients(self) -> None:
         """Drop gathered weights and every gradient accumulated so far, also after a failed
         backward. For when weights were changed under FSDP, or a step is abandoned."""

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,10 +120,41 @@ class StepMeter:
         return report
 
 
+if TYPE_CHECKING:  # 80 modules that nothing else here needs
+    from torch.distributed.checkpoint.stateful import Stateful
+
 log = logging.getLogger(__name__)
 
 #: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)
+
+
+class RandomState:
+    """All random number generators of one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, numbers, *rest = np.random.get_state()
+        return {
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state() if self._on_gpu else None,
+            "python_rng": random.getstate(),
+            "numpy_rng": [kind, np.asarray(numbers).tolist(), *rest],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        # Of another number of ranks: several would draw the same numbers.
+        if state["rng"] is None:
+            return
+        torch.set_rng_state(state["rng"])
+        if self._on_gpu and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"])
+        version, numbers, gauss = state["python_rng"]
+        random.setstate((version, tuple(numbers), gauss))
+        kind, keys, *rest = state["numpy_rng"]
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
 
 
 class Trainer:
@@ -182,6 +215,7 @@ class Trainer:
             say=self._say,
         )
         self.stream = open_stream(layout, STREAM_TIMEOUT)
+        self.random = RandomState(device)
         self._build_optimizers()
         self.copier = BoundaryCopier(self.sharded.shards, self.optimizer)
         self.publication = Publication(
@@ -334,6 +368,62 @@ class Trainer:
         """``seconds`` since the last micro-batch had nothing to train: a round, or a wait for the
         global state. No step's time."""
         self._meter.pause(seconds)
+
+    # --- what survives a restart ---------------------------------------------------------------
+
+    @property
+    def components(self) -> tuple[Stateful, ...]:
+        """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
+        return self.sharded, self.optimizer, self.outer, self.outer.feedback, self.random
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state: JSON-able values, of all ranks alike; lists of tensors, this rank's
+        rows of every parameter; single tensors, this rank's alone; None for a tensor not there.
+
+        Tensors are the very ones. Of weights and AdamW's moments, which the next step overwrites,
+        :attr:`copier` has copies; no other is ever changed in place.
+        """
+        state = {
+            "outer_step": self.outer_step,
+            "inner_step": self.inner_step,
+            "total_inner_steps": self.total_inner_steps,
+            "schedule": self.schedule.state_dict(),
+            "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
+            "domains": list(self.step.domains),
+        }
+        for component in self.components:
+            state |= component.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Back to a :meth:`state_dict`, with this rank's rows. All ranks.
+
+        Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
+        """
+        self.drop_step()
+        for component in self.components:
+            component.load_state_dict(state)
+        self.schedule.load_state_dict(state["schedule"])
+        self.outer_step = int(state["outer_step"])
+        self.inner_step = int(state["inner_step"])
+        self.total_inner_steps = int(state["total_inner_steps"])
+        if state["pending"] is None:
+            return not state["domains"]
+        return self._run_again(state["pending"], state["domains"])
+
+    def _run_again(self, pending: Tensor, domains: Sequence[int]) -> bool:
+        """Batches were stored, not gradients. Returns False if they fit no step of these flags."""
+        shape = (self.micro_batch_size, self.settings.sequence_length)
+        if tuple(pending.shape[1:]) != shape or len(pending) >= self.micro_batches_per_step:
+            self._say(
+                f"{len(pending)} micro-batch(es) of the inner step under way are dropped: they are "
+                f"of {tuple(pending.shape[1:])} tokens, the flags say {shape} and "
+                f"{self.micro_batches_per_step} a step"
+            )
+            return False
+        for batch, domain in zip(pending, domains, strict=True):
+            self.add_micro_batch(batch, domain=domain)
+        return True
 
     # --- inner step ----------------------------------------------------------------------------
 

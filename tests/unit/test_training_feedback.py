@@ -191,7 +191,7 @@ def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None
         return direction
 
     given_up = publish_in_part()
-    feedback.load(restored)
+    feedback.load_state_dict({"residual": restored})
     given_up.encode()
     assert feedback.residual is restored and all(bool((r == 7.0).all()) for r in restored)
     publish_in_part().encode()  # one that begins afterwards counts

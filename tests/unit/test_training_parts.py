@@ -90,7 +90,7 @@ def test_schedule_slows_down_for_a_while_and_compounds() -> None:
     schedule.slow_down(20, steps=50)
     assert schedule.rate(21) == pytest.approx(0.25)
     other = CosineSchedule(1.0, 0, 10**9)
-    other.load(schedule.state())
+    other.load_state_dict(schedule.state_dict())
     assert other.rate(21) == schedule.rate(21)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from distributed_training.miner.state_machine import Command, Order
 from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint, error_feedback, micro_batches, snapshot
 from distributed_training.training.checkpoint import Checkpointer, digest_of
+from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
@@ -588,6 +589,63 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     for kind in (1, 2, 3):
         for a, b in zip(ends[0][kind], ends[1][kind], strict=True):  # type: ignore[arg-type]
             assert torch.equal(a, b)
+
+
+class Skipping(CosineSchedule):
+    """A component of a later version, with a scalar of its own."""
+
+    skipped = 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"skipped": self.skipped}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.skipped = state["skipped"]
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_scalar_that_a_component_adds_survives_a_restart(
+    nested: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def later() -> tuple[Trainer, Skipping]:
+        made = trainer()
+        added = Skipping(1e-3, 2, 8)
+        if nested:
+            made.schedule = added  # in a checkpoint under a name of its own
+        else:
+            names = ("sharded", "optimizer", "outer", "random")
+            others = (*(getattr(made, name) for name in names), made.outer.feedback)
+            made.__class__ = type("Later", (Trainer,), {"components": (*others, added)})
+        return made, added
+
+    caplog.set_level(logging.INFO)
+    (made, added), (again, found), earlier = later(), later(), trainer()
+    added.skipped, added.factor = 7, 0.5
+    keeper = Checkpointer(trainer=made, folder=tmp_path)
+    keeper.save({}, Progress())
+    keeper.wait()
+    Checkpointer(trainer=again, folder=tmp_path).restore()
+    assert (found.skipped, found.factor) == (7, 0.5)
+    assert not [r for r in caplog.records if "version" in r.message]
+    Checkpointer(trainer=earlier, folder=tmp_path).restore()
+    (line,) = [r.message for r in caplog.records if "this version does not know" in r.message]
+    assert "skipped" in line and ("factor" in line) != nested
+    assert earlier.schedule.factor == (0.5 if nested else 1.0)
+    caplog.clear()
+    keeper = Checkpointer(trainer=earlier, folder=tmp_path)
+    keeper.save({}, Progress())
+    keeper.wait()
+    again, found = later()
+    Checkpointer(trainer=again, folder=tmp_path).restore()
+    (line,) = [r.message for r in caplog.records if "was written without" in r.message]
+    assert "skipped" in line and found.skipped == 3
+
+
+def test_no_two_components_have_one_key() -> None:
+    made = trainer()
+    keys = [key for component in made.components for key in component.state_dict()]
+    assert len(keys) == len(set(keys)) and set(keys) < set(made.state_dict())
 
 
 def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) -> None:
