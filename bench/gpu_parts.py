@@ -333,14 +333,14 @@ def sweep(bench: Bench) -> None:
 
 @contextlib.contextmanager
 def _transformers_sdpa() -> Iterator[None]:
-    from distributed_training.training import attention
+    from distributed_training.training import sharding
 
-    real = attention.implementation
-    attention.implementation = lambda *_: "sdpa"
+    real = sharding.attention_implementation
+    sharding.attention_implementation = lambda *_: "sdpa"
     try:
         yield
     finally:
-        attention.implementation = real
+        sharding.attention_implementation = real
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ from typing import Any, Literal
 
 Checkpointing = Literal["none", "selective", "full"]
 
-LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.loss), at least
+LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
 _LONGEST_LOSS_CHUNK = 1 << 27
 TOPK = 32  # values published per row (protocol.gradients)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index

@@ -26,8 +26,12 @@ from distributed_training.protocol.payload import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import Upload
-from distributed_training.training.loss import CausalLoss, linear_cross_entropy
-from distributed_training.training.model import hf_config, schema_of
+from distributed_training.training.model import (
+    CausalLoss,
+    hf_config,
+    linear_cross_entropy,
+    schema_of,
+)
 
 
 def model_bytes(schema: Schema) -> int:

@@ -226,6 +226,7 @@ class MicroBatches:
     def combine(self, seed: int) -> None:
         """Once all micro-batches ran. ``seed``: equal on all ranks, another for each step."""
 
+    @torch.no_grad()  # else ``to_local`` goes through autograd, parameter by parameter
     def gradients(self) -> list[Tensor]:
         """Return this rank's rows of every parameter's gradient, reduced over ranks.
 

@@ -27,11 +27,19 @@ from distributed_training.common.memory import loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
-from . import attention
 from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
-from .loss import CausalLoss, ChunkedLoss
 from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
-from .model import Schema, blocks_of, build_meta_model, schema_of, tied_names
+from .model import (
+    CausalLoss,
+    ChunkedLoss,
+    Schema,
+    attention_implementation,
+    attention_line,
+    blocks_of,
+    build_meta_model,
+    schema_of,
+    tied_names,
+)
 from .throughput import flops_per_token
 
 
@@ -115,7 +123,7 @@ def build_sharded_model(
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
     dropout = float(model_config.get("attention_dropout") or 0.0)
-    kind = attention.implementation(device, settings.sequence_length, dropout)
+    kind = attention_implementation(device, settings.sequence_length, dropout)
     model = build_meta_model(model_config, attention=kind)
     config: Any = model.config
     check_sequence_length(settings.sequence_length, config)
@@ -132,7 +140,7 @@ def build_sharded_model(
         device_bytes=memory,
     )
     say(plan.note)
-    say(attention.kernel_line(config, device, dtype))
+    say(attention_line(config, device, dtype))
     checkpoint_activations(model, settings.activation_checkpointing)
     compiled = False
     if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):

@@ -18,11 +18,9 @@ AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 # Longer names first: "H100 PCIe" must be found before "H100".
@@ -75,57 +73,28 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     return 6.0 * params + 12.0 * config.num_hidden_layers * heads * head_dim * sequence_length
 
 
-class DeviceGauge:
-    """Peak memory, utilization and MFU of this rank's GPU; None for what cannot be measured.
-
-    ``utilization``: percent of the last sampling period in which a kernel ran.
-    """
-
-    def __init__(self, device: torch.device, utilization: Callable[[], float | None]) -> None:
-        self._device = device
-        self.utilization = utilization
-        self.peak: float | None = None
-        if device.type == "cuda":
-            self.peak = peak_flops(torch.cuda.get_device_name(device))
-
-    def memory_gb(self) -> float | None:
-        """Peak allocated since the last call, GB = 1e9 bytes."""
-        if self._device.type != "cuda":
-            return None
-        peak = torch.cuda.max_memory_allocated(self._device) / 1e9
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
-
-    def mfu(self, flops_per_second: float) -> float | None:
-        """0 to 1; ``flops_per_second``: the model's, of this one GPU."""
-        return None if self.peak is None else flops_per_second / self.peak
-
-
 log = logging.getLogger(__name__)
 
 
 class StepProfiler:
     """Records ``steps`` inner steps after the first ``start``; writes ``profile-rank-R.json``
-    (Chrome trace) into ``folder``. ``steps`` 0: nothing at all."""
+    (Chrome trace) into the current folder."""
 
-    def __init__(self, *, steps: int, start: int, rank: int, folder: Path | None = None) -> None:
+    def __init__(self, *, steps: int, start: int, rank: int) -> None:
         self._steps, self._start, self._rank = steps, start, rank
-        self._folder = folder or Path.cwd()
         self._seen = 0
         self._profiler: Any = None
-        if steps > 0 and start == 0:
+        if start == 0:
             self._begin()
 
     def step(self) -> None:
         """An inner step is complete."""
-        if self._steps <= 0:
-            return
         self._seen += 1
         if self._seen == self._start:
             self._begin()
         elif self._profiler is not None and self._seen == self._start + self._steps:
             self._profiler.stop()
-            path = self._folder / f"profile-rank-{self._rank}.json"
+            path = Path.cwd() / f"profile-rank-{self._rank}.json"
             self._profiler.export_chrome_trace(str(path))
             self._profiler = None
             log.info("Profile of %d inner steps written to %s", self._steps, path)

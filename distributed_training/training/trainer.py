@@ -39,25 +39,36 @@ from .outer_step import OuterStep
 from .publication import Publication
 from .sharding import ShardedModel, build_sharded_model
 from .snapshot import SnapshotHandle
-from .throughput import DeviceGauge, StepProfiler
+from .throughput import StepProfiler, peak_flops
+
+if TYPE_CHECKING:  # 80 modules that nothing else here needs
+    from torch.distributed.checkpoint.stateful import Stateful
 
 
 class StepMeter:
-    """Follows one step after the other. ``flops_per_token``: of the model, all ranks together."""
+    """Measures one step after the other on ``device``.
+
+    ``utilization``: of this rank's GPU in percent, None where it cannot be had.
+    ``flops_per_token``: this rank's share of the model's. Without a known peak there is no MFU.
+    """
 
     def __init__(
         self,
+        device: torch.device,
         *,
-        gauge: DeviceGauge,
+        utilization: Callable[[], float | None],
         flops_per_token: float,
-        world_size: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._gauge = gauge
+        self._device = device
+        self._utilization = utilization
         self._flops_per_token = flops_per_token
-        self._world_size = world_size
         self._clock = clock
-        self._began: float | None = None  # when the step before ended, or the first batch was taken
+        self.peak = None
+        if device.type == "cuda":
+            self.peak = peak_flops(torch.cuda.get_device_name(device))
+        # When the step before ended, or the first batch was taken.
+        self._began: float | None = None
         self._paused = 0.0
         self._waited = 0.0
 
@@ -69,59 +80,37 @@ class StepMeter:
         self._waited += data_wait_seconds
 
     def pause(self, seconds: float) -> None:
-        """``seconds`` in which there was nothing to train are no step's."""
+        """Leave ``seconds``, in which there was nothing to train, out of the step's time."""
         self._paused += seconds
 
     def drop(self) -> None:
         """The step under way is given up; the next one begins with its first micro-batch."""
         self._began, self._paused, self._waited = None, 0.0, 0.0
 
-    def finish(
-        self,
-        *,
-        outer_step: int,
-        inner_step: int,
-        total_inner_steps: int,
-        loss: float,
-        learning_rate: float,
-        learning_rate_share: float,
-        grad_norm: float | None,
-        plan: BatchPlan,
-        sequence_length: int,
-        note: str,
-    ) -> StepReport:
-        """The report of the step that ends now; the next one begins. ``grad_norm`` None: it was
-        skipped."""
+    def finish(self, tokens: int) -> dict[str, Any]:
+        """Return what the step that ends now took, as a report has it; the next one begins."""
         now = self._clock()
         began = now if self._began is None else self._began
         seconds = max(now - began - self._paused, 1e-9)
-        tokens = plan.effective * sequence_length
-        flops = tokens * self._flops_per_token / self._world_size
-        report = StepReport(
-            outer_step=outer_step,
-            inner_step=inner_step,
-            loss=loss,
-            learning_rate=learning_rate,
-            learning_rate_share=learning_rate_share,
-            tokens=tokens,
-            samples=plan.effective,
-            seconds=seconds,
-            data_wait_seconds=self._waited,
-            micro_batches=plan.micro_batches,
-            grad_norm=grad_norm,
-            gpu_memory_gb=self._gauge.memory_gb(),
-            gpu_utilization=self._gauge.utilization(),
-            mfu=self._gauge.mfu(flops / seconds),
-            skipped=grad_norm is None,
-            note=note,
-            total_inner_steps=total_inner_steps,
-        )
-        self._began, self._paused, self._waited = now, 0.0, 0.0
-        return report
+        waited, self._began, self._paused, self._waited = self._waited, now, 0.0, 0.0
+        speed = tokens * self._flops_per_token / seconds
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "data_wait_seconds": waited,
+            "gpu_memory_gb": self._peak_memory_gb(),
+            "gpu_utilization": self._utilization(),
+            "mfu": None if self.peak is None else speed / self.peak,
+        }
 
+    def _peak_memory_gb(self) -> float | None:
+        """Allocated since the last call, GB = 1e9 bytes."""
+        if self._device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(self._device) / 1e9
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
 
-if TYPE_CHECKING:  # 80 modules that nothing else here needs
-    from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger(__name__)
 
@@ -234,13 +223,15 @@ class Trainer:
         self.skipped_in_a_row = 0
         self._warned_of_the_end = False
         self._meter = StepMeter(
-            gauge=DeviceGauge(device, utilization),
-            flops_per_token=self.sharded.flops_per_token,
-            world_size=self.world_size,
+            device,
+            utilization=utilization,
+            flops_per_token=self.sharded.flops_per_token / self.world_size,
         )
-        self._profiler = StepProfiler(
-            steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
-        )
+        self._profiler: StepProfiler | None = None
+        if settings.profile_steps:
+            self._profiler = StepProfiler(
+                steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
+            )
         if isinstance(wanted, str):
             self.plan_micro_batches(
                 measured_micro_batch(
@@ -441,56 +432,63 @@ class Trainer:
         if tuple(batch.shape) != expected:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
-        self.step.add(batch, domain, self.batch_plan)
+        self.step.add(batch, domain, self.batch_plan)  # forward and backward
         if self.pending_micro_batches < self.micro_batches_per_step:
             return None
 
         self.step.combine(self.total_inner_steps)
-        loss, norm = self._read_step()
+        gradients = self.step.gradients()
+        loss, norm = self._sum_over_ranks(gradients)
         rate = self.schedule.rate(self.total_inner_steps)
+        # All ranks have the same two sums, so all of them apply the step or none does.
         finite = math.isfinite(loss) and math.isfinite(norm)
         if finite:
-            self._apply_step(norm, rate)
+            clip = self.settings.gradient_clip
+            if clip and norm > clip:
+                torch._foreach_mul_(gradients, clip / (norm + 1e-6))
+            self.optimizer.step(gradients, rate)
+            self._count_step(rate)
         else:
             self._skip_step()
-        report = self._meter.finish(
+        report = StepReport(
             outer_step=self.outer_step,
             inner_step=self.inner_step,
             total_inner_steps=self.total_inner_steps,
             loss=loss,
+            grad_norm=norm if finite else None,
+            skipped=not finite,
             learning_rate=rate,
             learning_rate_share=rate / self.schedule.peak,
-            grad_norm=norm if finite else None,
-            plan=self.batch_plan,
-            sequence_length=self.settings.sequence_length,
+            samples=self.batch_plan.effective,
+            micro_batches=self.batch_plan.micro_batches,
             note="; ".join(self.step.notes),
+            **self._meter.finish(self.batch_plan.effective * self.settings.sequence_length),
         )
         if finite:
+            # Weights that FSDP gathered were dropped by the last backward already.
             self.step.forget()
         else:
             self.drop_step()
-        self._profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()
         return report
 
-    @torch.no_grad()
-    def _read_step(self) -> tuple[float, float]:
-        """Loss and gradient norm over all ranks: the only wait for the device in a step."""
-        norms = torch._foreach_norm([g for g in self.step.gradients() if g.numel()])
+    def _sum_over_ranks(self, gradients: Sequence[Tensor]) -> tuple[float, float]:
+        """Return the mean loss and the gradient's norm over all ranks."""
+        # float64: the square of a large float32 norm overflows, and ranks add up in any order.
+        norms = torch._foreach_norm([g for g in gradients if g.numel()])
         square = torch.stack([n.double() for n in norms]).square().sum()
+        # The only wait for the device in a step. Each further one would cost the time in which
+        # the host queues kernels ahead; hence loss and norm are read together.
         sums = torch.stack([self.step.loss_sum.double(), square]).tolist()
         total_loss, total_square = self.stream.sum(sums)
         total_square /= self.stream.layout.replicas  # each copy has the same gradient
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
 
-    @torch.no_grad()
-    def _apply_step(self, norm: float, rate: float) -> None:
-        gradients = self.step.gradients()
-        clip = self.settings.gradient_clip
-        if clip and norm > clip:
-            torch._foreach_mul_(gradients, clip / (norm + 1e-6))
-        self.optimizer.step(gradients, rate)
+    def _count_step(self, rate: float) -> None:
         for item in self.sharded.shards:
+            # None, not zero: FSDP adds to what is there, and the next step begins with nothing.
             item.dtensor.grad = None
         self.inner_step += 1
         self.total_inner_steps += 1
@@ -513,11 +511,11 @@ class Trainer:
                 2 * total,
             )
 
-    @torch.no_grad()
     def _try_end_of_step(self) -> None:
         """Norm and AdamW of a trial, before there are weights; the optimizer is as new after it."""
-        self._read_step()
-        self.optimizer.step(self.step.gradients(), 0.0)
+        gradients = self.step.gradients()
+        self._sum_over_ranks(gradients)
+        self.optimizer.step(gradients, 0.0)
         self.optimizer.reset()
 
     def _skip_step(self) -> None:

@@ -18,10 +18,8 @@ from torch import Tensor
 from distributed_training.data.device import DeviceBuffer
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
-from distributed_training.training import attention
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.loss import ChunkedLoss
-from distributed_training.training.model import hf_config
+from distributed_training.training.model import ChunkedLoss, hf_config, sdpa_kernel_name
 from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import SETTINGS, sequences, tiny
 
@@ -235,7 +233,7 @@ def batches_reach_the_device_as_they_were(device: torch.device, folder: Path) ->
 
 
 def attention_is_a_fast_kernel(device: torch.device, folder: Path) -> None:
-    name = attention.sdpa_kernel_name(hf_config(tiny(**MODEL)), device, torch.bfloat16)
+    name = sdpa_kernel_name(hf_config(tiny(**MODEL)), device, torch.bfloat16)
     assert device.type == "cpu" or name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"), name
 
 

@@ -25,7 +25,7 @@ from distributed_training.common.memory import (
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
-from distributed_training.training import loss
+from distributed_training.training import model
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
 from distributed_training.training.model import parameter_schema
@@ -47,7 +47,7 @@ def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
 
 
 def test_constants_are_those_of_the_rooms_that_own_them() -> None:
-    assert memory.LOSS_CHUNK == loss.CHUNK_ELEMENTS
+    assert memory.LOSS_CHUNK == model.CHUNK_ELEMENTS
     assert memory.TOPK == gradients.TOPK
 
 

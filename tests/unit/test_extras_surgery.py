@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -60,13 +61,13 @@ def test_the_gradient_is_that_of_the_published_algorithm_in_one_process(
         flat[1] - product / (flat[0] @ flat[0]) * flat[0]
     )
     got: list[Tensor] = []
-    apply = made._apply_step
+    apply = made.optimizer.step
 
-    def applied(norm: float, rate: float) -> None:
-        got.extend(g.clone() for g in made.step.gradients())
-        apply(norm, rate)
+    def applied(gradients: Sequence[Tensor], rate: float) -> None:
+        got.extend(g.clone() for g in gradients)
+        apply(gradients, rate)
 
-    monkeypatch.setattr(made, "_apply_step", applied)
+    monkeypatch.setattr(made.optimizer, "step", applied)
     report = step(made, batches)
     assert "PCGrad: 2" in report.note
     ours = torch.cat([g.flatten() for g in got]).double()

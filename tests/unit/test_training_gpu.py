@@ -16,16 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import attention, error_feedback
+from distributed_training.training import error_feedback, sharding
 from distributed_training.training.collectives import ParameterShard
 from distributed_training.training.error_feedback import HostCopies
-from distributed_training.training.loss import (
-    ChunkedLoss,
-    fused_logit_gradient,
-    linear_cross_entropy,
-    logit_gradient,
-)
-from distributed_training.training.memory_plan import plan_batch
 from distributed_training.training.micro_batches import (
     DeviceBudget,
     KnownSize,
@@ -33,9 +26,15 @@ from distributed_training.training.micro_batches import (
     find_micro_batch,
     measured_micro_batch,
 )
-from distributed_training.training.model import hf_config
+from distributed_training.training.model import (
+    ChunkedLoss,
+    fused_logit_gradient,
+    hf_config,
+    linear_cross_entropy,
+    logit_gradient,
+    sdpa_kernel_name,
+)
 from distributed_training.training.sharding import set_up_gpu
-from distributed_training.training.throughput import DeviceGauge
 from distributed_training.training.trainer import StepMeter
 from tests.tools.device_stand_in import OnDevice
 from tests.tools.training_world import sequences, tiny, train, trainer
@@ -66,8 +65,10 @@ class Reads(TorchDispatchMode):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trainers take the attention of a GPU."""
-    real = attention.implementation
-    monkeypatch.setattr(attention, "implementation", lambda device, *rest: real(GPU, *rest))
+    real = sharding.attention_implementation
+    monkeypatch.setattr(
+        sharding, "attention_implementation", lambda device, *rest: real(GPU, *rest)
+    )
 
 
 def reads_of_a_step(**changes: Any) -> list[Counter[str]]:
@@ -90,7 +91,7 @@ def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any], as_on_a_gp
 
 
 def test_the_count_sees_what_transformers_own_sdpa_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "implementation", lambda *_: "sdpa")
+    monkeypatch.setattr(sharding, "attention_implementation", lambda *_: "sdpa")
     first, *_ = reads_of_a_step()
     assert first["_local_scalar_dense"] >= 1
 
@@ -99,14 +100,14 @@ def test_the_gpus_attention_is_causal_and_gives_the_same_losses(as_on_a_gpu: Non
     ours = [r.loss for r in train(trainer(), 0, 4)]
     assert trainer().sharded.model.config._attn_implementation == "sdpa_causal"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "implementation", lambda *_: "sdpa")
+        patch.setattr(sharding, "attention_implementation", lambda *_: "sdpa")
         theirs = [r.loss for r in train(trainer(), 0, 4)]
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
 def test_the_line_names_the_kernel_that_torch_chooses() -> None:
     config = hf_config(tiny())
-    name = attention.sdpa_kernel_name(config, torch.device("cpu"), torch.bfloat16)
+    name = sdpa_kernel_name(config, torch.device("cpu"), torch.bfloat16)
     assert name in ("FLASH_ATTENTION", "MATH")
 
 
@@ -456,10 +457,10 @@ class Clock:
 
 def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
     clock = Clock()
-    gauge = DeviceGauge(torch.device("cpu"), lambda: None)
-    gauge.peak = 1e6
-    meter = StepMeter(gauge=gauge, flops_per_token=100.0, world_size=2, clock=clock)
-    plan = plan_batch(micro_batch=2, effective=8, world_size=2)
+    meter = StepMeter(
+        torch.device("cpu"), utilization=lambda: None, flops_per_token=50.0, clock=clock
+    )
+    meter.peak = 1e6
 
     def step(*, between: float, pause: float = 0.0) -> Any:
         meter.micro_batch(0.5)
@@ -468,10 +469,7 @@ def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
         clock.now += between + pause  # a checkpoint, say, and a round
         meter.micro_batch(0.0)
         clock.now += 3.0
-        return meter.finish(
-            outer_step=0, inner_step=1, total_inner_steps=1, loss=1.0, learning_rate=1.0,
-            learning_rate_share=1.0, grad_norm=1.0, plan=plan, sequence_length=10, note="",
-        )  # fmt: skip
+        return SimpleNamespace(**meter.finish(80))
 
     assert step(between=0.0).seconds == pytest.approx(6.5)  # the wait before the first counts
     clock.now += 2.0  # between two steps: a snapshot

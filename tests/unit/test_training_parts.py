@@ -16,11 +16,10 @@ from torch import nn
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.training import loss as loss_module
+from distributed_training.training import model as loss_module
 from distributed_training.training import sharding
 from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_optimizer import CosineSchedule
-from distributed_training.training.loss import linear_cross_entropy
 from distributed_training.training.memory_plan import (
     check_sequence_length,
     compute_dtype,
@@ -32,6 +31,7 @@ from distributed_training.training.memory_plan import (
 from distributed_training.training.model import (
     build_meta_model,
     hf_config,
+    linear_cross_entropy,
     parameter_schema,
     plain_name,
     schema_of,
