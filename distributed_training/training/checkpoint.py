@@ -100,6 +100,7 @@ def _open(folder: Path, part: int) -> Any:
     """The file of one part, after its size and SHA-256 were compared."""
     path = folder / f"rank-{part}.safetensors"
     manifest = manifest_of(folder / f"rank-{part}.json")
+    # The size first: to read all bytes of a file that was cut short would only cost time.
     if path.stat().st_size != manifest["size"] or sha256_of(path) != manifest["sha256"]:
         raise CheckpointError(f"{path.name} is damaged: its bytes are not those that were written")
     return safe_open(path, "pt")
@@ -142,6 +143,8 @@ class Parts:
             found = next(manifests_in(self._folder / self._name), None)
         except DAMAGE as error:
             problem = in_words(error)
+        # Every rank takes part before any of them raises: one that left alone would hold the others
+        # in the next collective.
         everywhere = self._stream.answers((found, problem))
         manifest = next((m for m, _ in everywhere if m is not None), None)
         if manifest is None:
@@ -159,6 +162,8 @@ class Parts:
         lacking = sorted(
             {p for parts, f in zip(wanted, everywhere, strict=True) for p in parts if f[p]}
         )
+        # The ranks of a node share out what is lacking elsewhere: to hash a part is to read it
+        # whole.
         for part in lacking[layout.rank % layout.local :: layout.local]:
             if part not in problems:
                 problems[part] = self._problem(part)
@@ -247,6 +252,8 @@ class Parts:
 
     def _rows_of(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
         me, group, mine = self._stream.rank, self._stream.group, []
+        # A send may block until it is received. All ranks go through the same order, so no two wait
+        # for each other.
         for rank in range(self._layout.world_size):
             for part, low, high in self._pieces(shape[0], rank):
                 source = self._source(part, rank)
@@ -352,8 +359,11 @@ class Checkpointer:
         """
         self.wait()
         started = time.perf_counter()
+        # What is incomplete from here on was given up, so rank 0 may delete it.
         self._trainer.stream.first_error(None)  # no rank writes any more
+        # One name for all: the clocks of two nodes would give two.
         name, first = cast(Any, self._trainer.stream.from_rank_0((self._next_name(), extra)))
+        # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
         copies = self._trainer.copier.take()
         state = self._trainer.state_dict() | copies.rows()
         by_epoch = self._named(self._trainer.outer.state_dict())
@@ -365,6 +375,7 @@ class Checkpointer:
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
         held = [by_step, by_epoch, copies]
+        # A daemon: a disk that hangs must not keep the process of a stopped miner.
         self._thread = threading.Thread(
             target=self._write, args=(name, held, text), name="checkpoint", daemon=True
         )
@@ -403,6 +414,7 @@ class Checkpointer:
         self.wait()
         stream = self._trainer.stream
         names = self._names_anywhere()
+        # The oldest is never skipped: one that may be bad is better than none.
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
                 parts = Parts(self._folder, name, self._trainer.schema, stream)
@@ -492,6 +504,7 @@ class Checkpointer:
     ) -> None:
         layout = self._layout
         epoch = self._folder / f"epoch-{content['state']['epoch_id']}-of-{layout.shards}"
+        # Where the manifest is, the tensors are whole: it comes last.
         if not (epoch / f"rank-{layout.shard}.json").exists():
             self._write_part(epoch, by_epoch, {})
         # After the epoch's: a checkpoint that is complete must not refer to what is not there.
@@ -503,6 +516,8 @@ class Checkpointer:
         layout = self._layout
         rank = layout.shard
         path = folder / f"rank-{rank}.safetensors"
+        # The manifest comes after its file: a kill between the two leaves a part that does not
+        # count.
         digest = write_safetensors(path, tensors)
         manifest = {
             "format": FORMAT,
@@ -533,10 +548,13 @@ class Checkpointer:
         ranks = range(self._layout.shards)
         while not all((self._folder / newest / f"rank-{r}.json").exists() for r in ranks):
             if self._hurry.is_set():
+                # Training stands until this thread ends; older checkpoints can be deleted next
+                # time.
                 deadline = min(deadline, time.monotonic() + _HURRIED)
                 self._hurry.clear()
             if time.monotonic() > deadline:
                 return  # a rank failed to write; nothing is deleted on the strength of it
+            # Files are looked at, since this thread may use no collective: training has its own.
             time.sleep(0.02)
         keep: list[str] = []
         for name in self._names():
@@ -544,6 +562,8 @@ class Checkpointer:
                 keep.append(name)
             elif name != newest:
                 shutil.rmtree(self._folder / name, ignore_errors=True)
+        # Epochs after the checkpoints that refer to them: a kill in between leaves one too many,
+        # never one too few.
         used = set()
         for name in keep:
             manifest = next(manifests_in(self._folder / name))

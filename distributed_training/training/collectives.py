@@ -75,6 +75,7 @@ Result = TypeVar("Result")
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
     """First and one past the last row of ``rank``'s share; equal where it has none."""
     chunk = math.ceil(rows / world_size)
+    # As torch.chunk: the last ranks may have fewer rows, or none.
     start = min(rows, rank * chunk)
     return start, min(rows, start + chunk)
 
@@ -93,6 +94,7 @@ class ParameterShard:
     def local(self) -> Tensor:
         """This rank's rows, float32, on the device. Writing to it changes the weights; the
         gathered copies must be dropped afterwards (``discard_gradients``)."""
+        # Detached: autograd refuses a write in place to a leaf.
         return self.dtensor.to_local().detach()
 
     @property
@@ -118,13 +120,16 @@ def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[Parameter
 
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     """``timeout`` covers each of its collectives. All ranks call this."""
+    # A group of its own: FSDP queues its collectives in another order. And gloo, since what moves
+    # here lies in host memory, where NCCL cannot go.
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert group is not None
     if layout.replicas == 1:
         return RowStream(group=group, layout=layout, copy=group)
 
     def mine(kinds: Iterable[range]) -> dist.ProcessGroup:
-        """Of disjoint groups; each is made by all ranks, whoever is in it."""
+        """Return the one of these disjoint groups that this rank is in."""
+        # To make a group is collective: also the ranks that are not in it must call this.
         made = [(dist.new_group(list(k), backend="gloo", timeout=timeout), k) for k in kinds]
         return next(found for found, ranks in made if layout.rank in ranks)
 
@@ -172,6 +177,7 @@ class RowStream:
         assert destination is not None
         start, stop = row_range(shape[0], shards, 0)
         destination[start:stop].copy_(rows)
+        # Straight into its place: rank 0 never holds rows twice.
         for rank in range(1, shards):
             start, stop = row_range(shape[0], shards, rank)
             if stop > start:
@@ -191,6 +197,7 @@ class RowStream:
         ]
         most = max(map(sum, counts))
         found = [torch.empty(most) for _ in range(shards)]
+        # all_gather wants equal lengths, and ranks have unequal numbers of rows.
         padded = torch.nn.functional.pad(mine, (0, most - len(mine)))
         dist.all_gather(found, padded, group=self._copy)
         parts = [f[: sum(c)].split(c) for f, c in zip(found, counts, strict=True)]
@@ -223,6 +230,7 @@ class RowStream:
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks, in float64: the same bits on every rank."""
+        # float64 keeps counts of tokens exact, and the square of a norm within range.
         tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
@@ -234,6 +242,7 @@ class RowStream:
 
     def first_error(self, message: str | None) -> str | None:
         """A vote: None when no rank has a ``message``, else the lowest rank's, on all ranks."""
+        # A number first: in the usual case no text has to be pickled and sent.
         if self.sum([float(message is not None)])[0] == 0:
             return None
         answers = self.answers(message)
@@ -249,14 +258,14 @@ class RowStream:
     def together(self, work: Callable[[], Result]) -> Result:
         """``work()``, in which no rank waits for another; all ranks go on, or none.
 
-        Between two collectives: a rank that left alone would hold up the others until the process
-        group's timeout. Raises RankFailedError on all ranks alike.
+        Raises RankFailedError on all ranks alike.
         """
         problem = None
         try:
             result = work()
         except (RuntimeError, MemoryError) as error:  # out of memory, for one
             problem = f"{type(error).__name__}: {error}"
+        # A rank that raised alone would hold up the others until the group's timeout.
         problem = self.first_error(problem)
         if problem is not None:
             raise RankFailedError(problem)

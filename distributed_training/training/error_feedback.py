@@ -65,8 +65,10 @@ class HostCopies:
         current stream is done. Returns when they are there."""
         taken = [torch.empty(t.shape) for t in tensors]
         if self._stream is not None:
+            # Only the side stream waits for what training queued. The host does not.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         under_way: tuple[int, list[Piece]] | None = None
+        # One turn behind: while the bus fills one buffer, the cores empty the other.
         for turn, load in enumerate(self._loads(tensors, taken)):
             self._fill(turn % 2, load)
             if under_way is not None:
@@ -96,12 +98,14 @@ class HostCopies:
     def _fill(self, turn: int, load: Sequence[Piece]) -> None:
         with torch.cuda.stream(self._stream):  # without one: nothing
             for part, (source, _) in self._parts(turn, load):
+                # The host goes on only because the buffer is pinned.
                 part.copy_(source, non_blocking=True)
             if self._stream is not None:
                 self._copied[turn].record(self._stream)
 
     def _empty(self, turn: int, load: Sequence[Piece]) -> None:
         if self._stream is not None:
+            # The one wait of the host: before it the buffer holds the values of two turns ago.
             self._copied[turn].synchronize()
         for part, (_, target) in self._parts(turn, load):
             target.copy_(part)
@@ -122,6 +126,7 @@ def _copies(device: torch.device) -> HostCopies:
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copies in host memory, which later steps do not change. For the training thread."""
     if not tensors or tensors[0].device.type != "cuda":
+        # copy: without it a tensor of the host would be itself, and the next step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
     return _copies(tensors[0].device).take(tensors)
 
@@ -171,6 +176,7 @@ class BoundaryCopier:
         last = None if self._last is None else self._last()
         if last is not None and boundary == self._boundary:
             return last
+        # This very reference would keep alive what is waited for.
         del last
         self.wait()
         made = BoundaryCopies(
@@ -179,6 +185,7 @@ class BoundaryCopier:
             to_host(self._optimizer.exp_avg_sq),
         )
         self._released = released = threading.Event()
+        # Who writes holds the object. When the last one lets go of it, the next copies may be made.
         self._last = weakref.ref(made, lambda _: released.set())
         self._boundary = boundary
         return made
@@ -202,13 +209,11 @@ class BoundaryCopier:
 
 
 def enter_thread(device: torch.device) -> None:
-    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU.
-
-    A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before, which is
-    GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's memory for every
-    other rank, from the first snapshot on.
-    """
+    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU."""
     if device.type == "cuda":
+        # A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before,
+        # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
+        # memory for every other rank, from the first snapshot on.
         torch.cuda.set_device(device)
 
 
@@ -375,6 +380,7 @@ class ErrorFeedback:
 
     def _replace(self, entries: Mapping[int, Tensor], loads: int) -> None:
         with self._swap:
+            # Another number: a checkpoint was loaded while this upload was encoded.
             if self.residual is not None and loads == self._loads:
                 self.residual = [entries.get(i, kept) for i, kept in enumerate(self.residual)]
 
@@ -383,12 +389,16 @@ class ErrorFeedback:
         device = self._shards[index].local.device
         if device.type == "cpu" or rows.numel() == 0:
             return gradients.encode_rows(rows, topk=self.codec.topk)
+        # Some rows at a time: training has filled the device, and topk needs several times its
+        # input.
         step = max(1, _DEVICE_ROWS // rows.shape[1])
         with torch.cuda.stream(side_stream(device)):  # beside training's kernels, not between them
             parts = [
                 gradients.encode_rows(part.to(device), topk=self.codec.topk)
                 for part in rows.split(step)
             ]
+            # These wait for the side stream alone, and in the thread that writes, not in
+            # training's.
             return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
     def _take_rows(self, index: int, rows: Tensor) -> Code:
@@ -405,6 +415,8 @@ class ErrorFeedback:
         indices = [i for i in range(len(self._shards)) if not self.by_rows(i)]
         vectors = [i for i in indices if len(self._shards[i].shape) == 1]
         matrices = [i for i in indices if i not in vectors]
+        # In one message, and encoded by every rank: a model has hundreds of vectors, all of them
+        # small.
         wholes = self._stream.whole([(self._shards[i].shape[0], make(i)) for i in vectors])
         for i, whole in zip(vectors, wholes, strict=True):
             code = self.codec.encode(whole)
@@ -427,6 +439,7 @@ class ErrorFeedback:
         """
         shard, stream = self._shards[index], self._stream
         lead = stream.rank == 0
+        # All ranks hear of it if rank 0 has no room, before they send it their rows.
         whole = stream.together(
             lambda: torch.empty(shard.shape, dtype=torch.float32) if lead else None
         )

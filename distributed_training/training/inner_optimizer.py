@@ -133,11 +133,10 @@ class _Lane:
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
-    It sees plain tensors instead of DTensors: no dispatch per parameter and step, and its state can
-    be copied, offloaded and checkpointed as row blocks. With ``offload`` the moments live in
-    (pinned) host memory and visit the device bucket by bucket, in two places that are used in turn:
-    while one bucket is computed the next one comes and the one before leaves, on streams of their
-    own.
+    Its state can be copied, offloaded and checkpointed as row blocks. With ``offload`` the moments
+    live in (pinned) host memory and visit the device bucket by bucket, in two places that are used
+    in turn: while one bucket is computed the next one comes and the one before leaves, on streams
+    of their own.
     """
 
     def __init__(
@@ -153,9 +152,13 @@ class InnerOptimizer:
         self._shards = list(shards)
         device = self._shards[0].local.device
         self._device = device
+        # Plain tensors over the shards' memory, not DTensors: those would be dispatched one by one
+        # in each step.
         self._params = [nn.Parameter(s.local) for s in self._shards]
+        # Only a copy from or to pinned memory lets the host go on.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
+        # On the host: to read the count for a report must not wait for the device.
         self._step = torch.zeros((), dtype=torch.float32)
         self.exp_avg = [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
         self.exp_avg_sq = [torch.zeros_like(t, pin_memory=pinned) for t in self.exp_avg]
@@ -172,6 +175,7 @@ class InnerOptimizer:
             )
             for bucket in self._buckets
         ]
+        # One for each parameter and on its device, as fused AdamW wants them.
         self._steps = [torch.zeros((), device=device) for _ in self._params]
         self._places: list[Tensor] = []
         if offload:
@@ -229,6 +233,7 @@ class InnerOptimizer:
         """One AdamW step; ``gradients`` are row blocks like the shards."""
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
+        # Set each time: torch's own schedulers know nothing of steps that were skipped.
         for adamw in self._adamw:
             for group in adamw.param_groups:
                 group["lr"] = learning_rate
@@ -238,6 +243,7 @@ class InnerOptimizer:
             for adamw in self._adamw:
                 adamw.step()
         self._step += 1
+        # A reference kept here would hold the gradients' memory through the next forward.
         for param in self._params:
             param.grad = None
 
@@ -269,6 +275,7 @@ class InnerOptimizer:
             yield self.exp_avg_sq[i], state["exp_avg_sq"]
 
     def _fetch(self, bucket: int) -> None:
+        # There are two places: this one is free once the bucket before the last has left it.
         with self._coming.after(self._leaving, bucket - 2, bucket):
             for host, place in self._moments(bucket):
                 place.copy_(host, non_blocking=True)
@@ -282,6 +289,8 @@ class InnerOptimizer:
         for bucket in range(last + 1):
             if bucket < last:
                 self._fetch(bucket + 1)
+            # On the stream of training: the next forward then needs no event to see the new
+            # weights.
             with computing.after(self._coming, bucket, bucket):
                 self._adamw[bucket].step()
             with self._leaving.after(computing, bucket, bucket):

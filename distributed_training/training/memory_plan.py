@@ -107,6 +107,7 @@ def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     if wanted == "fp32":
         return torch.float32, "precision: float32 as asked"
     if device.type == "cuda":
+        # Emulated bf16 is slower than float32.
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         hardware = torch.cuda.get_device_name(device)
     else:
@@ -142,6 +143,7 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
             f"--neuron.local_batch_size_train_effective {effective}, so no step could be made: "
             "lower the first or raise the second"
         )
+    # Each rank runs equally many, or the ranks' collectives would not match.
     micro_batches = math.ceil(effective / (micro_batch * world_size))
     real = micro_batches * micro_batch * world_size
     note = ""
@@ -198,10 +200,13 @@ def plan_memory(
     per_block = settings.wrap == "block" or (
         settings.wrap == "auto" and shape.parameters >= ROOT_ONLY_BELOW
     )
+    # On before off, unlike the others: what is kept saves a gather in each micro-batch.
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
     chosen: MemoryPlan | None = None
+    # The last changes first: to drop weights costs a gather, to reduce each time a reduction of all
+    # gradients, and to offload AdamW both ways over the bus.
     for offload, sync_every, keep in itertools.product(
         _choices(settings.offload_optimizer, "on"),
         _choices(settings.gradient_sync, "every"),

@@ -181,6 +181,8 @@ class MicroBatches:
         except _compiler_errors(self.compiled) as error:
             self._uncompile(error)
         self.discard()
+        # The pieces are of another size: what the allocator keeps in the old one would not fit
+        # them.
         if self.sharded.device.type == "cuda":
             torch.cuda.empty_cache()
         again = list(zip(self.batches, self.domains, strict=True))
@@ -211,9 +213,11 @@ class MicroBatches:
             for _ in range(1 + _TIMED):  # the first one warms up
                 started = time.perf_counter()
                 self.sharded.root(ids).backward()
+                # Here the host must wait, or only the queueing of kernels would be timed.
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
+            # Not timed, but run, for the memory that reducing gradients takes besides.
             self._set_last(True)
             self.sharded.root(ids).backward()
             end_step()
@@ -276,6 +280,7 @@ class MicroBatches:
             raise torch.OutOfMemoryError(
                 f"{found}, so the miner stops: {OUT_OF_MEMORY_ADVICE}"
             ) from error
+        # On disk before this rank ends, or the next start would run out again.
         fits = self.known.ran_out(was)
         if self.stream.world_size > 1:
             raise torch.OutOfMemoryError(
@@ -307,10 +312,13 @@ class MicroBatches:
             self._set_last((last or self.reduces_each) and i == len(pieces) - 1)
             loss = self.sharded.root(piece)
             (loss / tokens).backward()
+            # Added up on the device: ``float(loss)`` would wait for all that is queued, at each
+            # micro-batch.
             self.loss_sum += loss.detach()
 
     def _set_last(self, last: bool) -> None:
         """Only the last backward of a step reduces gradients and drops gathered weights."""
+        # FSDP goes through all modules for each of these two.
         if self._last is last:
             return
         self._last = last
@@ -425,6 +433,7 @@ def measured_micro_batch(
         why=why,
         budget=DeviceBudget(device) if device.type == "cuda" else None,
     )
+    # One rank writes for each node: the ranks of a node share the file.
     if stream.rank % stream.layout.local == 0:
         known.measured(found)
     return found
@@ -456,6 +465,8 @@ def find_micro_batch(
     size, ended = 1, why if limit == largest else "enough for a CPU"
     slower = False
     while size <= limit:
+        # Before and after each size all ranks vote: one that stopped alone would leave the others
+        # in a collective.
         problem = vote(_too_large(size, peaks, budget))
         if problem is None:
             problem, seconds = _try(seconds_per_sequence, size, peaks, budget)

@@ -189,6 +189,7 @@ def short_causal(
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = 1.0 / math.sqrt(width) if scaling is None else scaling
+    # Mask, scale and product in one pass over the scores: each further one costs as much.
     scores = torch.baddbmm(
         _mask(length, query.dtype),
         query.reshape(-1, length, width),
@@ -267,6 +268,7 @@ LogitGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 def _summed_loss(wide: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Of float32 logits; and the logarithm of each row's normalizer."""
+    # Of float32: a sum over 128,000 words in bf16 loses all small ones.
     log_norm = torch.logsumexp(wide, dim=1, keepdim=True)
     return (log_norm - wide.gather(1, target)).sum(), log_norm
 
@@ -313,6 +315,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 total += _summed_loss(logits.float(), target)[0]
                 continue
             loss, low = of_logits(logits, target)
+            # Else they would live through the two products below, the largest of this loop.
             del logits
             total += loss
             grad_hidden[start : start + rows] = low @ weight
@@ -331,6 +334,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         (scale,) = grads
+        # Forward made both with the loss. There are no logits any more to make them from.
         return grad_hidden * scale, grad_weight * scale, None, None, None, None
 
 
@@ -352,6 +356,7 @@ def linear_cross_entropy(
     tokens = hidden.shape[0]
     most = max(1, (chunk or CHUNK_ELEMENTS) // weight.shape[0])
     rows = max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))  # chunks of equal length
+    # A Function's forward runs under no_grad too: an evaluation must not pay for gradients.
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     return _LinearCrossEntropy.apply(hidden, weight, labels, rows, with_grad, of_logits)
 
@@ -389,6 +394,8 @@ class CausalLoss(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
+        # The decoder alone: the model's own forward would compute all logits. A cache is for
+        # generation and would hold every block's keys and values.
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
         weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
         flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])

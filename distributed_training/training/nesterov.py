@@ -40,8 +40,10 @@ def nesterov_sgd(
     are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise, so a shard
     gives the same bits as the whole tensor.
     """
+    # A clone, since the average may lie in the swarm's memory, which the next round overwrites.
     new_momentum = grad.clone() if momentum is None else momentum.mul(mu).add_(grad)
     update = grad.add(new_momentum, alpha=mu)
+    # Into ``update``: a third tensor for each parameter would be in host memory in every round.
     return torch.add(param, update, alpha=-lr, out=update), new_momentum
 
 
@@ -98,7 +100,10 @@ def load_outer_optimizer(
     Raises ValueError, in one line, when the file is not a SGD state for this model.
     """
     try:
+        # Downloaded: looked through before torch reads it, and no class but torch's own is made of
+        # it.
         refuse_calls(read_pt(path))
+        # Mapped: 4 bytes a parameter, of which one tensor at a time is needed.
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         groups = content["optimizer_state_dict"]["param_groups"]
         entries = content["optimizer_state_dict"]["state"]

@@ -107,6 +107,7 @@ class OuterStep:
                 window = _map(shared, [shard.shape for shard in self._shards])
         except (OSError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
+        # All or none: a rank without a window would send rows that rank 0 does not receive.
         problem = self._stream.first_error(problem)
         if problem is None:
             self._window = window
@@ -119,6 +120,7 @@ class OuterStep:
         window = self._window
         if window is None:
             return None
+        # Rank 0 alone knows whether the swarm came back with other buffers than those mapped.
         seen = self._stream.rank != 0 or all(
             a.data_ptr() == b.data_ptr() for a, b in zip(buffers or (), window, strict=True)
         )
@@ -175,6 +177,7 @@ class OuterStep:
                 facts = (state.learning_rate, state.mu, source is not None)
             except ValueError as problem:
                 error = str(problem)
+        # Before any tensor is sent: the others would wait for one that never comes.
         error = self._stream.first_error(error)
         if error is not None:
             raise ValueError(error)
@@ -202,6 +205,7 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.LOCAL, problem)
         assert self.epoch_start is not None
         square, own = 0.0, self._own_rows(buffers)
+        # One parameter at a time: in a round there is no room for the whole model once more.
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
             rows = start - on_host(shard.local)
             square += float(torch.linalg.vector_norm(rows)) ** 2
@@ -236,6 +240,7 @@ class OuterStep:
             average = average or [_empty(shard) for shard in self._shards]
             for rows in average:
                 self._stream.replicate(rows)
+        # One NaN or Inf anywhere makes their sum NaN or Inf, on every rank.
         norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)
@@ -249,6 +254,7 @@ class OuterStep:
             ]
 
         try:
+            # It takes two new tensors for each parameter, so memory may run out on one rank alone.
             new = self._stream.together(moved)
         except RankFailedError as error:
             raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
@@ -265,6 +271,8 @@ class OuterStep:
         prepared = self._prepared
         if prepared is None:
             raise RuntimeError("commit_outer_step without a prepared outer step")
+        # No collective from here on: the vote is over, and a rank that failed now could not be
+        # called back.
         for shard, new in zip(self._shards, prepared.weights, strict=True):
             shard.local.copy_(new)
         self.epoch_start = prepared.weights
@@ -277,6 +285,8 @@ class OuterStep:
         self._prepared = None
 
     def _new_epoch_id(self) -> str:
+        # Random, not the step's number: after a roll-back the same number has other weights, and a
+        # checkpoint must not refer to the wrong ones.
         return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))
 
     def _scatter(self, source: Sequence[Tensor] | None, *, borrow: bool = False) -> list[Tensor]:

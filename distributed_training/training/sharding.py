@@ -141,6 +141,7 @@ def build_sharded_model(
     )
     say(plan.note)
     say(attention_line(config, device, dtype))
+    # Wrapped, then compiled, then sharded: each must see the one before as part of the block.
     checkpoint_activations(model, settings.activation_checkpointing)
     compiled = False
     if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
@@ -258,11 +259,13 @@ def _shard(
 ) -> list[FSDPModule]:
     """``fully_shard`` blocks (if the plan says so) and root; the shards get memory on ``device``.
 
-    Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees stay
-    float32. Gradients are accumulated and reduced in float32: a step adds hundreds of
-    micro-batches, and bf16 would round the late ones away. Returns the FSDP modules, root last.
+    Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees, and the
+    gradients it gets, are float32. Returns the FSDP modules, root last.
     """
+    # float32 for the sum: a step adds hundreds of micro-batches, and bf16 would round the late ones
+    # away.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # ``to_empty`` below takes the buffers' values, too, and no checkpoint has them.
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     modules: list[FSDPModule] = []
     if plan.per_block:
@@ -275,9 +278,11 @@ def _shard(
                     reshard_after_forward=not plan.keep_unsharded,
                 )
             )
+        # The next block's weights travel while this one computes.
         for before, after in itertools.pairwise(modules):
             before.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([before])
+    # Never dropped after forward: backward begins with the head.
     modules.append(fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
     root.to_empty(device=device)
     for name, buffer in buffers.items():
@@ -369,6 +374,8 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
         problem = f"{type(failure).__name__}: {failure}"
     if problem is not None:
         error = f"{shared} was not loaded: {problem}. Fetch the global state again"
+    # Every shape was compared before the first row is copied: a file of another model changes
+    # nothing.
     error = stream.first_error(error)
     if error is not None:
         raise ValueError(error)
@@ -417,6 +424,8 @@ def _initialize(shards: Sequence[ParameterShard], std: float, seed: int) -> None
         if len(shard.shape) == 1:
             shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
             continue
+        # The whole matrix on the host and from a seed of its own: no value depends on how many
+        # ranks there are, or on the device.
         generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
         whole: Tensor = torch.empty(shard.shape).normal_(0.0, std, generator=generator)
         shard.local.copy_(whole[shard.start : shard.stop])

@@ -90,6 +90,7 @@ class SafetensorsLayout:
             starts[name] = position
             position += size
         text = json.dumps(table, separators=(",", ":")).encode()
+        # The data begin at a multiple of 8, as the format wants it.
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         return cls(header, {n: s + len(header) for n, s in starts.items()}, position + len(header))
@@ -147,6 +148,7 @@ def shard_content(
 def write_shard(path: Path, content: Mapping[str, Any]) -> None:
     """Durably, in the form torch 2.5.1 loads. Raises OSError."""
     with atomic_file(path) as file:
+        # With torch's own pickle module validators would refuse it: see the module's docstring.
         torch.save(dict(content), file, pickle_module=_AS_TORCH_2_5)
 
 
@@ -454,6 +456,7 @@ def _write_model_rows(
 
 def _write_at(handle: int, data: memoryview, position: int) -> None:
     while len(data):
+        # Linux writes 2 GiB at once at the most.
         written = os.pwrite(handle, data[: 1 << 30], position)
         data, position = data[written:], position + written
 

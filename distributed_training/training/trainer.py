@@ -203,6 +203,7 @@ class Trainer:
             micro_batch=self.micro_batch_size,
             say=self._say,
         )
+        # After the model: all ranks must make their groups in one order.
         self.stream = open_stream(layout, STREAM_TIMEOUT)
         self.random = RandomState(device)
         self._build_optimizers()
@@ -217,6 +218,7 @@ class Trainer:
             outer=self.outer,
             copier=self.copier,
         )
+        # After the optimizer: ``auto`` measures what is left of the device's memory.
         self._build_step(run_folder)
 
         self.outer_step = self.inner_step = self.total_inner_steps = 0
@@ -332,6 +334,7 @@ class Trainer:
         The pseudo-gradient is the same afterwards; the inner step too. Raises ValueError on all
         ranks alike when a file is not this model's; nothing changes then.
         """
+        # First of all: the load overwrites the weights that it is measured from.
         trained = self.outer.trained()
         self.outer.load(outer_optimizer, then=lambda: self.load_weights(weights_path))
         self.outer.begin_epoch()
@@ -545,6 +548,7 @@ class Trainer:
 
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
         """See :meth:`~.outer_step.OuterStep.prepare`."""
+        # A round needs the host memory that copies for a snapshot or a checkpoint hold.
         self.copier.wait()
         self.outer.prepare(averaged)
 
