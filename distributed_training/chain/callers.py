@@ -189,7 +189,8 @@ class Admission:
     """Connections and junk by address (a key of :func:`normalize`).
 
     For one thread; the counters may be read from others. ``max_connections`` counts strangers;
-    validators' addresses may use a quarter more.
+    validators' addresses may use a quarter more. ``newcomers``: new connections per second of all
+    strangers together, and their burst.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Admission:
         max_connections: int,
         max_connections_per_address: int,
         requests_per_address: float,
+        newcomers: tuple[float, int] = (NEWCOMERS_PER_SECOND, NEWCOMERS_BURST),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._trusted = trusted
@@ -207,9 +209,7 @@ class Admission:
         self._clock = clock
         self._requests = Buckets(rate=requests_per_address, clock=clock)
         self._strikes = Buckets(rate=STRIKES / BLOCK_SECONDS, burst=STRIKES, clock=clock)
-        self._newcomers = Buckets(
-            rate=NEWCOMERS_PER_SECOND, burst=NEWCOMERS_BURST, capacity=1, clock=clock
-        )
+        self._newcomers = Buckets(rate=newcomers[0], burst=newcomers[1], capacity=1, clock=clock)
         self._blocked: OrderedDict[str, float] = OrderedDict()  # until
         self._open: Counter[str] = Counter()
         self.connections = 0

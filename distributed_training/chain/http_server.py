@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import json
 import socket
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
@@ -36,7 +37,7 @@ from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 
-from .auth import Claim, Refusal, Refused
+from .auth import Refusal, Refused
 from .callers import Admission, normalize
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
@@ -45,6 +46,7 @@ MAX_HEAD_LINES = 64
 # Between two looks at an unfinished request; doubled from the first to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = timedelta(milliseconds=5), timedelta(seconds=1)
 MOST_AT_ONCE = 64 * 1024  # bytes
+SEND_TIMEOUT = 30.0  # seconds a client has to read an answer
 
 _END_OF_HEAD = b"\r\n\r\n"
 # Two values of one of these: whoever reads the other one is deceived.
@@ -65,18 +67,24 @@ class Head:
         return self.target.partition("?")[0]
 
 
+Reply = dict[str, Any] | bytes
+
+
 @dataclass(frozen=True)
 class Handlers:
     """What answers, in the server's thread.
 
     ``check_head``: what the head alone decides, and whom it names as its sender; raises Refused.
-    ``answer``: the fields of the reply with status 200; raises Refused. ``refused``: told of each
-    refusal with the head (None: it could not be read) and the address.
+    ``answer``: the fields of the reply with status 200, a reply whole in bytes, or one of these
+    later (for what may wait); gets what ``check_head`` returned; raises Refused. ``refused``: told
+    of each refusal with the head (None: it could not be read) and the address. ``max_body`` in
+    bytes.
     """
 
-    check_head: Callable[[Head], Claim]
-    answer: Callable[[Head, Claim, bytes], dict[str, Any]]
+    check_head: Callable[[Head], Any]
+    answer: Callable[[Head, Any, bytes], Reply | Awaitable[Reply]]
     refused: Callable[[Refusal, Head | None, str], None]
+    max_body: int = MAX_BODY_BYTES
 
 
 def parse_head(raw: bytes, address: str) -> Head:
@@ -104,12 +112,12 @@ def parse_head(raw: bytes, address: str) -> Head:
     return Head(event.method.decode("ascii"), target, headers, address)
 
 
-def body_length(head: Head) -> int:
+def body_length(head: Head, most: int = MAX_BODY_BYTES) -> int:
     """Raises Refused for a body whose length is not told, or too large."""
     if "transfer-encoding" in head.headers:
         raise Refused(Refusal.LENGTH)
     length = int(head.headers.get("content-length", "0"))  # h11 saw that it is digits
-    if length > MAX_BODY_BYTES:
+    if length > most:
         raise Refused(Refusal.TOO_LARGE)
     return length
 
@@ -130,15 +138,21 @@ def parse_fields(body: bytes) -> dict[str, Any]:
 
 
 def reply_bytes(status: int, content: dict[str, Any]) -> bytes:
-    body = json.dumps(content).encode()
-    head = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n"
-        "content-type: application/json\r\n"
-        f"bt_header_axon_status_code: {status}\r\n"  # what a legacy caller takes for success
-        f"content-length: {len(body)}\r\n"
-        "connection: close\r\n\r\n"
-    )
-    return head.encode() + body
+    # The header is what a legacy caller takes for success.
+    more = {"bt_header_axon_status_code": str(status)}
+    return whole_reply(status, json.dumps(content).encode(), "application/json", more)
+
+
+def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str]) -> bytes:
+    """The bytes of a reply of content type ``kind``."""
+    lines = [
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
+        f"content-type: {kind}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+        f"content-length: {len(body)}",
+        "connection: close\r\n\r\n",
+    ]
+    return "\r\n".join(lines).encode() + body
 
 
 class Exchange:
@@ -149,7 +163,7 @@ class Exchange:
         self._address = address
         self._received = bytearray()  # the head; then what has come of the body
         self._head: Head | None = None
-        self._claim: Claim | None = None
+        self._claim: Any = None
         self._length = 0
 
     async def run(self, connection: socket.socket, read_timeout: timedelta) -> None:
@@ -159,18 +173,22 @@ class Exchange:
         try:
             async with asyncio.timeout(read_timeout.total_seconds()):
                 await self._receive(loop, connection)
-            assert self._head is not None and self._claim is not None
-            fields = self._handlers.answer(self._head, self._claim, bytes(self._received))
+            assert self._head is not None
+            answer = self._handlers.answer(self._head, self._claim, bytes(self._received))
+            reply = await answer if inspect.isawaitable(answer) else answer
             status: int = HTTPStatus.OK
         except Refused as refused:
             self._handlers.refused(refused.refusal, self._head, self._address)
-            status, fields = refused.refusal.status, refused.fields
+            status, reply = refused.refusal.status, refused.fields
         except TimeoutError:
             silent = self._head is None and not self._received
             why = Refusal.SILENT if silent else Refusal.TIMEOUT
             self._handlers.refused(why, None, self._address)
             return
-        await loop.sock_sendall(connection, reply_bytes(status, fields))
+        whole = reply if isinstance(reply, bytes) else reply_bytes(status, reply)
+        with contextlib.suppress(TimeoutError):  # it does not read
+            async with asyncio.timeout(SEND_TIMEOUT):
+                await loop.sock_sendall(connection, whole)
 
     async def _receive(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
         for looks in itertools.count(1):
@@ -193,7 +211,7 @@ class Exchange:
                 return False
             end += len(_END_OF_HEAD)
             self._head = parse_head(bytes(self._received[:end]), self._address)
-            self._length = body_length(self._head)
+            self._length = body_length(self._head, self._handlers.max_body)
             self._claim = self._handlers.check_head(self._head)
             del self._received[:end]
         if len(self._received) > self._length:

@@ -139,7 +139,7 @@ def external_ip(
     if settings.external_ip:
         return settings.external_ip.strip("[]")
     own = settings.axon_ip.strip("[]")
-    if own and _reachable(own, local=settings.local_url is not None):
+    if own and _reachable(own, local=settings.registry_url is not None):
         return own
     address, given = asyncio.run(_agreed(services, timeout))
     if address is None:

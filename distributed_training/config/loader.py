@@ -325,6 +325,9 @@ NO_EFFECT: Mapping[str, str] = {
 }
 SECRETS = frozenset({"neuron.influxdb_token"})
 
+#: Old name of a flag -> its name.
+RENAMED: Mapping[str, str] = {"chain.local_url": "chain.registry_url"}
+
 #: Flag -> what to do; refused unless its value is false.
 REFUSED: Mapping[str, str] = {
     "neuron.shard_across_nodes": (
@@ -336,7 +339,7 @@ REFUSED: Mapping[str, str] = {
 #: Flag -> old value -> the value that took its place.
 OLD_VALUES: Mapping[str, Mapping[str, str]] = {"neuron.error_feedback": {"round": "best"}}
 
-FLAGS = frozenset({*NO_EFFECT, *REFUSED})
+FLAGS = frozenset({*NO_EFFECT, *REFUSED, *RENAMED})
 
 
 def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...]]:
@@ -357,6 +360,9 @@ def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...
                     f"{REFUSED[name]}"
                 )
             lines.append(f"{entry.source} has no effect: its function is not offered any more")
+        elif name in RENAMED:
+            lines.append(f"{entry.source} is an older name of --{RENAMED[name]}")
+            left.setdefault(RENAMED[name], entry)
         elif text in OLD_VALUES.get(name, ()):
             new = OLD_VALUES[name][text]
             lines.append(f"{entry.source} {text} is an older name of {new}, which takes its place")

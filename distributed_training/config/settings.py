@@ -70,7 +70,7 @@ Peers = Annotated[float, Field(ge=2, le=4096)]
 class ChainSettings:
     """Identity, chain and signed server. Defaults are those of the public network.
 
-    Which chain: ``local_url`` (a chain server of the local subnet, HTTP) when it is set, else the
+    Which chain: ``registry_url`` (of a network without a public chain) when it is set, else the
     Subtensor named by ``network`` / ``chain_endpoint``.
     """
 
@@ -91,8 +91,11 @@ class ChainSettings:
     """URL of the chain node; wins over --subtensor.network"""
     fallback_endpoints: Words[NodeUrl] = flag("subtensor.fallback_endpoints", ())
     """further URLs to try when the first one fails (default: the SDK's list for the network)"""
-    local_url: WebUrl | None = flag("chain.local_url", network="chain.url")
-    """http:// URL of a local subnet's chain server; it is then used instead of a Subtensor"""
+    registry_url: WebUrl | None = flag("chain.registry_url", network="chain.url")
+    """https:// URL of a registry, the chain of a network without a public one; it is then used
+    instead of a Subtensor"""
+    invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
+    """invitation of the network's founder, with which a registry gives this hotkey a uid"""
     poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the current block"""
     neurons_interval: Duration = flag(

@@ -21,11 +21,11 @@ from distributed_training.protocol.names import miner_bucket
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
+    from distributed_training.chain.registry import RegistryChain
     from distributed_training.store.s3 import S3ObjectStore
 
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
-VALIDATOR_STAKE = 100_000.0
 GLOBAL_BUCKET = StoreSettings().global_model_name  # as on the public network
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
@@ -54,17 +54,11 @@ class Services:
         self._store = ObjectStoreServer(
             folder=folder / "store", environment=self._clean_environment()
         )
-        (port,) = free_ports(1)
         self.store_endpoint = self._store.endpoint
-        self.chain_endpoint = f"http://127.0.0.1:{port}"
-        module = "distributed_training.localnet.chain_server"
-        flags = ("--port", str(port), "--seconds-per-block", str(options.seconds_per_block))
-        self._chain = Child(
-            name="chain",
-            command=[sys.executable, "-m", module, *flags],
-            environment=self._clean_environment(),
-            folder=folder / "chain",
-        )
+        (self._chain_port,) = free_ports(1)
+        self.chain_endpoint = f"http://127.0.0.1:{self._chain_port}"
+        self._chain_folder = folder / "chain"
+        self._chain: Child | None = None
 
     def bucket(self, plan: NeuronPlan) -> str:
         """The validator owns the global bucket; a miner's is named after its uid."""
@@ -95,13 +89,14 @@ class Services:
 
         Raises ChildFailure.
         """
-        self._chain.start()
-        self._store.child.start()  # both import for a second; meanwhile:
+        self._store.child.start()  # it imports for a second; meanwhile:
         from distributed_training.chain.identity import create_wallet
 
         validator = self._validator
         for plan in self.plans:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
+        self._chain = self._found_chain(self.wallet(validator).ss58)
+        self._chain.start()
         peer_id = make_identity(validator.folder)
         self._initial_peer = f"/ip4/127.0.0.1/tcp/{validator.dht_port}/p2p/{peer_id}"
         self._chain.wait_ready()
@@ -113,13 +108,13 @@ class Services:
 
     def stop(self) -> list[str]:
         """Chain, then store; what went wrong in it."""
-        problems = stop_together([self._chain], timedelta(seconds=3))
+        problems = stop_together([self._chain] if self._chain else [], timedelta(seconds=3))
         self._store.stop()
         return problems
 
     def dead(self) -> list[str]:
         """A line for each service that ended by itself."""
-        services = (self._chain, self._store.child)
+        services = [child for child in (self._chain, self._store.child) if child is not None]
         return [s.obituary for s in services if not s.running and not s.stopping]
 
     def bulk_folders(self) -> list[Path]:
@@ -129,17 +124,35 @@ class Services:
             bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
         return bulk
 
-    def _register(self) -> None:
-        from distributed_training.chain.local import LocalChain
+    def _found_chain(self, master: str) -> Child:
+        """The registry of a network whose founder is ``master``, as a process."""
+        flags = {
+            "folder": str(self._chain_folder.absolute()),
+            "name": "local",
+            "master": master,
+            "seconds-per-block": str(self.options.seconds_per_block),
+            "admission": "open",
+            "port": str(self._chain_port),
+            "requests-per-address": "10000",  # all come from one
+        }
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        return Child(
+            name="chain",
+            command=[sys.executable, "-m", "distributed_training.registry", "serve", *words],
+            environment=self._clean_environment(),
+            folder=self._chain_folder,
+        )
 
-        for plan in self.plans:
-            chain = LocalChain(url=self.chain_endpoint, wallet=self._wallets[plan.name])
-            validator = plan.kind == "validator"
-            stake = VALIDATOR_STAKE if validator else 0.0
-            try:
-                chain.register(uid=plan.uid, stake=stake, validator_permit=validator)
-            finally:
-                chain.close()
+    def _register(self) -> None:
+        with contextlib.closing(self.founders_chain()) as chain:
+            for plan in self.plans:
+                chain.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
+
+    def founders_chain(self) -> RegistryChain:
+        """The chain as the validator sees it, who founded it. Close it."""
+        from distributed_training.chain.registry import RegistryChain
+
+        return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self._validator))
 
     @property
     def _validator(self) -> NeuronPlan:
@@ -171,7 +184,7 @@ class Services:
             "wallet.path": str(self._wallet_folder),
             "wallet.name": plan.name,
             "wallet.hotkey": "default",
-            "chain.local_url": self.chain_endpoint,
+            "chain.registry_url": self.chain_endpoint,
             "axon.port": str(plan.axon_port),
             "dht.port": str(plan.dht_port),
         }

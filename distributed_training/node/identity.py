@@ -28,7 +28,6 @@ from distributed_training.chain.base import (
 )
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import Wallet, load_wallet
-from distributed_training.chain.local import LocalChain
 from distributed_training.chain.registration import (
     INTERVAL,
     MISSING_FOR,
@@ -39,6 +38,7 @@ from distributed_training.chain.registration import (
     WatcherCallbacks,
     believable,
 )
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.common.backoff import doubling
 from distributed_training.common.exits import ExitStatus
@@ -76,11 +76,19 @@ class Member:
         return self.wallet.ss58
 
 
-def open_chain(settings: ChainSettings, wallet: Wallet | None) -> LocalChain | BittensorChain:
-    """The local subnet's chain if there is one, else a Subtensor. Close it. Without a wallet it
-    can be read, not written."""
-    if settings.local_url is not None:
-        return LocalChain(url=settings.local_url, wallet=wallet)
+def open_chain(
+    settings: ChainSettings, wallet: Wallet | None, *, master: str | None = None
+) -> RegistryChain | BittensorChain:
+    """The network's registry if it has one, else a Subtensor. Close it. Without a wallet it can be
+    read, not written. ``master``: hotkey that must have founded the registry."""
+    if settings.registry_url is not None:
+        return RegistryChain(
+            url=settings.registry_url,
+            wallet=wallet,
+            master=master,
+            invitation=settings.invitation,
+            poll_interval=settings.poll_interval,
+        )
     from distributed_training.chain.subtensor import BittensorChain
 
     return BittensorChain(settings=settings, wallet=wallet)
@@ -88,7 +96,7 @@ def open_chain(settings: ChainSettings, wallet: Wallet | None) -> LocalChain | B
 
 def chain_name(settings: ChainSettings) -> str:
     """Which subnet of which chain, whatever the endpoint."""
-    network = settings.local_url or settings.network
+    network = settings.registry_url or settings.network
     return f"{network}, netuid {settings.netuid}"
 
 
@@ -105,11 +113,13 @@ def follow_chain(
     wallet: Wallet | None = None,
     *,
     kept: ChainState | None = None,
+    master: str | None = None,
 ) -> Chain:
     """The chain, once it has answered; closed by ``stack``. Raises NetworkFailure.
 
-    ``kept``: gone by if no endpoint answers soon; the chain is asked on in the background."""
-    chain = open_chain(settings, wallet)
+    ``master``: see :func:`open_chain`. ``kept``: gone by if no endpoint answers soon; the chain is
+    asked on in the background."""
+    chain = open_chain(settings, wallet, master=master)
     stack.callback(chain.close)
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
         chain.recall(kept)
@@ -146,20 +156,36 @@ def join_subnet(
     if folder is not None:
         name = chain_name(config.chain)
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
-    chain = follow_chain(config.chain, stack, wallet, kept=kept)
+    master = config.miner.master_ss58_address
+    chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
     if belongs is not None and chain.reads():  # no endpoint may answer: then by what was kept
         belongs(chain)
-    uid = _uid(chain, wallet.ss58, config.chain, config.miner.master_ss58_address)
+    uid = _uid(chain, wallet.ss58, config.chain, master)
+    if uid is None and config.chain.invitation is not None and isinstance(chain, RegistryChain):
+        uid = _accept_invitation(chain)
     if uid is None:
+        registry = config.chain.registry_url
+        where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
+        how = f"dt-registry register --url {registry}" if registry else "btcli subnet register"
         problem = NotRegistered(
-            f"hotkey {wallet.ss58} is not registered on subnet {config.chain.netuid}, "
-            f"{_UNREGISTERED[config.kind]}: register it with `btcli subnet register`, or give "
-            "another --wallet.hotkey"
+            f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
+            f"register it with `{how}`, or give another --wallet.hotkey"
         )
         if absent is None:
             raise problem
         uid = absent(chain, wallet.ss58, problem)
     return Member(wallet, chain, uid)
+
+
+def _accept_invitation(chain: RegistryChain) -> int | None:
+    """The uid that the registry gave this hotkey; None if it refused, which is logged."""
+    try:
+        uid = chain.register()
+    except ChainError as error:
+        log.warning("The registry gave this hotkey no uid (%s)", error)
+        return None
+    log.info("The registry gave this hotkey uid %d", uid)
+    return uid
 
 
 def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:

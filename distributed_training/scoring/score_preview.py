@@ -686,7 +686,7 @@ def on_chain(
     """The subnet's own. No wallet is needed: what is read is public. ``master``: hotkey of whoever
     owns the global bucket, None for the validator with the largest stake. ``instead``: by uid, what
     is read in place of its bucket. Raises NetworkFailure."""
-    chain = follow_chain(config.chain, stack)
+    chain = follow_chain(config.chain, stack, master=master)
     peers = PeerBuckets(config.store, chain, large=timeout)
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
     stake = config.validator.minimum_stake

@@ -1,4 +1,4 @@
-"""What every chain does: memory, local (over HTTP) and Subtensor (through the SDK's own seam)."""
+"""What every chain does: memory, registry over HTTP, Subtensor through the SDK's own seam."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 
 from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
 from distributed_training.chain.identity import Wallet, create_wallet
-from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import BittensorChain
 from distributed_training.config.settings import ChainSettings
 from distributed_training.telemetry.metrics import CHAIN_COUNTS
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
-from tests.tools.chain_server_thread import LocalChainServer
+from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_substrate import LedgerSubstrate
 from tests.tools.waiting import wait_for
 
@@ -44,15 +44,16 @@ class Setup:
     deregister_other: Callable[[], None]
 
 
-@pytest.fixture(params=["memory", "local", "subtensor"])
+@pytest.fixture(params=["memory", "registry", "subtensor"])
 def setup(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     me, other = (create_wallet(tmp_path / "wallets", name) for name in ("me", "other"))
-    if request.param == "local":
-        server = LocalChainServer(seconds_per_block=0.05).start()
-        mine = LocalChain(url=server.url, wallet=me, poll_interval=QUICK)
-        others = LocalChain(url=server.url, wallet=other, poll_interval=QUICK)
-        mine.register(stake=1e6, validator_permit=True)
+    if request.param == "registry":
+        server = RegistryServer(tmp_path / "registry", seconds_per_block=0.05, master=me.ss58)
+        server.start()
+        mine = RegistryChain(url=server.url, wallet=me, master=me.ss58, poll_interval=QUICK)
+        others = RegistryChain(url=server.url, wallet=other, poll_interval=QUICK)
+        mine.enroll(me.ss58, stake=1e6)
         others.register()
         yield Setup(mine, me, other, others, server.stop, lambda: server.start(), others.deregister)
         mine.close()
@@ -213,7 +214,7 @@ def test_down_and_up_again(setup: Setup) -> None:
 
 
 def test_a_chain_that_never_answers(tmp_path: Path) -> None:
-    dead = LocalChain(url="http://127.0.0.1:1", wallet=None, poll_interval=QUICK)
+    dead = RegistryChain(url="http://127.0.0.1:1", wallet=None, poll_interval=QUICK)
     ledger = MemoryLedger()
     ledger.up = False
     substrate = LedgerSubstrate(ledger, SETTINGS.netuid)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from bench import kills
-from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import kill_tree
@@ -152,7 +152,9 @@ def reboot(subnet: LocalSubnet, pm2: LocalMiner) -> None:
 def lose_the_registration(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     (miner,), services = subnet.miners, subnet.services
     assert services is not None
-    with closing(LocalChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))) as us:
+    with closing(
+        RegistryChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))
+    ) as us:
         us.deregister()
     wait_for(lambda: pm2.state[0] != "online", "the end", 120)
     written = read_json_object(miner.plan.folder / "exit_status.json")

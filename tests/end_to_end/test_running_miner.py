@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.base import find
-from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.doctor.command import main
 from distributed_training.localnet.plan import SubnetOptions
@@ -114,7 +114,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     away = [
         process
         for process in subnet.mark.processes()
-        if any(name in " ".join(process.cmdline()) for name in ("object_store", "chain_server"))
+        if any(name in " ".join(process.cmdline()) for name in ("object_store", ".registry"))
     ]
     assert len(away) == 2
     starts, steps = len(list(read_events(miner.plan.events, "start"))), len(miner.state.losses)
@@ -149,15 +149,15 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
 
 
 @contextmanager
-def our_chain(subnet: LocalSubnet) -> Iterator[LocalChain]:
+def our_chain(subnet: LocalSubnet) -> Iterator[RegistryChain]:
     (miner,) = subnet.miners
     assert subnet.services is not None
     wallet = subnet.services.wallet(miner.plan)
-    with closing(LocalChain(url=subnet.services.chain_endpoint, wallet=wallet)) as chain:
+    with closing(RegistryChain(url=subnet.services.chain_endpoint, wallet=wallet)) as chain:
         yield chain
 
 
-def lose_the_uid(subnet: LocalSubnet, chain: LocalChain) -> None:
+def lose_the_uid(subnet: LocalSubnet, chain: RegistryChain) -> None:
     """Until the miner has stopped for it, and waits."""
     (miner,) = subnet.miners
     metrics = miner.plan.folder / "metrics.prom"
@@ -184,7 +184,8 @@ def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
         with closing(services.open_bucket(other, write=True)) as bucket:
             bucket.create_bucket()
         assert len(miner.state.losses) == steps, "nothing is trained meanwhile"
-        chain.register(uid=41)
+        with closing(services.founders_chain()) as founder:
+            founder.enroll(services.wallet(miner.plan).ss58, uid=41)
         subnet.wait_until(lambda: len(miner.state.losses) > steps, timedelta(seconds=120), "a step")
         start = list(read_events(miner.plan.events, "start"))[starts]
         assert start["uid"] == 41 and start["resumed"]

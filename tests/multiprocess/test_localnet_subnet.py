@@ -148,7 +148,9 @@ class TestSubnet:
         with pytest.raises(SubnetFailure, match="chain"):
             with LocalSubnet(options=options(tmp_path / "run")) as subnet:
                 (chain,) = [
-                    p for p in subnet.mark.processes() if "chain_server" in " ".join(p.cmdline())
+                    p
+                    for p in subnet.mark.processes()
+                    if "distributed_training.registry" in p.cmdline()
                 ]
                 chain.kill()
                 subnet.wait_for_outer_steps(9, LONG)

@@ -22,7 +22,7 @@ from pydantic import SecretStr
 
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.identity import create_wallet
-from distributed_training.chain.local import LocalChain
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.config.settings import StoreSettings
@@ -69,7 +69,7 @@ class Subnet:
 
     folder: Path
     config: Config
-    chain: LocalChain
+    chain: RegistryChain
     state: GlobalState
     publisher: GlobalPublisher
     pages: PageReader
@@ -113,10 +113,11 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine threads wait for each other
     folder = tmp_path_factory.mktemp("subnet")
+    master = create_wallet(folder / "wallets", "uid-200")
     try:
         with (
             ObjectStoreServer(folder=folder / "store") as server,
-            chain_program("--seconds-per-block", "3600") as (url, _),
+            chain_program("--seconds-per-block", "3600", master=master.ss58) as (url, _),
         ):
             addresses = {"chain": url, "store": server.endpoint, "pid": os.getpid()}
             (folder / "localnet.json").write_text(json.dumps(addresses))
@@ -141,10 +142,11 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         ),
     )
     commitment = build_commitment(BucketCredentials(c.account_id, c.read_key, c.read_secret))
+    founder = RegistryChain(url=url, wallet=create_wallet(folder / "wallets", "uid-200"))
     for uid in (200, *UIDS):
         wallet = create_wallet(folder / "wallets", f"uid-{uid}")
-        chain = LocalChain(url=url, wallet=wallet)
-        chain.register(uid=uid, stake=1e5 if uid == 200 else 0.0, validator_permit=uid == 200)
+        chain = RegistryChain(url=url, wallet=wallet)
+        founder.enroll(wallet.ss58, uid=uid, validator_permit=uid == 200)
         chain.commit(commitment)
         if uid != 200:
             chain.serve("127.0.0.1", 1)
@@ -153,6 +155,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         S3ObjectStore.from_settings(config.store, bucket=bucket, write=True).create_bucket()
         if uid != UIDS[-1]:
             chain.close()
+    founder.close()
     wait_for(
         lambda: len(chain.neurons()) == 3 and chain.commitment(wallet.ss58),
         "all are registered and have committed",
@@ -274,7 +277,7 @@ def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
     (port,) = free_ports(1)
     done = _score(
         subnet,
-        *("--uid", "5", "--chain.local_url", f"http://127.0.0.1:{port}"),
+        *("--uid", "5", "--chain.registry_url", f"http://127.0.0.1:{port}"),
         *("--chain.start_timeout", "1"),
     )
     assert done.returncode == 1 and "did not answer within 1 s" in done.stderr

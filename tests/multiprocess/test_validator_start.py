@@ -16,8 +16,8 @@ import psutil
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.chain.identity import create_wallet
-from distributed_training.chain.local import LocalChain
+from distributed_training.chain.identity import Wallet, create_wallet
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.localnet.object_store import ObjectStoreServer
@@ -28,6 +28,7 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from tests.tools.chain_program import chain_program
+from tests.tools.chain_world import VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
@@ -52,21 +53,28 @@ def store(tmp_path: Path) -> Iterator[ObjectStoreServer]:
 
 
 @pytest.fixture
-def chain_url() -> Iterator[str]:
-    with chain_program("--seconds-per-block", "1") as (url, _):
+def wallet(tmp_path: Path) -> Wallet:
+    return create_wallet(tmp_path / "wallets", "validator")
+
+
+@pytest.fixture
+def chain_url(wallet: Wallet) -> Iterator[str]:
+    with chain_program("--seconds-per-block", "1", master=wallet.ss58) as (url, _):
         yield url
 
 
-def _config(tmp_path: Path, url: str, store: ObjectStoreServer) -> Config:
+def _config(tmp_path: Path, url: str, store: ObjectStoreServer, master: str) -> Config:
     (port,) = free_ports(1)
     words = {
         "preset": "local",
         "neuron.run_folder": str(tmp_path / "run"),
         "neuron.global_model_name": "global",
+        "neuron.master_ss58_address": master,
         "wallet.path": str(tmp_path / "wallets"),
         "wallet.name": "validator",
         "wallet.hotkey": "default",
-        "chain.local_url": url,
+        "chain.registry_url": url,
+        "chain.start_timeout": "10",
         "dht.port": str(port),
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
@@ -108,12 +116,11 @@ def _run(config: Config, folder: Path, starts: int) -> tuple[int, float]:
 
 
 def test_it_publishes_stops_and_goes_on(
-    tmp_path: Path, store: ObjectStoreServer, chain_url: str
+    tmp_path: Path, store: ObjectStoreServer, chain_url: str, wallet: Wallet
 ) -> None:
-    wallet = create_wallet(tmp_path / "wallets", "validator")
-    chain = LocalChain(url=chain_url, wallet=wallet)
-    chain.register(uid=200, stake=1e5, validator_permit=True)
-    config = _config(tmp_path, chain_url, store)
+    chain = RegistryChain(url=chain_url, wallet=wallet)
+    chain.enroll(wallet.ss58, uid=200)
+    config = _config(tmp_path, chain_url, store, wallet.ss58)
     S3ObjectStore.from_settings(config.store, bucket="global", write=True).create_bucket()
     run = tmp_path / "run"
     try:
@@ -154,10 +161,12 @@ def _command(process: psutil.Process) -> list[str]:
 def test_an_unregistered_hotkey_is_told_so(
     tmp_path: Path,
     store: ObjectStoreServer,
-    chain_url: str,
+    wallet: Wallet,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    create_wallet(tmp_path / "wallets", "validator")
-    assert program.run_validator(_config(tmp_path, chain_url, store)) == 1
-    # Nobody is registered, the master hotkey neither: such a list is not believed.
-    assert "shows no neurons, or not the master hotkey" in capfd.readouterr().out
+    with chain_program(master=VALIDATOR.ss58) as (url, _):
+        assert program.run_validator(_config(tmp_path, url, store, VALIDATOR.ss58)) == 1
+        assert program.run_validator(_config(tmp_path, url, store, wallet.ss58)) == 1
+    said = capfd.readouterr().out
+    assert f"hotkey {wallet.ss58} is not registered at {url}" in said
+    assert f"it was founded by {VALIDATOR.ss58}, not by {wallet.ss58}" in said

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, Neuron
-from distributed_training.localnet.chain_server import Ledger
+from distributed_training.registry.ledger import Ledger
 
 
 class MemoryLedger(Ledger):

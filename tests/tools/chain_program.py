@@ -1,27 +1,48 @@
-"""The local subnet's chain server as a program of its own."""
+"""A registry as a program of its own, open to all, founded by the master or whom ``master`` is."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from tests.tools.chain_world import VALIDATOR
+
+
+def serve_command(folder: Path, *flags: str) -> list[str]:
+    program = [sys.executable, "-m", "distributed_training.registry", "serve"]
+    return [*program, "--folder", str(folder), *flags]
 
 
 @contextmanager
-def chain_program(*flags: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def chain_program(
+    *flags: str, folder: Path | None = None, master: str = VALIDATOR.ss58
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """At a free port: its URL, which takes requests at once, and its process."""
-    command = [sys.executable, "-m", "distributed_training.localnet.chain_server", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        found = re.search(r"http://127\.0\.0\.1:\d+", line)
-        assert found is not None, line
-        yield found[0], process
-    finally:
-        process.kill()
-        process.wait(10)
-        assert process.stdout is not None
-        process.stdout.close()
+    with tempfile.TemporaryDirectory() as made:
+        new = ("--name", "test", "--master", master, "--admission", "open", "--port", "0")
+        more = ("--requests-per-address", "10000")
+        command = serve_command(folder or Path(made), *new, *more, *flags)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        try:
+            yield url_of(process), process
+        finally:
+            process.kill()
+            process.wait(10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def url_of(process: subprocess.Popen[str]) -> str:
+    """Where it serves, once it does."""
+    assert process.stdout is not None
+    url = ""
+    for line in process.stdout:
+        if " at http://" in line:
+            url = line.split(" at ")[1].split(",")[0]
+        if line.startswith("READY"):
+            return url
+    raise AssertionError("the registry did not start")

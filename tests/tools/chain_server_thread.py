@@ -1,47 +1,66 @@
-"""The local subnet's chain server on a thread of the test's process."""
+"""A registry on a thread of the test's process."""
 
 from __future__ import annotations
 
 import socket
-import threading
+import tempfile
+from pathlib import Path
 
-import uvicorn
+from distributed_training.registry.service import Limits, Service
+from distributed_training.registry.store import Admission, Registry, new_charter
+from tests.tools.chain_world import VALIDATOR
 
-from distributed_training.localnet.chain_server import Ledger, build_server
+FAST = Limits(requests_per_address=1e5, requests_per_hotkey=1e4, max_connections_per_address=1024)
 
 
-class LocalChainServer:
-    """``start`` returns when requests are answered. After a ``stop`` it serves the same state at
-    the same port again."""
+class RegistryServer:
+    """``start`` returns when requests are answered. After a ``stop`` it serves the same folder at
+    the same port again. ``master`` founds it: the one who has uid 0."""
 
-    def __init__(self, *, seconds_per_block: float = 1.0) -> None:
-        self.ledger = Ledger(seconds_per_block=seconds_per_block)
-        self._server: uvicorn.Server | None = None
-        self._thread: threading.Thread | None = None
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        seconds_per_block: float = 1.0,
+        master: str = VALIDATOR.ss58,
+        admission: Admission = "open",
+        name: str = "test",
+        limits: Limits = FAST,
+    ) -> None:
+        self._temporary = tempfile.TemporaryDirectory() if folder is None else None
+        self.folder = folder or Path(self._temporary.name)
+        self.limits = limits
+        self.charter = new_charter(
+            name=name,
+            master=master,
+            seconds_per_block=seconds_per_block,
+            most_uids=256,
+            admission=admission,
+        )
         self.port = 0
+        self.registry: Registry | None = None
+        self._service: Service | None = None
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> LocalChainServer:
-        # It listens from here on: the first client waits in its backlog.
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
-        self._server = build_server(self.ledger)
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [listener]}, daemon=True
-        )
-        self._thread.start()
+    def start(self) -> RegistryServer:
+        sock = socket.create_server(("127.0.0.1", self.port))
+        self.port = sock.getsockname()[1]
+        self.registry = Registry.at(self.folder, self.charter)
+        self.charter = self.registry.charter
+        self._service = Service(self.registry, sock, self.limits)
+        self._service.start()
         return self
 
     def stop(self) -> None:
-        if self._server is not None and self._thread is not None:
-            self._server.should_exit = True
-            self._thread.join(10)
-        self._server = self._thread = None
+        if self._service is not None and self.registry is not None:
+            self._service.close()
+            self.registry.close()
+        self._service = None
 
-    def __enter__(self) -> LocalChainServer:
+    def __enter__(self) -> RegistryServer:
         return self.start()
 
     def __exit__(self, *exc_info: object) -> None:

@@ -54,7 +54,7 @@ def test_what_was_given_is_not_asked_for() -> None:
 
 def test_a_private_listening_address_is_only_a_local_subnets() -> None:
     private = replace(ChainSettings(), axon_ip="10.0.0.4")
-    local = replace(private, local_url="http://127.0.0.1:1")
+    local = replace(private, registry_url="http://127.0.0.1:1")
     assert external_ip(local, services=()) == "10.0.0.4"
     assert external_ip(replace(ChainSettings(), axon_ip="9.9.9.9"), services=()) == "9.9.9.9"
     with service("8.8.4.4") as good:

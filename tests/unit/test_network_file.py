@@ -65,7 +65,7 @@ def refused(text: str, folder: Path, *flags: str) -> str:
 def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     config = load(EXAMPLE, tmp_path, kind=kind)
     assert config.network and config.swarm.run_id == config.network.digest[:12]
-    assert config.chain.local_url == "https://registry.example.org"
+    assert config.chain.registry_url == "https://registry.example.org"
     assert config.miner.master_ss58_address == ALICE.ss58_address
     assert config.store.global_model_name == "example-model" and config.swarm.min_group_size == 3
     assert config.sources["neuron.sequence_length"] == (

@@ -21,7 +21,7 @@ from distributed_training.config.settings import ChainSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.failures import HotkeyInUse, NetworkFailure
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
-from tests.tools.chain_server_thread import LocalChainServer
+from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
 from tests.tools.waiting import wait_for
 
@@ -166,7 +166,7 @@ class Kept:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = folder / node_chain.STATE_FILE
         url = f"http://127.0.0.1:{free_ports(1)[0]}"
-        argv = ["--chain.local_url", url, "--neuron.master_ss58_address", VALIDATOR.ss58]
+        argv = ["--chain.registry_url", url, "--neuron.master_ss58_address", VALIDATOR.ss58]
         argv += ["--chain.start_timeout", "0.3"]
         self.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
         self.folder = folder
@@ -222,10 +222,11 @@ def test_what_the_chain_showed_is_not_gone_by(change: dict[str, Any], kept: Kept
 
 
 def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
-    server = LocalChainServer()
+    server = RegistryServer()
     server.start()
     server.stop()
-    argv = ["--chain.local_url", server.url, "--chain.start_timeout", "0.3"]
+    argv = ["--chain.registry_url", server.url, "--chain.start_timeout", "0.3"]
+    argv += ["--neuron.master_ss58_address", VALIDATOR.ss58]
     kept.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
     replace(kept.state, chain=node_chain.chain_name(kept.config.chain)).save(kept.path)
     with kept.join() as member:
@@ -237,5 +238,7 @@ def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
             assert member.chain.block() == 5000, "blocks never count backwards"
             node_chain.keep_state(member.chain, kept.config.chain, kept.folder)
             content = read_json_object(kept.path)
-            assert content is not None and content["neurons"] == []
+            assert content is not None and [n["hotkey"] for n in content["neurons"]] == [
+                VALIDATOR.ss58
+            ]
             assert content["at"] > time.time() - 60

@@ -1,0 +1,322 @@
+"""Client of a registry, the chain of a network without a public one (:mod:`..registry`).
+
+A thread polls with the version it knows and gets what changed; reads never wait for it. A registry
+that is away costs nothing but age. One that came back from an old backup shows an older state, so
+this client writes again what it had written before it believes that state.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import httpx
+from pydantic import Field, SecretStr, TypeAdapter
+
+from distributed_training.common.backoff import Backoff
+
+from .base import Chain, ChainError, Neuron
+from .identity import Wallet
+
+log = logging.getLogger(__name__)
+
+SHORTEST_INTERVAL = timedelta(milliseconds=300)
+_LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
+_MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB
+_CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
+
+
+@dataclass(frozen=True)
+class State:
+    """An answer to ``/state``. ``start``: which process answered. ``rows``: uid, neuron and
+    commitment of each uid that changed since the version asked with; of all if ``full``."""
+
+    registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
+    start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
+    version: int
+    block: int
+    time: float
+    seconds_per_block: float
+    full: bool = True
+    rows: tuple[tuple[int, Neuron | None, str | None], ...] = field(default=())
+
+
+_STATE = TypeAdapter(State)
+
+
+class Unusable(ValueError):
+    """What answers is no registry, or another network's. The text says so."""
+
+
+class RegistryChain(Chain):
+    """A chain over HTTP or HTTPS.
+
+    ``master``: hotkey that must have founded the registry; None: whoever founded the first that
+    answers. ``invitation``: for :meth:`register`. ``poll_interval``: the longest time between two
+    polls; half a block if that is less. ``timeout`` covers one call.
+    """
+
+    def __init__(
+        self,
+        *,
+        url: str,
+        wallet: Wallet | None,
+        master: str | None = None,
+        invitation: SecretStr | None = None,
+        poll_interval: timedelta = timedelta(seconds=6),
+        timeout: timedelta = timedelta(seconds=10),
+    ) -> None:
+        super().__init__()
+        self._url = self._answered_by = url.rstrip("/")
+        self._wallet = wallet
+        self._master = master
+        self._invitation = invitation
+        self._longest = poll_interval
+        self._interval = min(poll_interval, SHORTEST_INTERVAL)
+        # The system's certificates, or those that SSL_CERT_FILE names.
+        verify = httpx.create_ssl_context() if self._url.startswith("https") else False
+        self._client = httpx.Client(timeout=timeout.total_seconds(), trust_env=False, verify=verify)
+        self._timeout = timeout.total_seconds()
+        self._lock = threading.Lock()  # one call at a time, so that answers cannot cross
+        self._stop = threading.Event()
+        self._seen: State | None = None
+        self.identity = ""  # of the registry, once it has answered
+        self._rows: dict[int, tuple[Neuron, str | None]] = {}
+        self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
+        self._told = ""  # the failure that was logged
+        self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
+        self._thread.start()
+
+    # writes
+
+    def register(self) -> int:
+        """Ask for a uid, with the invitation if there is one. Returns it. Raises ChainError."""
+        return int(self._write("register", self._registration()))
+
+    def deregister(self) -> None:
+        """Give our uid back."""
+        self._write("deregister", {})
+
+    def enroll(
+        self,
+        hotkey: str,
+        *,
+        uid: int | None = None,
+        stake: float | None = None,
+        validator_permit: bool | None = None,
+    ) -> int:
+        """Register another's hotkey, or change its uid, stake or permit. For the founder only."""
+        fields = {"uid": uid, "stake": stake, "validator_permit": validator_permit}
+        given = {name: value for name, value in fields.items() if value is not None}
+        return int(self._write("enroll", {"hotkey": hotkey, **given}))
+
+    def expel(self, hotkey: str) -> None:
+        """Deregister another's hotkey. For the founder only."""
+        self._write("expel", {"hotkey": hotkey})
+
+    def invite(self, hashed: str, *, uses: int, expires: float) -> None:
+        """Make an invitation good, of which the registry learns only a hash. For the founder."""
+        self._write("invite", {"hashed": hashed, "uses": uses, "expires": expires})
+
+    def allow(self, hotkey: str, allowed: bool = True) -> None:
+        """Put a hotkey on the list of those who may register, or take it off. For the founder."""
+        self._write("allow", {"hotkey": hotkey, "allowed": allowed})
+
+    def commit(self, text: str) -> None:
+        self._write("commit", {"text": text})
+
+    def serve(self, ip: str, port: int) -> None:
+        self._write("serve", {"ip": ip, "port": port})
+
+    def set_weights(self, weights: Mapping[int, float]) -> None:
+        self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
+
+    def _write(self, kind: str, fields: dict[str, Any]) -> Any:
+        """What the registry returns; the state after the write is known then."""
+        with self._writing(), self._lock:
+            try:
+                if self._seen is None:
+                    self._look()  # whom to sign for
+                result = self._post(kind, fields)
+                self._look()
+                return result
+            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+                raise ChainError(f"{kind}: {_why(error)} at {self._url}") from error
+
+    def _registration(self) -> dict[str, Any]:
+        if self._invitation is None:
+            return {}
+        url = urlsplit(self._url)
+        if url.scheme != "https" and url.hostname not in ("127.0.0.1", "localhost", "::1"):
+            raise ChainError(
+                f"register: an invitation is a secret, and {self._url} is not https, so it was not "
+                "sent: give an https:// URL with --chain.registry_url"
+            )
+        return {"invitation": self._invitation.get_secret_value()}
+
+    def _post(self, kind: str, fields: dict[str, Any]) -> Any:
+        """Raises ChainError for what is refused, httpx.HTTPError for what did not get through."""
+        from .auth import sign_btauth
+
+        if self._wallet is None:
+            raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
+        path, raw = f"/{kind}", json.dumps(fields).encode()
+        headers = sign_btauth(self._wallet, path=path, body=raw, receiver=self.identity)
+        status, answer = self._fetch("POST", path, content=raw, headers=headers)
+        content = json.loads(answer)
+        if status != 200:
+            raise ChainError(f"{kind}: {str(content['message'])[:300]}{self._clocks_apart()}")
+        if kind in ("commit", "serve"):
+            self._written[kind] = fields
+        return content["result"]
+
+    def _clocks_apart(self) -> str:
+        apart = time.time() - (self.clock() or time.time())
+        if abs(apart) < _CLOCK_APART:
+            return ""
+        return (
+            f" (this machine's clock is {apart:+.0f} s from the registry's: see whether "
+            "timedatectl says 'synchronized: yes')"
+        )
+
+    def _fetch(self, method: str, path: str, **content: Any) -> tuple[int, bytes]:
+        deadline = time.monotonic() + 3 * self._timeout
+        with self._client.stream(method, self._url + path, **content) as reply:
+            answer = bytearray()
+            for part in reply.iter_bytes():
+                answer += part
+                if len(answer) > _MOST_BYTES or time.monotonic() > deadline:
+                    raise Unusable("its answer does not end")
+        return reply.status_code, bytes(answer)
+
+    # reads
+
+    def _poll(self) -> None:
+        with self._client:
+            self._poll_until_stopped(Backoff(first=self._interval, longest=_LONGEST_WAIT))
+
+    def _poll_until_stopped(self, backoff: Backoff) -> None:
+        while not self._stop.is_set():
+            wait = self._interval * random.uniform(0.9, 1.1)  # miners do not poll in step
+            try:
+                with self._lock:
+                    self._look()
+                if self._told:
+                    log.info("The registry at %s answers again", self._url)
+                self._told = ""
+                backoff.succeeded()
+            except (httpx.HTTPError, ChainError, ValueError, LookupError, TypeError) as error:
+                self._counts["failures"] += 1
+                self._tell(error)
+                wait = backoff.failed()
+            self._stop.wait(wait.total_seconds())
+
+    def _tell(self, error: Exception) -> None:
+        """Once for each time it is away, and for each other thing that answers in its place."""
+        why = _why(error)
+        if not self._told or (isinstance(error, Unusable) and why != self._told):
+            log.warning(
+                "The registry at %s does not answer (%s): training goes on with what was last "
+                "known, and it is asked again; if it lasts, see --chain.registry_url",
+                self._url,
+                why,
+            )
+        self._told = why
+
+    def _look(self) -> None:
+        """Ask for what is new; with the lock held."""
+        state = self._ask()
+        if self._went_back(state):
+            self._write_again(state)
+            state = self._ask()
+        rows = {} if state.full else dict(self._rows)
+        for uid, neuron, commitment in state.rows:
+            rows.pop(uid, None)
+            if neuron is not None:
+                rows[uid] = (neuron, commitment)
+        self._rows = rows
+        neurons = tuple(rows[uid][0] for uid in sorted(rows))
+        self._saw_neurons(neurons)
+        self._saw_commitments({n.hotkey: text for n, text in rows.values() if text is not None})
+        self._seen = state
+        self._interval = max(
+            min(SHORTEST_INTERVAL, self._longest),
+            min(self._longest, timedelta(seconds=min(state.seconds_per_block / 2, 3600))),
+        )
+        self._saw_time(state.time)
+        self._saw_block(state.block)
+
+    def _ask(self) -> State:
+        """Raises httpx.HTTPError, ValueError."""
+        query = f"?since={self._seen.version}&start={self._seen.start}" if self._seen else ""
+        status, answer = self._fetch("GET", f"/state{query}")
+        if status != 200:
+            raise Unusable(f"status {status}")
+        state = _STATE.validate_json(answer)
+        founder = state.registry.rpartition("/")[2]
+        if self._master is not None and founder != self._master:
+            raise Unusable(f"it was founded by {founder}, not by {self._master}")
+        if self.identity and state.registry != self.identity:
+            raise Unusable(f"it is {state.registry} now, no longer {self.identity}")
+        self.identity = state.registry
+        return state
+
+    def _went_back(self, state: State) -> bool:
+        """Whether the registry came back without what we know of it."""
+        seen = self._seen
+        if seen is None or state.start == seen.start:
+            return False
+        return state.version < seen.version or not self._shows_ours(state)
+
+    def _shows_ours(self, state: State) -> bool:
+        own = self._wallet.ss58 if self._wallet is not None else None
+        for _, neuron, commitment in state.rows:
+            if neuron is not None and neuron.hotkey == own:
+                served = {"ip": neuron.ip, "port": neuron.port}
+                return (
+                    self._written.get("serve", served) == served
+                    and self._written.get("commit", {"text": commitment})["text"] == commitment
+                )
+        return True
+
+    def _write_again(self, state: State) -> None:
+        """Bring what a restored registry lost of ours: uid, endpoint, commitment.
+
+        Before its state is believed: an older endpoint of our own looks like a second miner's.
+        """
+        assert self._seen is not None
+        log.warning(
+            "The registry at %s went back from version %d to %d: it was restored from an older "
+            "backup; endpoint and commitment are written again, nothing needs to be done",
+            self._url,
+            self._seen.version,
+            state.version,
+        )
+        own = self._wallet.ss58 if self._wallet is not None else ""
+        there = any(n is not None and n.hotkey == own for _, n, _ in state.rows)
+        try:
+            if own in self._uids and not there:
+                self._post("register", self._registration())
+                there = True
+            for kind, fields in self._written.items() if there else ():
+                self._post(kind, fields)
+        except ChainError as refusal:
+            log.warning("The registry refused it: %s", refusal)
+        self._seen = None  # all of it is asked for again
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(self._timeout + 1)
+
+
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, (ChainError, Unusable)) else type(error).__name__

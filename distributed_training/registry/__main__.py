@@ -1,0 +1,359 @@
+"""Found, serve and keep the registry of a network: its chain, where it has no public one.
+
+    dt-registry serve --folder F --network FILE                 found it, or go on with it
+    dt-registry invite --url URL --uses 3                       print an invitation (founder)
+    dt-registry allow --url URL HOTKEY...                       list hotkeys (founder)
+    dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
+    dt-registry expel --url URL HOTKEY...                       take a uid back (founder)
+    dt-registry register --url URL                              take a uid; DT_INVITATION in .env
+    dt-registry status --url URL                                who is there
+    dt-registry backup --folder F FILE                          while it serves
+    dt-registry restore --folder F FILE                         while it does not
+
+`dt-registry` is `python -m distributed_training.registry`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import SecretStr
+
+from distributed_training.common.exits import ExitStatus
+from distributed_training.config.loader import Parser, argument, exit_with, ranged, read_dotenv
+from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
+
+if TYPE_CHECKING:
+    from distributed_training.chain.registry import RegistryChain
+    from distributed_training.registry.store import Registry
+
+_TIMEOUT = timedelta(seconds=30)  # for a first answer
+
+
+def parser() -> Parser:
+    lines = (__doc__ or "").splitlines()
+    made = Parser(
+        prog="dt-registry",
+        description=lines[0],
+        epilog="\n".join(lines[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
+    _add_serve(commands.add_parser("serve", help="found a registry, or go on with it"))
+    command: argparse.ArgumentParser
+    for name, text in (("backup", "copy it to FILE while it serves"), ("restore", "put FILE back")):
+        command = commands.add_parser(name, help=text)
+        _add_folder(command)
+        command.add_argument("file", type=argument(File), metavar="FILE")
+    command = _client(commands, "invite", "print an invitation; for the founder")
+    command.add_argument("--uses", type=ranged(1, 4096), default=1, help="hotkeys it is good for")
+    command.add_argument("--days", type=ranged(0.001, 365.0), default=7.0, help="until it expires")
+    command = _client(commands, "allow", "list hotkeys that may register; for the founder")
+    command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
+    command.add_argument("--remove", action="store_true", help="take them off the list")
+    command = _client(commands, "expel", "deregister hotkeys; for the founder")
+    command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
+    command = _client(commands, "enroll", "register a hotkey or change it; for the founder")
+    command.add_argument("hotkey", type=argument(Hotkey), metavar="HOTKEY")
+    command.add_argument("--uid", type=ranged(0, 4095), help="its uid (default: the first free)")
+    command.add_argument("--stake", type=ranged(0.0, 1e12), help="its stake")
+    permit = command.add_mutually_exclusive_group()
+    permit.add_argument("--validator", action="store_true", default=None, help="give a permit")
+    permit.add_argument("--miner", action="store_false", dest="validator", help="take the permit")
+    _client(commands, "register", "take a uid with this wallet's hotkey")
+    command = commands.add_parser("status", help="print who is there")
+    command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
+    return made
+
+
+def _add_folder(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--folder", type=argument(File), default=Path("runs/registry"), help="[runs/registry]"
+    )
+
+
+def _add_serve(command: argparse.ArgumentParser) -> None:
+    _add_folder(command)
+    new = command.add_argument_group("of a new registry")
+    new.add_argument(
+        "--network",
+        metavar="FILE",
+        help="the network's file or its URL: gives name, founder and the number of uids",
+    )
+    new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
+    new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
+    new.add_argument("--seconds-per-block", type=ranged(0.01, 3600.0), help="[12] (0.01 to 3600)")
+    new.add_argument("--most-uids", type=ranged(2, 4096), help="[256] (2 to 4096)")
+    command.add_argument(
+        "--admission",
+        choices=("open", "invited", "listed"),
+        help="who may register; may be changed with a restart [invited]",
+    )
+    command.add_argument(
+        "--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]"
+    )
+    command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
+    command.add_argument(
+        "--proxy",
+        type=argument(IpAddress),
+        help="address of the TLS proxy in front, whose X-Forwarded-For is believed",
+    )
+    command.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        help="name at which browsers may open the page; several are possible [loopback's]",
+    )
+    command.add_argument("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help="[50]")
+    command.add_argument("--requests-per-hotkey", type=ranged(0.1, 1e6), default=5.0, help="[5]")
+    command.add_argument("--max-connections", type=ranged(1, 65535), default=1024, help="[1024]")
+
+
+def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text)
+    command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
+    for part, default in (
+        ("name", os.environ.get("BT_WALLET_NAME", "default")),
+        ("hotkey", os.environ.get("BT_WALLET_HOTKEY", "default")),
+        ("path", os.environ.get("BT_WALLET_PATH", "~/.bittensor/wallets/")),
+    ):
+        command.add_argument(f"--wallet.{part}", dest=f"wallet_{part}", default=default)
+    return command
+
+
+# --- the service ----------------------------------------------------------------------------------
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Until SIGTERM or Ctrl-C."""
+    from distributed_training.common.ports import listen
+    from distributed_training.registry.service import Limits, Service
+
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with closing(_registry(given)) as registry:
+        host = f"[{given.host}]" if ":" in given.host else given.host
+        try:
+            sock = listen(given.host.strip("[]"), given.port, backlog=1024)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{given.port} ({error.strerror}), so nothing was started: "
+                "stop what uses the port, or give another --port or --host"
+            ) from None
+        limits = Limits(
+            requests_per_address=given.requests_per_address,
+            requests_per_hotkey=given.requests_per_hotkey,
+            max_connections=given.max_connections,
+            proxy=given.proxy,
+            host_names=(host, *given.host_name),
+        )
+        with closing(Service(registry, sock, limits)) as service:
+            service.start()
+            port, charter = sock.getsockname()[1], registry.charter
+            print(f"registry {charter.name} at http://{host}:{port}, block {registry.height}")
+            print(f"founded by {charter.master}; registration: {charter.admission}")
+            print(f"READY {os.getpid()}", flush=True)
+            stop.wait()
+    return ExitStatus.STOPPED
+
+
+def _registry(given: argparse.Namespace) -> Registry:
+    """The registry of ``--folder``, founded if there is none. Raises ConfigError, StoreFault."""
+    from distributed_training.registry import store
+
+    if given.network is not None:
+        _take_network(given)
+    fixed = ("name", "master", "seconds_per_block", "most_uids")
+    if (given.folder / store.FILE).exists():
+        registry = store.Registry.at(given.folder, None)
+        for field in fixed:
+            wanted, has = getattr(given, field), getattr(registry.charter, field)
+            if wanted is not None and wanted != has:
+                registry.close()
+                raise ConfigError(
+                    f"--{field.replace('_', '-')} {wanted} is not what the registry in "
+                    f"{given.folder} was founded with ({has}), so nothing was started: leave it "
+                    "out, or give another --folder"
+                )
+        if given.admission is not None:
+            registry.set_admission(given.admission)
+        return registry
+    if given.name is None or given.master is None:
+        raise ConfigError(
+            f"there is no registry in {given.folder}, so nothing was started: correct --folder, or "
+            "give --network FILE (or --name and --master) to found one"
+        )
+    if not store.NAME.fullmatch(given.name):
+        raise ConfigError(
+            f"--name {given.name!r} is not 1 to 63 lower-case letters, digits, '-' and '.', so "
+            "nothing was started: correct --name"
+        )
+    charter = store.new_charter(
+        name=given.name,
+        master=given.master,
+        seconds_per_block=given.seconds_per_block or 12.0,
+        most_uids=given.most_uids or 256,
+        admission=given.admission or "invited",
+    )
+    return store.Registry.at(given.folder, charter)
+
+
+def _take_network(given: argparse.Namespace) -> None:
+    """Set what ``--network`` says and no flag does. Raises ConfigError."""
+    from distributed_training.config import load_config
+
+    network = load_config("validator", ["--network", given.network], check=False).network
+    assert network is not None  # it was named
+    given.name = given.name or network.head.name
+    given.master = given.master or network.values["chain.master_hotkey"]
+    given.most_uids = given.most_uids or network.head.max_uids
+
+
+def backup(given: argparse.Namespace) -> int:
+    from distributed_training.registry import store
+
+    version = store.backup(given.folder / store.FILE, given.file)
+    print(f"{given.file}: version {version}")
+    return 0
+
+
+def restore(given: argparse.Namespace) -> int:
+    from distributed_training.registry import store
+
+    kept = store.restore(given.file, given.folder)
+    print(f"{given.folder / store.FILE} is {given.file} now")
+    if kept is not None:
+        print(f"what it replaced is kept as {kept}")
+    return 0
+
+
+# --- its clients ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _chain(given: argparse.Namespace) -> Iterator[RegistryChain]:
+    """The registry at ``--url``, seen by the wallet if the command has one. Raises ConfigError,
+    ChainError."""
+    from distributed_training.chain.base import ChainUnavailable
+    from distributed_training.chain.registry import RegistryChain
+
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
+    found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
+    chain = RegistryChain(
+        url=given.url, wallet=_wallet(given), invitation=SecretStr(found) if found else None
+    )
+    with closing(chain):
+        if not chain.wait_ready(_TIMEOUT):
+            raise ChainUnavailable(
+                f"the registry at {given.url} did not answer within "
+                f"{_TIMEOUT.total_seconds():.0f} s, so nothing was done: check --url"
+            )
+        yield chain
+
+
+def _wallet(given: argparse.Namespace) -> Any:
+    if not hasattr(given, "wallet_name"):
+        return None
+    from dataclasses import replace
+
+    from distributed_training.chain.identity import load_wallet
+    from distributed_training.config.settings import ChainSettings
+
+    names = {
+        f"wallet_{part}": getattr(given, f"wallet_{part}") for part in ("name", "hotkey", "path")
+    }
+    return load_wallet(replace(ChainSettings(), **names))
+
+
+def invite(given: argparse.Namespace) -> int:
+    """Print the token: the registry gets its hash alone."""
+    from distributed_training.registry.store import hash_of
+
+    token = secrets.token_urlsafe(24)
+    with _chain(given) as chain:
+        expires = time.time() + given.days * 86400
+        chain.invite(hash_of(token), uses=given.uses, expires=expires)
+    until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
+    print(
+        f"good for {given.uses} until {until}; a secret, for the joining miner's .env:", end="\n\n"
+    )
+    print(f"DT_INVITATION={token}")
+    return 0
+
+
+def allow(given: argparse.Namespace) -> int:
+    with _chain(given) as chain:
+        for hotkey in given.hotkeys:
+            chain.allow(hotkey, not given.remove)
+    return 0
+
+
+def expel(given: argparse.Namespace) -> int:
+    with _chain(given) as chain:
+        for hotkey in given.hotkeys:
+            chain.expel(hotkey)
+    return 0
+
+
+def enroll(given: argparse.Namespace) -> int:
+    with _chain(given) as chain:
+        uid = chain.enroll(
+            given.hotkey, uid=given.uid, stake=given.stake, validator_permit=given.validator
+        )
+    print(f"uid {uid}")
+    return 0
+
+
+def register(given: argparse.Namespace) -> int:
+    with _chain(given) as chain:
+        print(f"uid {chain.register()}")
+    return 0
+
+
+def status(given: argparse.Namespace) -> int:
+    with _chain(given) as chain:
+        print(f"{chain.identity}, block {chain.block()}")
+        for n in chain.neurons():
+            where = f"{n.ip}:{n.port}" if n.port is not None else "no endpoint"
+            role = f"validator, stake {n.stake:g}" if n.validator_permit else "miner"
+            print(f"{n.uid:4} {n.hotkey}  {role}, {where}, incentive {n.incentive:.4f}")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    function.__name__: function
+    for function in (serve, invite, allow, enroll, expel, register, status, backup, restore)
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns an exit status: 2 for flags that are refused, 1 for what was found outside."""
+    given = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        return _COMMANDS[given.command](given)
+    except ConfigError as error:
+        return exit_with(error)
+    except (RuntimeError, OSError) as error:  # StoreFault, ChainError; a disk
+        print(f"error: {error}", file=sys.stderr)
+        return ExitStatus.FAULT
+    except KeyboardInterrupt:
+        return ExitStatus.INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

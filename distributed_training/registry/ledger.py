@@ -1,0 +1,233 @@
+"""The rules of a chain, in memory: uids, stake, commitments, endpoints, weights, a block clock.
+
+Limits are the public chain's. Its staking and its consensus are not: the founder gives stake and
+permits, and a neuron's incentive is the mean of the validators' weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from distributed_training.chain.base import ChainError, Neuron, find
+
+MAX_UIDS = 256
+MAX_COMMITMENT = 128  # bytes, as on the public chain
+#: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
+IMMUNITY = 4096
+_DAY = 86400.0
+
+Uid = Annotated[int, Field(ge=0, lt=4096)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Address = Annotated[str, Field(min_length=1, max_length=64)]
+Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
+
+
+@dataclass(frozen=True)
+class Since:
+    """When a uid was given away: block, and seconds since the epoch."""
+
+    block: int
+    at: float
+
+
+class Ledger:
+    """Thread-safe. Writes raise ChainError when the chain does not accept them.
+
+    Blocks pass by the clock, one every ``seconds_per_block`` (``math.inf``: only by
+    :meth:`advance`). A wall clock that is set changes nothing.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds_per_block: float = math.inf,
+        first_block: int = 1000,
+        most_uids: int = MAX_UIDS,
+    ) -> None:
+        self.seconds_per_block = seconds_per_block
+        self.most_uids = most_uids
+        self.entries: dict[int, Neuron] = {}
+        self.commitments: dict[str, str] = {}  # by hotkey
+        self.weights: dict[int, dict[int, float]] = {}  # of each validator
+        self.since: dict[int, Since] = {}
+        self.earned: dict[int, tuple[float, float]] = {}  # mean of a day, as of; see earned_by
+        self.version = 0  # of the state; each write adds one
+        self._lock = threading.RLock()
+        self._changing = False
+        self._origin = (first_block, time.monotonic())
+
+    # blocks
+
+    @property
+    def height(self) -> int:
+        """Number of the current block."""
+        block, since = self._origin
+        return block + math.floor((time.monotonic() - since) / self.seconds_per_block)
+
+    def advance(self, blocks: int = 1) -> None:
+        """Let blocks pass at once; a negative number is a reorganization."""
+        block, since = self._origin
+        self._origin = (block + blocks, since)
+
+    # changes
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """One write, all of it or nothing; a write within a write is part of it."""
+        with self._lock:
+            if self._changing:
+                yield
+                return
+            before = self._copy()
+            self._changing = True
+            try:
+                with self._kept():
+                    yield
+                    self._score()
+                    self.version += 1
+            except BaseException:
+                self._restore(*before)
+                raise
+            finally:
+                self._changing = False
+
+    def _copy(self) -> tuple[Any, ...]:
+        parts = (self.entries, self.commitments, self.weights, self.since, self.earned)
+        return (*(dict(part) for part in parts), self.version)
+
+    def _restore(self, *before: Any) -> None:
+        self.entries, self.commitments, self.weights, self.since, self.earned, self.version = before
+
+    def _kept(self) -> contextlib.AbstractContextManager[None]:
+        """Around a write: what makes it last (:class:`.store.Registry`)."""
+        return contextlib.nullcontext()
+
+    def _own(self, kind: str, hotkey: str) -> Neuron:
+        neuron = find(list(self.entries.values()), hotkey)
+        if neuron is None:
+            raise ChainError(f"{kind}: hotkey {hotkey} is not registered")
+        return neuron
+
+    # writes
+
+    def register(
+        self,
+        hotkey: str,
+        *,
+        uid: Uid | None = None,
+        stake: Amount = 0.0,
+        validator_permit: bool = False,
+    ) -> int:
+        """Give ``hotkey`` a uid: the one it has, the lowest free one, or the least earning one's.
+        Returns it.
+
+        A hotkey that is registered keeps its endpoint. A uid that is taken goes to the new hotkey,
+        whose owner is thereby deregistered, as on the public chain.
+        """
+        with self._change():
+            old = find(list(self.entries.values()), hotkey)
+            if uid is None:
+                uid = old.uid if old is not None else self._next_uid()
+            if uid >= self.most_uids:
+                raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
+            if old is not None and old.uid != uid:
+                self._remove(old.uid, commitment=False)
+            taken = self.entries.get(uid)
+            if taken is not None and taken.hotkey != hotkey:
+                self._remove(uid)
+            if uid not in self.since:
+                self.since[uid] = Since(self.height, time.time())
+            self.entries[uid] = replace(
+                old or Neuron(uid=uid, hotkey=hotkey),
+                uid=uid,
+                stake=stake,
+                validator_permit=validator_permit,
+                last_update=self.height,
+            )
+            return uid
+
+    def _next_uid(self) -> int:
+        free = next((i for i in range(self.most_uids) if i not in self.entries), None)
+        if free is not None:
+            return free
+        oldest = self.height - IMMUNITY
+        candidates = [
+            (n.incentive, self.since[n.uid].block, n.uid)
+            for n in self.entries.values()
+            if not n.validator_permit and self.since[n.uid].block <= oldest
+        ]
+        if not candidates:
+            raise ChainError(
+                f"register: all {self.most_uids} uids are taken by validators or by neurons "
+                f"registered within {IMMUNITY} blocks: try again later"
+            )
+        return min(candidates)[2]
+
+    def _remove(self, uid: int, *, commitment: bool = True) -> None:
+        neuron = self.entries.pop(uid)
+        self.weights.pop(uid, None)
+        self.since.pop(uid, None)
+        self.earned.pop(uid, None)
+        if commitment:
+            self.commitments.pop(neuron.hotkey, None)
+
+    def deregister(self, hotkey: str) -> None:
+        with self._change():
+            self._remove(self._own("deregister", hotkey).uid)
+
+    def commit(self, hotkey: str, text: str) -> None:
+        with self._change():
+            self._own("commit", hotkey)
+            if len(text.encode()) > MAX_COMMITMENT:
+                raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
+            self.commitments[hotkey] = text
+
+    def serve(self, hotkey: str, ip: Address, port: Port) -> None:
+        with self._change():
+            neuron = self._own("serve", hotkey)
+            self.entries[neuron.uid] = replace(neuron, ip=ip, port=port)
+
+    def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:
+        with self._change():
+            neuron = self._own("weights", hotkey)
+            if not neuron.validator_permit:
+                raise ChainError("weights: only a validator with a permit sets weights")
+            unknown = sorted(set(weights) - set(self.entries))
+            if unknown:
+                raise ChainError(f"weights: no such uids: {unknown[:10]}")
+            self.weights[neuron.uid] = dict(weights)
+            self.entries[neuron.uid] = replace(neuron, last_update=self.height)
+
+    def _score(self) -> None:
+        """Incentive = mean of the validators' normalized weights, weighted by stake.
+
+        Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
+        """
+        totals = dict.fromkeys(self.entries, 0.0)
+        for voter, row in self.weights.items():
+            total = sum(row.values())
+            for uid, weight in row.items():
+                if voter in self.entries and uid in totals and total > 0:
+                    totals[uid] += self.entries[voter].stake * weight / total
+        everything = sum(totals.values())
+        for uid, neuron in self.entries.items():
+            share = totals[uid] / everything if everything > 0 else 0.0
+            if share != neuron.incentive:
+                now = time.time()
+                self.earned[uid] = (self.earned_by(neuron, now), now)
+                self.entries[uid] = replace(neuron, incentive=share, consensus=share)
+
+    def earned_by(self, neuron: Neuron, now: float) -> float:
+        """The mean of the neuron's incentive over about a day (exponential), until ``now``."""
+        mean, counted = self.earned.get(neuron.uid, (0.0, now))
+        kept = math.exp(-max(0.0, now - counted) / _DAY)
+        return mean * kept + neuron.incentive * (1 - kept)

@@ -1,0 +1,303 @@
+"""Answer a registry's callers over HTTP, all of it bounded (:mod:`..chain.http_server`).
+
+Reads are open and come from an immutable view; a poller that knows the newest version gets 150
+bytes. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
+thread stores them, one after the other, while reads go on.
+
+``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
+``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
+``/enroll``, ``/expel``, ``/invite``, ``/allow``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any
+from urllib.parse import parse_qs
+
+from pydantic import Field, ValidationError, validate_call
+
+from distributed_training.chain import auth
+from distributed_training.chain.auth import Refusal, RefusalLog, Refused
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.callers import Admission, Buckets, TrustedAddresses, normalize
+from distributed_training.chain.http_server import (
+    RECEIVE_BUFFER,
+    Handlers,
+    Head,
+    HttpThread,
+    parse_fields,
+    whole_reply,
+)
+
+from . import page
+from .store import Registry, Replayed
+
+log = logging.getLogger(__name__)
+
+MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
+_SKEW = 4.0  # seconds that a caller's clock may be ahead
+_REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
+_KEEP_INTERVAL = 2.0
+_FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow"})
+
+_Short = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``proxy``: address of a TLS proxy, whose ``X-Forwarded-For`` names its callers.
+    ``host_names``: names, beside loopback's, at which page and metrics are shown."""
+
+    requests_per_address: float = 50.0
+    requests_per_hotkey: float = 5.0
+    max_connections: int = 1024
+    max_connections_per_address: int = 64
+    read_timeout: timedelta = timedelta(seconds=5)
+    proxy: str | None = None
+    host_names: tuple[str, ...] = ()
+
+
+class Service:
+    """Serves ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`, which
+    leaves the registry open."""
+
+    def __init__(self, registry: Registry, sock: socket.socket, limits: Limits) -> None:
+        self.registry = registry
+        self.counts: Counter[str] = Counter()
+        self._limits = limits
+        self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
+        self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
+        self._refusals = RefusalLog()
+        self._addresses = Buckets(rate=limits.requests_per_address, capacity=16384)
+        self._hotkeys = Buckets(rate=limits.requests_per_hotkey, capacity=16384)
+        self._registrations = Buckets(
+            rate=_REGISTRATIONS_PER_SECOND, burst=_REGISTRATIONS_BURST, capacity=16384
+        )
+        self._writes = self._actions()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
+        trusted = TrustedAddresses()
+        trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
+        behind = limits.proxy is not None
+        self._admission = Admission(
+            trusted=trusted,
+            max_connections=limits.max_connections,
+            max_connections_per_address=(
+                2 * limits.max_connections if behind else limits.max_connections_per_address
+            ),
+            requests_per_address=1e6 if behind else limits.requests_per_address,
+            newcomers=(5000.0, 10000),
+        )
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+        sock.setblocking(False)
+        self._http = HttpThread(
+            handlers=Handlers(self._check_head, self._answer, self._refused, MAX_BODY),
+            sock=sock,
+            admission=self._admission,
+            read_timeout=limits.read_timeout,
+        )
+        self._stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="registry-blocks", daemon=True)
+
+    def start(self) -> None:
+        self._http.start()
+        self._keeper.start()
+
+    def close(self) -> None:
+        """Idempotent. What was accepted is stored."""
+        self._http.stop()
+        self._writer.shutdown()
+        self._stopping.set()
+        if self._keeper.ident is not None:
+            self._keeper.join(5)
+
+    def _keep(self) -> None:
+        while not self._stopping.wait(_KEEP_INTERVAL):
+            self.registry.reserve_blocks()
+
+    # checks
+
+    def _check_head(self, head: Head) -> auth.Claim | None:
+        """None for a read. Raises Refused."""
+        address = self._caller(head)
+        if not self._addresses.take(address):
+            raise Refused(Refusal.RATE)
+        if head.method == "GET":
+            return None
+        if head.path not in self._writes:
+            raise Refused(Refusal.ROUTE)
+        if head.method != "POST":
+            raise Refused(Refusal.METHOD)
+        claim = auth.claim(head.headers, (auth.BTAUTH,))
+        if claim.receiver != self.registry.charter.identity:
+            raise Refused(Refusal.RECEIVER)
+        if self._hotkeys.empty(claim.hotkey):
+            raise Refused(Refusal.RATE)
+        age = time.time() - claim.nonce / 1e9
+        if age > auth.BTAUTH_MAX_AGE:
+            raise Refused(Refusal.STALE)
+        if -age > _SKEW:
+            raise Refused(Refusal.FUTURE)
+        if head.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
+            raise Refused(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
+        return claim
+
+    def _caller(self, head: Head) -> str:
+        """The address that asks; behind the proxy, whom the proxy names."""
+        if head.address != self._proxy:
+            return head.address
+        return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
+
+    def _refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+        self.counts[f"refused.{refusal.reason}"] += 1
+        if refusal not in (Refusal.RATE, Refusal.NO_PERMIT):
+            self._admission.strike(address)  # never the proxy, which is trusted
+        claimed = auth.claimed_hotkey(head.headers) if head is not None else None
+        self._refusals.tell(refusal.reason, claimed or address)
+
+    def _answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Any:
+        if claim is not None:
+            return self._write(head, claim, body)
+        reads = {"/state": self._state, "/health": self._health}
+        shown = {"/": self._page, "/metrics": self._metrics}
+        self.counts[f"read{head.path}"] += head.path in reads or head.path in shown
+        if head.path in shown and self._is_own_host(head):
+            return shown[head.path](head)
+        if head.path in shown:
+            return _text(403, "this name is not the registry's: see --host-name\n")
+        if head.path not in reads:
+            raise Refused(Refusal.ROUTE, message="there is nothing here")
+        return reads[head.path](head)
+
+    def _is_own_host(self, head: Head) -> bool:
+        """Whether a browser was sent here by this server's own name: a web site whose name was
+        pointed at this address must not read it."""
+        named = head.headers.get("host", "").lower()
+        host = named if named.endswith("]") else named.rpartition(":")[0] or named
+        return host in self._names
+
+    # reads
+
+    def _state(self, head: Head) -> bytes:
+        registry = self.registry
+        try:
+            query = parse_qs(head.target.partition("?")[2], max_num_fields=4)
+        except ValueError:
+            raise Refused(Refusal.MALFORMED) from None
+        since, start = query.get("since", [""])[0], query.get("start", [""])[0]
+        view = registry.view
+        full = start != registry.start or not since.isascii() or not since.isdigit()
+        known = -1 if full else min(int(since[:18]), view.version)
+        fields = {
+            "registry": registry.charter.identity,
+            "start": registry.start,
+            "version": view.version,
+            "block": registry.height,
+            "time": time.time(),
+            "seconds_per_block": registry.seconds_per_block,
+            "full": full,
+        }
+        content = json.dumps(fields).encode()
+        if full or known < view.version:
+            content = content[:-1] + b', "rows": ' + view.changes(known) + b"}"
+        return whole_reply(200, content, "application/json", {"cache-control": "no-store"})
+
+    def _health(self, head: Head) -> bytes:
+        fields = {"registry": self.registry.charter.identity, "block": self.registry.height}
+        return _json(200, fields)
+
+    def _page(self, head: Head) -> bytes:
+        return whole_reply(200, page.html(self.registry).encode(), page.TYPE, page.HEADERS)
+
+    def _metrics(self, head: Head) -> bytes:
+        counts = {**self.counts}
+        for reason, count in dict(self._admission.refused).items():
+            counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
+        return _text(200, page.metrics(self.registry, counts))
+
+    # writes
+
+    def _actions(self) -> dict[str, Callable[..., Any]]:
+        """What a proven call may change, by path: of its hotkey and, by name, its fields."""
+        registry = self.registry
+
+        def as_founder(action: Callable[..., Any]) -> Callable[..., Any]:
+            checked = validate_call(action)
+            return lambda _, **fields: checked(**fields)
+
+        def join(hotkey: str, invitation: _Short | None = None) -> int:
+            return registry.join(hotkey, invitation)
+
+        def invite(hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
+            registry.invite(hashed, uses, expires)
+
+        return {
+            "/register": validate_call(join),
+            "/deregister": validate_call(registry.remove),
+            "/commit": validate_call(registry.commit),
+            "/serve": validate_call(registry.serve),
+            "/weights": validate_call(registry.set_weights),
+            "/enroll": as_founder(registry.enroll),
+            "/expel": as_founder(registry.remove),
+            "/invite": as_founder(invite),
+            "/allow": as_founder(registry.allow),
+        }
+
+    def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Any:
+        """Verify the call and hand it to the writer. Raises Refused."""
+        registry = self.registry
+        own = registry.charter.identity
+        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=own)
+        self._hotkeys.take(claim.hotkey)
+        if head.path == "/register" and not self._registrations.take(self._caller(head)):
+            raise Refused(Refusal.RATE)
+        fields = parse_fields(body)
+        action = self._writes[head.path]
+        loop = asyncio.get_running_loop()
+
+        def store() -> bytes:
+            try:
+                done = registry.write(
+                    claim.hotkey, claim.nonce, lambda: action(claim.hotkey, **fields)
+                )
+            except Replayed:
+                self.counts["refused.replay"] += 1
+                return _json(401, {"message": Refusal.REPLAY.message})
+            except (ChainError, ValueError, TypeError) as error:
+                self.counts[f"refused{head.path}"] += 1
+                return _json(400, {"message": _reason(error)})
+            self.counts[f"written{head.path}"] += 1
+            return _json(200, {"result": done})
+
+        return loop.run_in_executor(self._writer, store)
+
+
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Uses = Annotated[int, Field(ge=1, le=4096)]
+_Expires = Annotated[float, Field(ge=0, le=1e11)]
+
+
+def _reason(error: Exception) -> str:
+    """One line that repeats nothing of the input: it may hold a secret."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return str(error) if isinstance(error, ChainError) else "malformed request"
+
+
+def _json(status: int, fields: dict[str, Any]) -> bytes:
+    return whole_reply(status, json.dumps(fields).encode(), "application/json", {})
+
+
+def _text(status: int, text: str) -> bytes:
+    return whole_reply(status, text.encode(), "text/plain; charset=utf-8", {})

@@ -1,0 +1,524 @@
+"""The ledger kept in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
+
+One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
+and a lock. A write changes memory and file together, or neither. Readers see an immutable
+:class:`View`, so a slow disk holds up writers only.
+
+*Blocks* pass by the wall clock from the founding on, and by a monotonic clock while a process runs.
+The file holds a block number that is ahead of what was shown. A start whose clock is behind goes on
+from there, so block numbers never go back.
+
+*Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
+identity as its receiver. Each hotkey's nonces must grow; the last one is stored with the write.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from distributed_training.chain.base import ChainError, Neuron, find
+from distributed_training.common.files import sync_folder
+from distributed_training.config.types import ConfigError, is_ss58
+
+from .ledger import Amount, Ledger, Since, Uid
+
+log = logging.getLogger(__name__)
+
+FILE = "registry.db"
+NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
+FOUNDER_STAKE = 100_000.0  # above what miners ask of a validator
+SCHEMA = 1
+_APPLICATION = 0x64747267  # "dtrg", in the file's header
+_RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
+_NONCES_KEPT = 86400.0  # seconds, of hotkeys that are not registered
+_FIRST_BLOCK = 1000
+_KEPT = frozenset({"hotkey", "ip", "port", "stake", "validator_permit", "last_update"})
+_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE nonces (hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL);
+CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
+CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
+"""
+
+Admission = Literal["open", "invited", "listed"]
+
+
+class StoreFault(RuntimeError):
+    """The file cannot be used, for a reason outside of the flags. One line for the operator."""
+
+
+class Replayed(ChainError):
+    """The nonce is not above the last one of its hotkey."""
+
+
+@dataclass(frozen=True)
+class Charter:
+    """What a registry is founded with. Only ``admission`` changes later."""
+
+    name: str
+    master: str
+    seconds_per_block: float
+    most_uids: int
+    admission: Admission
+    genesis: str  # random, so that no two registries are one
+    founded_at: float  # seconds since the epoch; moved by a clock that was set back
+
+    @property
+    def identity(self) -> str:
+        """The receiver for which each write is signed."""
+        return f"{self.name}/{self.genesis}/{self.master}"
+
+
+@dataclass(frozen=True)
+class View:
+    """What readers see after one write. ``rows``: the version that changed a uid, and its JSON:
+    uid, neuron or null, commitment or null."""
+
+    version: int
+    neurons: tuple[Neuron, ...]  # by uid
+    rows: dict[int, tuple[int, str]]
+    made: dict[int, bytes]  # by version known
+
+    def changes(self, known: int) -> bytes:
+        """Return a JSON list of the rows that changed after version ``known``; -1: all."""
+        if known not in self.made:
+            rows = (text for changed, text in self.rows.values() if changed > known)
+            self.made[known] = f"[{','.join(rows)}]".encode()
+        return self.made[known]
+
+
+def found(folder: Path, charter: Charter) -> None:
+    """Write a new registry. It appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{FILE}.new"
+    temporary.unlink(missing_ok=True)
+    db = sqlite3.connect(temporary, isolation_level=None)
+    with contextlib.closing(db):
+        db.executescript(
+            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};" + _TABLES
+        )
+        meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK, "earned": {}}
+        rows = [(key, json.dumps(value)) for key, value in meta.items()]
+        db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+    _publish(temporary, folder / FILE)
+
+
+def _publish(temporary: Path, path: Path) -> None:
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    os.chmod(temporary, 0o600)
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def new_charter(
+    *, name: str, master: str, seconds_per_block: float, most_uids: int, admission: Admission
+) -> Charter:
+    """A charter with a genesis of its own, founded now."""
+    return Charter(
+        name, master, seconds_per_block, most_uids, admission, secrets.token_hex(8), time.time()
+    )
+
+
+class Registry(Ledger):
+    """The registry of ``folder``. Raises ConfigError if there is none or another process has it,
+    StoreFault if its file is damaged. Close it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._lock_file = _lock(folder)
+        try:
+            self._db = _open(folder / FILE)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self.charter = Charter(**self._meta("charter"))
+        except BaseException:
+            self._lock_file.close()
+            raise
+        super().__init__(
+            seconds_per_block=self.charter.seconds_per_block, most_uids=self.charter.most_uids
+        )
+        self.folder = folder
+        self.start = secrets.token_hex(4)  # of this process: known versions count within it only
+        self.faults = 0  # writes that could not be stored
+        self._stored: dict[int, dict[str, Any]] = {}  # slots as the file has them
+        self._seen: dict[int, tuple[Any, ...]] = {}  # :meth:`_parts` after the last write
+        self._load()
+        self._start_clock()
+
+    @classmethod
+    def at(cls, folder: Path, charter: Charter | None) -> Registry:
+        """The registry of ``folder``, founded with ``charter`` if there is none yet; its founder is
+        the first who is registered."""
+        if charter is not None and not (folder / FILE).exists():
+            found(folder, charter)
+        registry = cls(folder)
+        if not registry.entries:
+            registry.enroll(registry.charter.master, stake=FOUNDER_STAKE, validator_permit=True)
+        return registry
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            with contextlib.suppress(sqlite3.Error):  # closed, or the disk is full
+                self._reserve(self.height)
+            self._db.close()
+            self._lock_file.close()
+
+    # reading and writing the file
+
+    def _meta(self, key: str) -> Any:
+        (text,) = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return json.loads(text)
+
+    def _set_meta(self, key: str, value: Any) -> None:
+        text = json.dumps(value)
+        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (text, key))
+
+    def _load(self) -> None:
+        self.version = self._meta("version")
+        for uid, content in self._db.execute("SELECT uid, content FROM slots"):
+            self._stored[uid] = slot = json.loads(content)
+            self.entries[uid] = neuron = Neuron(uid=uid, **slot["neuron"])
+            self.since[uid] = Since(**slot["since"])
+            if slot["commitment"] is not None:
+                self.commitments[neuron.hotkey] = slot["commitment"]
+            if slot["weights"] is not None:
+                self.weights[uid] = {int(k): v for k, v in slot["weights"].items()}
+        self._score()
+        self.earned = {int(k): (mean, at) for k, (mean, at) in self._meta("earned").items()}
+        self.view = View(self.version, (), {}, {})
+        self._show(self._parts())
+        hotkeys = [neuron.hotkey for neuron in self.entries.values()]
+        oldest = int((time.time() - _NONCES_KEPT) * 1e9)
+        marks = ",".join("?" * len(hotkeys))
+        self._db.execute(
+            f"DELETE FROM nonces WHERE nonce < ? AND hotkey NOT IN ({marks})", (oldest, *hotkeys)
+        )
+
+    def _parts(self) -> dict[int, tuple[Any, ...]]:
+        """By uid, all that a write may replace: cheap to compare, since most of it is the same."""
+        return {
+            uid: (n, self.commitments.get(n.hotkey), self.weights.get(uid), self.since[uid])
+            for uid, n in self.entries.items()
+        }
+
+    def _slot(self, neuron: Neuron) -> dict[str, Any]:
+        """What the file keeps of a uid; what follows from weights is worked out again."""
+        own = {k: v for k, v in vars(neuron).items() if k in _KEPT}
+        weights = self.weights.get(neuron.uid)
+        return {
+            "neuron": own,
+            "since": vars(self.since[neuron.uid]),
+            "commitment": self.commitments.get(neuron.hotkey),
+            "weights": {str(k): v for k, v in weights.items()} if weights is not None else None,
+        }
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            yield
+            parts = self._parts()
+            slots = self._store_changes(parts)
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                self.faults += 1
+                log.warning(
+                    "A write was not stored (%s), so it is refused: free the disk of %s or correct "
+                    "its permissions",
+                    error,
+                    self.folder,
+                )
+                raise ChainError(f"the registry cannot store writes now ({error})") from None
+            raise
+        self._stored.update(slots)
+        self._show(parts)
+
+    def _store_changes(self, parts: dict[int, tuple[Any, ...]]) -> dict[int, dict[str, Any]]:
+        """Return the slots that were stored."""
+        for uid in self._seen.keys() - parts.keys():
+            self._db.execute("DELETE FROM slots WHERE uid = ?", (uid,))
+        changed = [uid for uid, part in parts.items() if part != self._seen.get(uid)]
+        slots = {uid: self._slot(self.entries[uid]) for uid in changed}
+        slots = {u: s for u, s in slots.items() if u not in self._seen or s != self._stored[u]}
+        self._db.executemany(
+            "INSERT OR REPLACE INTO slots VALUES (?, ?)",
+            [(uid, json.dumps(slot)) for uid, slot in slots.items()],
+        )
+        self._set_meta("version", self.version)
+        if self.earned:
+            self._set_meta("earned", self.earned)
+        return slots
+
+    def _show(self, parts: dict[int, tuple[Any, ...]]) -> None:
+        """Replace the view."""
+        rows = dict(self.view.rows)
+        for uid in self._seen.keys() - parts.keys():
+            rows[uid] = (self.version, json.dumps([uid, None, None]))
+        for uid, part in parts.items():
+            if part != self._seen.get(uid):
+                rows[uid] = (self.version, json.dumps([uid, vars(part[0]), part[1]]))
+        self._seen = parts
+        neurons = tuple(self.entries[uid] for uid in sorted(self.entries))
+        self.view = View(self.version, neurons, rows, {})
+
+    # the block clock
+
+    @property
+    def height(self) -> int:
+        return max(self._floor, super().height)
+
+    def _start_clock(self) -> None:
+        self._reserved = self._floor = self._meta("reserved")
+        behind = self._floor - self._scheduled()
+        if behind * self.seconds_per_block > 2 * _RESERVED_SECONDS + self.seconds_per_block:
+            log.warning(
+                "This machine's clock is %.0f s behind the last block: blocks go on from %d; see "
+                "whether timedatectl says 'synchronized: yes'",
+                behind * self.seconds_per_block,
+                self._floor,
+            )
+            moved = time.time() - (self._floor - _FIRST_BLOCK) * self.seconds_per_block
+            self.charter = replace(self.charter, founded_at=moved)
+            self._set_meta("charter", asdict(self.charter))
+        elapsed = time.time() - self.charter.founded_at
+        self._origin = (_FIRST_BLOCK, time.monotonic() - elapsed)
+        self.reserve_blocks()
+
+    def _scheduled(self) -> int:
+        elapsed = time.time() - self.charter.founded_at
+        return _FIRST_BLOCK + math.floor(elapsed / self.seconds_per_block)
+
+    def reserve_blocks(self) -> None:
+        """Keep the file's block ahead of what is shown; to be called every few seconds."""
+        ahead = math.ceil(_RESERVED_SECONDS / self.seconds_per_block)
+        height = self.height
+        if height + ahead // 2 >= self._reserved:
+            with self._lock:
+                try:
+                    self._reserve(height + ahead)
+                except sqlite3.Error as error:
+                    log.warning("%s was not written (%s): free its disk", FILE, error)
+
+    def _reserve(self, block: int) -> None:
+        self._set_meta("reserved", block)
+        self._reserved = block
+
+    # signed writes
+
+    def write(self, hotkey: str, nonce: int, action: Callable[[], Any]) -> Any:
+        """Do ``action`` once for a proven call. Raises Replayed, ChainError."""
+        with self._change():
+            last = self._one("SELECT nonce FROM nonces WHERE hotkey = ?", hotkey)
+            if last is not None and nonce <= last[0]:
+                raise Replayed("nonce was used before, or is older than the last one")
+            result = action()
+            self._db.execute("INSERT OR REPLACE INTO nonces VALUES (?, ?)", (hotkey, nonce))
+            return result
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._db.execute(query, values).fetchone()
+
+    def join(self, hotkey: str, invitation: str | None = None) -> int:
+        """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all."""
+        with self._change():
+            known = find(list(self.entries.values()), hotkey)
+            if known is not None:
+                return known.uid
+            self._admit(hotkey, invitation)
+            uid = self.register(hotkey)
+        log.info("Hotkey %s is registered as uid %d", hotkey, uid)
+        return uid
+
+    def _admit(self, hotkey: str, invitation: str | None) -> None:
+        admission = self.charter.admission
+        if admission == "open" or self._one("SELECT 1 FROM allowed WHERE hotkey = ?", hotkey):
+            return
+        if admission == "listed":
+            raise ChainError(
+                f"register: hotkey {hotkey} is not on this network's list: ask its founder for "
+                "`dt-registry allow`"
+            )
+        if not invitation:
+            raise ChainError(
+                "register: this network takes invited neurons only: ask its founder for an "
+                "invitation and put DT_INVITATION=... into .env"
+            )
+        hashed = hash_of(invitation)
+        found = self._one("SELECT uses, expires FROM invitations WHERE hash = ?", hashed)
+        if found is None or found[0] < 1 or found[1] < time.time():
+            why = "is not known here" if found is None else "is used up or has expired"
+            raise ChainError(f"register: the invitation {why}: ask the founder for another one")
+        self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
+
+    # writes of the founder
+
+    def enroll(
+        self,
+        hotkey: str,
+        *,
+        uid: Uid | None = None,
+        stake: Amount | None = None,
+        validator_permit: bool | None = None,
+    ) -> int:
+        """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
+        if not is_ss58(hotkey):
+            raise ChainError("enroll: this is no hotkey")
+        with self._change():
+            old = find(list(self.entries.values()), hotkey) or Neuron(uid=0, hotkey=hotkey)
+            taken = self.entries.get(uid) if uid is not None else None
+            if taken is not None and taken.hotkey == self.charter.master != hotkey:
+                raise ChainError(f"enroll: uid {uid} is the founder's")
+            permit = old.validator_permit if validator_permit is None else validator_permit
+            return self.register(
+                hotkey,
+                uid=uid,
+                stake=old.stake if stake is None else stake,
+                validator_permit=permit,
+            )
+
+    def remove(self, hotkey: str) -> None:
+        """Deregister ``hotkey``; the founder stays, or nobody would believe this registry."""
+        if hotkey == self.charter.master:
+            raise ChainError("deregister: the founder's hotkey stays registered")
+        self.deregister(hotkey)
+
+    def invite(self, hashed: str, uses: int, expires: float) -> None:
+        """Make the invitation whose token has the hash ``hashed`` good for ``uses`` hotkeys."""
+        with self._change():
+            self._db.execute("DELETE FROM invitations WHERE expires < ?", (time.time(),))
+            self._db.execute(
+                "INSERT OR REPLACE INTO invitations VALUES (?, ?, ?)", (hashed, uses, expires)
+            )
+
+    def allow(self, hotkey: str, allowed: bool) -> None:
+        """Put ``hotkey`` on the list of those who may register, or take it off."""
+        if not is_ss58(hotkey):
+            raise ChainError("allow: this is no hotkey")
+        with self._change():
+            self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
+            if allowed:
+                self._db.execute("INSERT INTO allowed VALUES (?)", (hotkey,))
+
+    def set_admission(self, admission: Admission) -> None:
+        self.charter = replace(self.charter, admission=admission)
+        self._set_meta("charter", asdict(self.charter))
+
+
+def hash_of(invitation: str) -> str:
+    """All that a registry keeps of an invitation."""
+    return hashlib.sha256(invitation.strip().encode()).hexdigest()
+
+
+def _lock(folder: Path) -> Any:
+    if not (folder / FILE).is_file():
+        raise ConfigError(
+            f"there is no registry in {folder}, so nothing was started: correct --folder, or found "
+            "one with `dt-registry serve --network FILE`"
+        )
+    file = (folder / "registry.lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ConfigError(
+            f"another process serves the registry in {folder}, so nothing was started: stop it, or "
+            "give another --folder"
+        ) from None
+    return file
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    """A connection to a registry's file. Raises ConfigError, StoreFault."""
+    try:
+        # No implicit transactions: a write's begins and ends in one place.
+        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
+        application, schema = (
+            db.execute(f"PRAGMA {pragma}").fetchone()[0]
+            for pragma in ("application_id", "user_version")
+        )
+    except sqlite3.Error as error:
+        raise StoreFault(
+            f"{path} cannot be read ({error}), so the registry does not start: put a backup in its "
+            "place with `dt-registry restore`"
+        ) from None
+    if (application, schema) != (_APPLICATION, SCHEMA):
+        db.close()
+        raise ConfigError(
+            f"{path} is no registry of this version (schema {schema}, not {SCHEMA}), so nothing "
+            "was done: correct the path, or use the version that wrote it"
+        )
+    return db
+
+
+def backup(source: Path, target: Path) -> int:
+    """Copy the registry's file ``source`` to ``target`` while it is in use. Returns its version.
+
+    Raises ConfigError, StoreFault.
+    """
+    temporary = target.with_name(f".{target.name}.new")
+    if not source.is_file():
+        raise ConfigError(f"{source} does not exist, so nothing was copied: correct the path")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary.unlink(missing_ok=True)
+        with (
+            contextlib.closing(_open(source)) as db,
+            contextlib.closing(sqlite3.connect(temporary)) as copy,
+        ):
+            db.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")  # one file, to be copied anywhere
+            (state,) = copy.execute("PRAGMA integrity_check").fetchone()
+            if state != "ok":
+                raise sqlite3.DatabaseError(state)
+            (version,) = copy.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
+        _publish(temporary, target)
+    except (sqlite3.Error, OSError) as error:
+        temporary.unlink(missing_ok=True)
+        raise StoreFault(
+            f"{source} was not copied to {target} ({error}), so {target} is what it was: correct "
+            "the path, its permissions or its disk"
+        ) from None
+    return int(version)
+
+
+def restore(source: Path, folder: Path) -> Path | None:
+    """Put the backup ``source`` in the place of ``folder``'s registry, which must not be served.
+
+    Returns where the replaced one is kept now, None if there was none. Raises ConfigError,
+    StoreFault.
+    """
+    path = folder / FILE
+    if not path.exists():
+        backup(source, path)
+        return None
+    kept = folder / time.strftime("replaced-%Y%m%d-%H%M%S.db", time.gmtime())
+    with contextlib.closing(_lock(folder)):
+        temporary = folder / f".{FILE}.restored"
+        backup(source, temporary)  # first: a source that is no registry changes nothing
+        with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
+            backup(path, kept)
+        for ending in ("-wal", "-shm"):  # they belong to the old file
+            Path(f"{path}{ending}").unlink(missing_ok=True)
+        os.replace(temporary, path)
+        sync_folder(folder)
+    return kept if kept.exists() else None

@@ -1,0 +1,511 @@
+"""The registry over HTTP and as a program: who may write, and what no kill and no clock takes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from bittensor import http_auth
+from pydantic import SecretStr
+
+from distributed_training.chain.base import ChainError, find
+from distributed_training.chain.identity import Wallet, create_wallet
+from distributed_training.chain.registry import RegistryChain
+from distributed_training.registry import __main__ as program
+from distributed_training.registry import store
+from distributed_training.registry.service import Limits
+from distributed_training.registry.store import Registry, hash_of
+from tests.tools.chain_program import chain_program, serve_command, url_of
+from tests.tools.chain_server_thread import RegistryServer
+from tests.tools.chain_world import PEER, STRANGER, VALIDATOR
+from tests.tools.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(90)
+
+
+@contextmanager
+def chain_of(url: str, wallet: Wallet, **options: Any) -> Iterator[RegistryChain]:
+    quick = timedelta(milliseconds=20)
+    with closing(RegistryChain(url=url, wallet=wallet, poll_interval=quick, **options)) as chain:
+        assert chain.wait_ready(timedelta(seconds=30))
+        yield chain
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RegistryServer]:
+    with RegistryServer(tmp_path / "registry") as made:
+        yield made
+
+
+def post(server: RegistryServer, path: str, body: bytes, headers: dict[str, str]) -> int:
+    return httpx.post(
+        server.url + path, content=body, headers=headers, trust_env=False, verify=False
+    ).status_code
+
+
+def sign(
+    server: RegistryServer, wallet: Wallet, path: str, body: bytes, **changes: Any
+) -> dict[str, str]:
+    fields = {"receiver_ss58": server.charter.identity, **changes}
+    return http_auth.sign(wallet.hotkey, method="POST", path=path, body=body, **fields)
+
+
+@pytest.mark.slow
+def test_a_stop_is_clean_and_the_start_needs_no_torch() -> None:
+    with chain_program() as (_, process):
+        process.terminate()
+        assert process.wait(40) == 0
+    code = "import sys, distributed_training.registry.service; print('torch' in sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50
+    )
+    assert loaded.stdout.strip() == "False"
+
+
+def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Path) -> None:
+    body = json.dumps({"text": "x"}).encode()
+    with chain_of(server.url, PEER) as chain, chain_of(server.url, STRANGER) as other:
+        chain.register()
+        with pytest.raises(ChainError, match="not registered"):
+            other.commit("y")
+        assert post(server, "/commit", body, {}) == 401
+        forged = sign(server, VALIDATOR, "/commit", body)
+        forged["X-Bittensor-Hotkey"] = PEER.ss58
+        assert post(server, "/commit", body, forged) == 401
+        good = sign(server, PEER, "/commit", body)
+        assert post(server, "/commit", body.replace(b"x", b"z"), good) == 401
+        assert post(server, "/commit", body, good) == 200
+        assert post(server, "/commit", body, good) == 401  # replayed
+        server.stop()
+        server.start()
+        assert post(server, "/commit", body, good) == 401  # also by another process
+        wait_for(lambda: chain.commitment(PEER.ss58) == "x")
+        for apart in (-30, +30):
+            nonce = time.time_ns() + apart * 10**9
+            late = sign(server, PEER, "/commit", body, nonce_ns=nonce)
+            assert post(server, "/commit", body, late) == 401
+        with RegistryServer(tmp_path / "other") as twin:  # the same name, the same founder
+            theirs = sign(twin, PEER, "/commit", body)
+        assert post(server, "/commit", body, theirs) == 401
+        assert post(server, "/commit", body, sign(server, PEER, "/commit", body)) == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/serve", b'{"ip": "1.2.3.4", "port": 0}'),
+        ("/serve", b'{"ip": "1.2.3.4", "port": NaN}'),
+        ("/commit", b'{"text": 5}'),
+        ("/commit", b"[]"),
+        ("/weights", b'{"weights": {"0": -1}}'),
+        ("/register", b'{"uid": 256}'),
+        ("/enroll", b'{"hotkey": "<script>"}'),
+        ("/enroll", b'{"hotkey": "' + PEER.ss58.encode() + b'", "uid": 4096}'),
+        ("/expel", b'{"hotkey": "' + VALIDATOR.ss58.encode() + b'"}'),
+        ("/invite", b'{"hashed": "secret", "uses": 1, "expires": 1}'),
+    ],
+)
+def test_nonsense_is_refused(server: RegistryServer, path: str, body: bytes) -> None:
+    before = server.registry.view
+    assert post(server, path, body, sign(server, VALIDATOR, path, body)) == 400
+    assert server.registry.view is before
+
+
+def test_only_the_founder_gives_stake_and_permits(server: RegistryServer) -> None:
+    with chain_of(server.url, PEER) as chain, chain_of(server.url, VALIDATOR) as founder:
+        assert chain.register() == 1
+        for write in (
+            lambda: chain.enroll(PEER.ss58, stake=1e9),
+            lambda: chain.expel(VALIDATOR.ss58),
+            lambda: chain.allow(PEER.ss58),
+            lambda: chain.invite(hash_of("x"), uses=9, expires=time.time() + 60),
+        ):
+            with pytest.raises(ChainError, match="founder"):
+                write()
+        assert founder.enroll(PEER.ss58, stake=7.0, validator_permit=True) == 1
+        assert founder.enroll(PEER.ss58, uid=9) == 9
+        assert chain.register() == 9, "what it has it keeps"
+        wait_for(lambda: chain.uid(PEER.ss58) == 9)
+        me = find(chain.neurons(), PEER.ss58)
+        assert me is not None and (me.stake, me.validator_permit) == (7.0, True)
+        founder.expel(PEER.ss58)
+        wait_for(lambda: chain.uid(PEER.ss58) is None)
+
+
+def test_weights_become_incentive(server: RegistryServer, tmp_path: Path) -> None:
+    miners = [create_wallet(tmp_path, f"m{i}") for i in range(2)]
+    with chain_of(server.url, VALIDATOR) as chain:
+        for uid, miner in enumerate(miners, start=1):
+            with chain_of(server.url, miner) as own:
+                assert own.register() == uid
+        chain.set_weights({1: 3.0, 2: 1.0})
+        wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
+
+
+def test_when_all_uids_are_taken_the_least_earning_goes(tmp_path: Path) -> None:
+    charter = store.new_charter(
+        name="full", master=VALIDATOR.ss58, seconds_per_block=12, most_uids=4, admission="open"
+    )
+    with closing(Registry.at(tmp_path, charter)) as registry:
+        uids = [registry.register(f"hotkey-{i}") for i in range(3)]
+        registry.set_weights(VALIDATOR.ss58, {uids[0]: 0.2, uids[1]: 0.1, uids[2]: 0.7})
+        with pytest.raises(ChainError, match="all 4 uids are taken"):
+            registry.join(PEER.ss58)
+        registry.advance(5000)
+        assert registry.join(PEER.ss58) == uids[1]
+        assert find(registry.view.neurons, "hotkey-1") is None
+
+
+class TestAdmission:
+    def join(self, server: RegistryServer, wallet: Wallet, token: str | None = None) -> int:
+        invitation = SecretStr(token) if token is not None else None
+        with chain_of(server.url, wallet, invitation=invitation) as chain:
+            return chain.register()
+
+    def test_by_invitation(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.DEBUG)
+        with (
+            RegistryServer(tmp_path, admission="invited") as server,
+            chain_of(server.url, VALIDATOR) as founder,
+        ):
+            token = "an-invitation-for-one"
+            with pytest.raises(ChainError, match="DT_INVITATION"):
+                self.join(server, PEER)
+            with pytest.raises(ChainError, match="is not known here"):
+                self.join(server, PEER, token)
+            founder.invite(hash_of(token), uses=1, expires=time.time() + 60)
+            assert self.join(server, PEER, token) == 1
+            assert self.join(server, PEER, token) == 1, "asked again, it is no second use"
+            with pytest.raises(ChainError, match="is used up or has expired"):
+                self.join(server, STRANGER, token)
+            founder.invite(hash_of("late"), uses=5, expires=time.time() - 1)
+            with pytest.raises(ChainError, match="is used up or has expired"):
+                self.join(server, STRANGER, "late")
+            founder.allow(STRANGER.ss58)
+            assert self.join(server, STRANGER) == 2
+        assert token not in caplog.text
+        assert not any(token.encode() in file.read_bytes() for file in tmp_path.iterdir())
+
+    def test_by_list(self, tmp_path: Path) -> None:
+        with (
+            RegistryServer(tmp_path, admission="listed") as server,
+            chain_of(server.url, VALIDATOR) as founder,
+        ):
+            founder.invite(hash_of("token"), uses=1, expires=time.time() + 60)
+            with pytest.raises(ChainError, match="is not on this network's list"):
+                self.join(server, PEER, "token")
+            founder.allow(PEER.ss58)
+            founder.allow(STRANGER.ss58)
+            founder.allow(STRANGER.ss58, False)
+            assert self.join(server, PEER) == 1
+            with pytest.raises(ChainError, match="is not on this network's list"):
+                self.join(server, STRANGER)
+
+    def test_an_invitation_travels_encrypted_only(self) -> None:
+        chain = RegistryChain(
+            url="http://203.0.113.9:1", wallet=PEER, invitation=SecretStr("token")
+        )
+        with closing(chain), pytest.raises(ChainError, match="is not https"):
+            chain.register()
+
+
+def test_a_server_that_is_away_costs_only_age(
+    server: RegistryServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with chain_of(server.url, PEER) as chain:
+        chain.register()
+        server.stop()
+        wait_for(lambda: chain.age() > timedelta(milliseconds=300))
+        assert chain.uid(PEER.ss58) == 1
+        failures = chain.counters()["failures"]
+        wait_for(lambda: chain.counters()["failures"] > failures)
+        server.start()
+        wait_for(lambda: chain.age() < timedelta(milliseconds=200), seconds=20)
+    assert caplog.text.count("does not answer") == 1
+
+
+def test_another_registry_is_not_believed(
+    server: RegistryServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with chain_of(server.url, PEER) as chain:
+        chain.register()
+        server.stop()
+        other = RegistryServer(tmp_path / "other", master=STRANGER.ss58)
+        other.port = server.port
+        with other:
+            wait_for(lambda: "no longer test/" in caplog.text)
+            assert chain.uid(PEER.ss58) == 1 and chain.uid(STRANGER.ss58) is None
+            with pytest.raises(ChainError, match="another receiver"):
+                chain.commit("x")
+        strict = RegistryChain(url=server.url, wallet=PEER, master=STRANGER.ss58)
+        server.start()
+        with closing(strict):
+            assert not strict.wait_ready(timedelta(seconds=1))
+        assert f"founded by {VALIDATOR.ss58}, not by {STRANGER.ss58}" in caplog.text
+
+
+class TestKept:
+    """What a kill, a restart, a backup or a clock must not take."""
+
+    @pytest.mark.slow
+    def test_a_kill_loses_no_acknowledged_write(self, tmp_path: Path) -> None:
+        folder = tmp_path / "registry"
+        acknowledged, port, block = 0, 0, 0
+        for kill in range(5):
+            flags = ("--port", str(port)) if port else ()
+            with chain_program("--seconds-per-block", "0.05", *flags, folder=folder) as (url, p):
+                port = int(url.rpartition(":")[2])
+                with chain_of(url, PEER) as chain:
+                    chain.register()
+                    assert chain.commitment(PEER.ss58) in (
+                        (str(acknowledged), str(acknowledged + 1)) if kill else (None,)
+                    )
+                    assert chain.block() >= block
+                    killer = threading.Timer(0.1 + 0.07 * kill, p.send_signal, [signal.SIGKILL])
+                    killer.start()
+                    try:
+                        for number in range(acknowledged + 1, acknowledged + 10_000):
+                            chain.commit(str(number))
+                            acknowledged = number
+                    except ChainError:
+                        pass
+                    block = chain.block()
+        assert acknowledged > 10
+
+    def test_blocks_never_go_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        charter = store.new_charter(
+            name="x", master=PEER.ss58, seconds_per_block=0.1, most_uids=4, admission="open"
+        )
+        heights, now = [0], time.time
+
+        def start(hours: float) -> None:
+            monkeypatch.setattr(time, "time", lambda: now() + hours * 3600)
+            with closing(Registry.at(tmp_path, charter)) as registry:
+                begun = registry.height
+                assert begun >= heights[-1]
+                wait_for(lambda: registry.height > begun, seconds=10)
+                heights.append(registry.height)
+
+        for hours in (0, 48, 24, 0, 12, 0):
+            start(hours)
+        assert heights[2] - heights[1] > 48 * 36000 - 10
+
+    def test_a_backup_that_is_put_back_is_noticed(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        server = RegistryServer(tmp_path / "registry").start()
+        copy = tmp_path / "copies" / "registry.db"
+        with chain_of(server.url, PEER) as chain, chain_of(server.url, STRANGER) as late:
+            chain.register()
+            chain.serve("1.2.3.4", 1)
+            assert store.backup(server.folder / store.FILE, copy) == server.registry.version
+            chain.serve("5.6.7.8", 2)
+            chain.commit("newer")
+            assert late.register() == 2
+            assert program.main(["restore", "--folder", str(server.folder), str(copy)]) == 2
+            server.stop()
+            kept = store.restore(copy, server.folder)
+            assert kept is not None and kept.stat().st_size > 0
+            server.start()
+            wait_for(lambda: "went back" in caplog.text)
+            for one in (chain, late):
+                wait_for(lambda one=one: one.commitment(PEER.ss58) == "newer")
+                wait_for(lambda one=one: one.uid(STRANGER.ss58) == 2)
+                me = find(one.neurons(), PEER.ss58)
+                assert me is not None and (me.ip, me.port) == ("5.6.7.8", 2)
+            assert caplog.text.count("went back") == 2, "one line for each client"
+        server.stop()
+
+    @pytest.mark.parametrize(
+        ("content", "status", "words"),
+        [
+            (b"", 2, "is no registry"),
+            (b"junk" * 4096, 1, "dt-registry restore"),
+            (None, 2, "exist"),
+        ],
+    )
+    def test_a_wrong_backup_changes_nothing(
+        self,
+        server: RegistryServer,
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+        content: bytes | None,
+        status: int,
+        words: str,
+    ) -> None:
+        server.stop()
+        before = (server.folder / store.FILE).read_bytes()
+        wrong = tmp_path / "wrong.db"
+        if content is not None:
+            wrong.write_bytes(content)
+        assert program.main(["restore", "--folder", str(server.folder), str(wrong)]) == status
+        error = capsys.readouterr().err
+        assert words in error and error.count("\n") == 1
+        assert (server.folder / store.FILE).read_bytes() == before
+
+    def test_a_full_disk_refuses_writes_and_keeps_reads(self, server: RegistryServer) -> None:
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+            registry, before = server.registry, server.registry.view
+            registry._db.execute("PRAGMA query_only = ON")  # as a disk that takes nothing
+            with pytest.raises(ChainError, match="cannot store"):
+                chain.commit("x")
+            assert registry.view is before and registry.commitments == {}
+            registry._db.execute("PRAGMA query_only = OFF")
+            chain.commit("x")
+            assert chain.commitment(PEER.ss58) == "x"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--name", "other"), "--name other is not what the registry"),
+        (("--seconds-per-block", "3"), "--seconds-per-block 3.0 is not what"),
+        (("--folder", "{empty}"), "give --network FILE"),
+        (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
+        (("--port", "70000"), "--port"),
+        (("--host", "nowhere"), "--host"),
+    ],
+)
+def test_what_the_program_refuses(
+    server: RegistryServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    words: str,
+) -> None:
+    server.stop()
+    more = [flag.format(empty=tmp_path / "empty") for flag in flags]
+    try:
+        status = program.main(["serve", "--folder", str(server.folder), *more])
+    except SystemExit as end:
+        status = end.code
+    error = capsys.readouterr().err
+    assert status == 2 and words in error and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_network_is_founded_and_joined_by_commands(tmp_path: Path) -> None:
+    folder, wallets = tmp_path / "registry", tmp_path / "wallets"
+    founder, miner = (create_wallet(wallets, name).ss58 for name in ("founder", "miner"))
+    new = ("--name", "lab", "--master", founder, "--port", "0")
+    served = subprocess.Popen(serve_command(folder, *new), stdout=subprocess.PIPE, text=True)
+    try:
+        url = url_of(served)
+
+        def run(command: str, *words: str, wallet: str = "founder", **more: str) -> str:
+            names = ("--wallet.path", str(wallets), "--wallet.name", wallet)
+            where = ("--url", url, *(names if command != "status" else ()))
+            return subprocess.run(
+                [sys.executable, "-m", "distributed_training.registry", command, *where, *words],
+                env={**os.environ, **more},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            ).stdout
+
+        token = run("invite", "--uses", "1").split("DT_INVITATION=")[1].strip()
+        assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
+        assert run("enroll", miner, "--stake", "5", "--validator") == "uid 1\n"
+        shown = run("status")
+        assert f"1 {miner}  validator, stake 5" in shown and founder in shown
+        done = ["backup", "--folder", str(folder), str(tmp_path / "copy.db")]
+        assert program.main(done) == 0
+    finally:
+        served.terminate()
+        assert served.wait(20) == 0
+        served.stdout.close()
+
+
+class TestReading:
+    def get(self, server: RegistryServer, path: str, **headers: str) -> httpx.Response:
+        return httpx.get(server.url + path, headers=headers, trust_env=False)
+
+    def test_a_poller_gets_what_changed(self, server: RegistryServer) -> None:
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+            first = self.get(server, "/state").json()
+            assert first["full"] and [row[0] for row in first["rows"]] == [0, 1]
+            known = f"/state?since={first['version']}&start={first['start']}"
+            assert "rows" not in self.get(server, known).json()
+            chain.commit("x")
+            assert [row[::2] for row in self.get(server, known).json()["rows"]] == [[1, "x"]]
+            chain.deregister()
+            assert self.get(server, known).json()["rows"] == [[1, None, None]]
+            for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
+                assert self.get(server, "/state" + odd).status_code in (200, 400)
+
+    def test_the_page_shows_who_is_there(self, server: RegistryServer) -> None:
+        server.registry.register(PEER.ss58)
+        server.registry.serve(PEER.ss58, "<script>alert(1)</script>", 8091)
+        server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})
+        page = self.get(server, "/")
+        assert page.status_code == 200 and PEER.ss58 in page.text and "1.0000" in page.text
+        assert "<script" not in page.text and "&lt;script&gt;" in page.text
+        assert "default-src 'none'" in page.headers["content-security-policy"]
+        assert f"block {server.registry.height}" in page.text
+        for path in ("/", "/metrics"):
+            assert self.get(server, path, host="evil.example").status_code == 403
+        assert self.get(server, "/nothing").status_code == 404
+
+    def test_metrics(self, server: RegistryServer) -> None:
+        from prometheus_client.parser import text_string_to_metric_families
+
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+        text = self.get(server, "/metrics").text
+        families = {f.name: f for f in text_string_to_metric_families(text)}
+        assert families["dt_registry_neurons"].samples[0].value == 2
+        calls = {tuple(s.labels.values()): s.value for s in families["dt_registry_calls"].samples}
+        assert calls["written", "register"] == 1 and calls["read", "state"] > 0
+        assert self.get(server, "/health").json()["block"] >= 1000
+
+
+class TestLimits:
+    @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
+    def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
+        limits = Limits(requests_per_address=1.0, requests_per_hotkey=0.5, proxy=proxy)
+        with RegistryServer(tmp_path, limits=limits) as server:
+
+            def ask(address: str) -> int | None:
+                headers = {"x-forwarded-for": f"6.6.6.6, {address}"}
+                try:
+                    got = httpx.get(server.url + "/health", headers=headers, trust_env=False)
+                except httpx.HTTPError:
+                    return None  # closed unread
+                return got.status_code
+
+            answers = [ask("1.1.1.1") for _ in range(12)]
+            assert answers[:6] == [200] * 6
+            assert sum(answer in (429, None) for answer in answers) >= 3
+            assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
+
+    def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
+        limits = Limits(read_timeout=timedelta(seconds=1), max_connections_per_address=200)
+        with RegistryServer(tmp_path, limits=limits) as server:
+            slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+            for one in slow:
+                one.send(b"GET /state HT")
+            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+            body = b"x" * (300 * 1024)
+            assert post(server, "/commit", body, {}) == 413
+            cut: Callable[[socket.socket], bool] = lambda one: one.recv(1) == b""
+            for one in slow:
+                one.settimeout(10)
+                assert cut(one)
+                one.close()
