@@ -33,6 +33,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
     },
     "local": {
         "neuron.device": "cpu",
+        "chain.seconds_per_block": "1",
         "neuron.page_port": "off",  # the whole subnet has one
         "neuron.global_tokenizer_name": "bytes",
         "data.source": "stdlib",

@@ -96,6 +96,10 @@ class ChainSettings:
     instead of a Subtensor"""
     invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
     """invitation of the network's founder, with which a registry gives this hotkey a uid"""
+    seconds_per_block: float = flag(
+        "chain.seconds_per_block", network="round.seconds_per_block", ge=0.01, le=3600
+    )
+    """seconds from one block of the chain to the next"""
     poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the current block"""
     neurons_interval: Duration = flag(

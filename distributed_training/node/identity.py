@@ -45,7 +45,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
-from distributed_training.protocol import lines, schedule
+from distributed_training.protocol import lines
 
 if TYPE_CHECKING:
     from distributed_training.chain.subtensor import BittensorChain
@@ -290,7 +290,7 @@ def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float) -> list[Neuron
 
 def seconds_per_block(config: Config) -> float:
     """12 on the public network; the local subnet's chain makes a block a second."""
-    return 1.0 if config.preset == "local" else schedule.SECONDS_PER_BLOCK
+    return config.chain.seconds_per_block
 
 
 ASK_EVERY = timedelta(minutes=5)  # for the public address
