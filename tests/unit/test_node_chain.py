@@ -19,7 +19,8 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node import identity as node_chain
-from distributed_training.node.failures import HotkeyInUse, NetworkFailure
+from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
+from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
@@ -242,3 +243,25 @@ def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
                 VALIDATOR.ss58
             ]
             assert content["at"] > time.time() - 60
+
+
+def test_an_invitation_gives_a_uid_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
+    with RegistryServer(tmp_path, admission="invited") as server:
+        assert server.registry is not None
+        server.registry.invite(hash_of("token"), 1, time.time() + 60)
+        argv = ["--chain.local_url", server.url, "--neuron.master_ss58_address", VALIDATOR.ss58]
+        for secret in ("wrong", "token"):
+            environ = {"DT_INVITATION": secret}
+            config = load_config("miner", argv, environ=environ, dotenv=None, check=False)
+            assert config.warnings == (
+                "--chain.local_url is an older name of --chain.registry_url",
+            )
+            with ExitStack() as stack:
+                if secret == "token":
+                    assert node_chain.join_subnet(config, stack).uid == 1
+                    continue
+                with pytest.raises(NotRegistered, match="dt-registry register --url"):
+                    node_chain.join_subnet(config, stack)
