@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.upload import PageReader
-from distributed_training.store.s3 import ObjectInfo
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.local_evaluation import Preview
 from tests.tools.gradient_file import build_payload
@@ -201,7 +203,7 @@ class Miner:
 
     # --- what a validator finds -------------------------------------------------------------------
 
-    def bucket(self, each: Publisher, outer_step: int, now: float) -> Bucket:
+    def bucket(self, each: Publisher, outer_step: int, now: float) -> BucketReader:
         """As it is at ``now``, when outer step ``outer_step`` is judged."""
         seen = [u for u in each.uploads if u.visible_at <= now]
         root = max(seen, key=lambda u: u.visible_at, default=None)
@@ -210,7 +212,8 @@ class Miner:
         if newest is not None and newest.content is None:
             newest.content = self._content(each, newest)
             newest.codes = {}
-        return Bucket(f"{each.contender.name} of uid {self.uid}", root, newest, now)
+        name = f"{each.contender.name} of uid {self.uid}"
+        return BucketReader(cast(S3ObjectStore, Bucket(name, root, newest, now)))
 
     def _content(self, each: Publisher, upload: Upload) -> bytes:
         """``gradients.pt``, of the direction and length that the preview chooses."""
@@ -254,13 +257,13 @@ class Miner:
 
 
 class Bucket:
-    """A :class:`~distributed_training.node.buckets.Reader` of what was published until ``now``.
+    """An object store to read, with what was published until ``now``.
 
     ``root``: whose ``metadata.json`` lies at the root; ``upload``: what ``epoch-X`` holds.
     """
 
     def __init__(self, name: str, root: Upload | None, upload: Upload | None, now: float) -> None:
-        self.name = name
+        self.bucket = name
         self._root, self._upload, self._now = root, upload, now
 
     def head(self, key: str) -> ObjectInfo | None:
@@ -278,8 +281,9 @@ class Bucket:
             return ConfigExtras(self._upload.blocks, self._upload.inner_step).merge_into({})
         return None
 
-    def read(self, key: str, *, limit: int) -> bytes | None:
-        return self._upload.content if self._upload is not None else None
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        assert self._upload is not None and self._upload.content is not None
+        return self._upload.content[start : start + length]
 
 
 def block_at(now: float) -> int:

@@ -15,37 +15,33 @@ with the weights it began the outer step with (rank 0's rows of them).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import random
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from distributed_training import __version__
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.common.backoff import Throttle, doubling
-from distributed_training.common.files import read_state, write_state
 from distributed_training.config import Config
-from distributed_training.protocol import keys, names
-from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
+from distributed_training.node.buckets import NoBucket, PeerBuckets
+from distributed_training.protocol import keys
 from distributed_training.protocol.pt_file import safetensors_table
-from distributed_training.store.bucket_reader import RemoteState
-from distributed_training.store.s3 import (
-    AccessDeniedError,
-    DeadlineError,
-    S3ObjectStore,
-    StoppedError,
-    StoreError,
+from distributed_training.store.bucket_reader import (
+    BucketReader,
+    check_run,
+    refusal,
+    refuse,
+    remove_states,
+    states,
 )
+from distributed_training.store.s3 import DeadlineError, StoppedError, StoreError
 
 from . import state_machine as ev
 
@@ -111,14 +107,12 @@ def drift(
 
 log = logging.getLogger(__name__)
 
-_REFUSED = "refused.json"  # in a state's folder
+_ANSWER = timedelta(minutes=1)  # of the store to a question, with its retries
 _SAY_AGAIN = 300.0  # seconds between two lines of a start that waits
 _EXPECTED = 600.0  # seconds in which a start may wait for a first state without a warning
 _LOOK_AGAIN = 1.0  # seconds between two looks for a global state that is not there yet
 _FETCH_AGAIN = timedelta(seconds=1)  # a state that is refused: doubled by each refusal
 _FETCH_AGAIN_LONGEST = timedelta(minutes=5)
-
-_T = TypeVar("_T")
 
 
 class GlobalUnavailableError(RuntimeError):
@@ -137,11 +131,7 @@ class GlobalRefusedError(GlobalUnavailableError):
     """The global state could not be loaded when it was tried; ``folder`` holds its files."""
 
     def __init__(self, folder: Path, problem: str) -> None:
-        super().__init__(
-            f"{folder.name} of the global bucket was refused: {problem}; it is neither downloaded "
-            f"nor loaded again before another one is published; to try it, delete "
-            f"{folder / _REFUSED}"
-        )
+        super().__init__(problem)
         self.folder = folder
 
 
@@ -152,89 +142,71 @@ class StopBeforeStart(RuntimeError):
 class GlobalBucket:
     """``folder`` keeps the states fetched, one ``epoch-N`` each: a restart need not download.
 
-    ``moved``: whether its owner published other read keys, perhaps of another account, since;
-    asked before each use, so it must not wait. ``renew`` is asked then, and when the read keys are
-    refused: the bucket with the keys of now, None if they are the same or unusable. All methods
-    raise :class:`GlobalUnavailableError` with a line that says why, and StoppedError after
-    :meth:`stop`, which nobody has to hear of.
+    ``open_bucket``: the bucket by the keys that its owner commits now. It is called before each
+    use, so it must not wait; while it fails the last bucket stays. All methods raise
+    :class:`GlobalUnavailableError` with a line that says why, and StoppedError after :meth:`stop`,
+    which nobody has to hear of.
     """
 
-    def __init__(
-        self,
-        *,
-        remote: RemoteState,
-        run: int,
-        folder: Path,
-        renew: Callable[[], RemoteState | None] = lambda: None,
-        moved: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._remote = remote
-        self._run = run
+    def __init__(self, *, open_bucket: Callable[[], BucketReader], folder: Path) -> None:
+        self._open_bucket = open_bucket
+        self._bucket: BucketReader | None = None
         self.run_seen: int | None = None  # of the bucket, when it was last looked at
         self._folder = folder
-        self._renew = renew
-        self._moved = moved
 
-    def _read(self, operation: Callable[[RemoteState], _T]) -> _T:
-        if self._moved():  # the old bucket may stay as it was for weeks
-            self._remote = self._renew() or self._remote
+    def follow(self) -> BucketReader:
+        """Return the bucket by the keys of now, or else the last one. The owner may have moved to
+        another account; what is no commitment is not followed.
+
+        Raises NoBucket, ChainError as long as there was none.
+        """
         try:
-            return operation(self._remote)
-        except AccessDeniedError:
-            renewed = self._renew()
-            if renewed is None:
+            found = self._open_bucket()
+        except (NoBucket, ChainError):
+            if self._bucket is None:
                 raise
-            self._remote = renewed
-            return operation(renewed)
+            return self._bucket
+        if self._bucket not in (None, found):
+            log.info(
+                "The master hotkey committed other read keys: the global bucket is read with them"
+            )
+        self._bucket = found
+        return found
 
     def outer_step(self) -> int:
         """Of the root metadata, which its owner writes last."""
         with _unavailable():
-            metadata = self._read(lambda remote: remote.metadata())
-        if metadata is None:
-            raise GlobalEmptyError("the global bucket is empty so far")
-        self.run_seen = metadata.run
-        if metadata.run != self._run:
-            raise GlobalUnavailableError(
-                f"the global bucket is of run {metadata.run}, this miner of run {self._run}: "
-                "upgrade the miner"
-            )
-        return metadata.outer_step
+            metadata = self.follow().metadata()
+            if metadata is None:
+                raise GlobalEmptyError("the global bucket is empty so far")
+            self.run_seen = metadata.run
+            return check_run(metadata).outer_step
 
     def fetch(self, outer_step: int) -> Path:
         """Return the folder of that epoch's config.json, model.safetensors and outer_optimizer.pt,
         checked. Raises GlobalRefusedError for a state that :func:`refuse` was called for."""
         with _unavailable():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            folder = self._read(lambda remote: remote.fetch(outer_step, self._folder))
-        for old in self._folder.glob("epoch-*"):
-            number = old.name.partition("-")[2]
-            if number.isdigit() and int(number) < outer_step - 1:
-                shutil.rmtree(old, ignore_errors=True)
-        refusal = read_state(folder / _REFUSED, _Refusal, lost="this state is tried once more")
-        if refusal is not None and refusal.version == __version__:
-            raise GlobalRefusedError(folder, refusal.problem)
+            folder = self.follow().fetch(outer_step, self._folder)
+        remove_states(self._folder, before=outer_step - 1)
+        problem = refusal(folder)
+        if problem is not None:
+            raise GlobalRefusedError(folder, problem)
         return folder
 
     def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
         """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
         with _unavailable():
-            key = keys.epoch_key(outer_step, keys.MODEL)
-            size, read = self._read(lambda remote: remote.reader(key))
-            return drift(rows, read, size=size, seed=outer_step)
+            model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
+            return drift(rows, model.read_at, size=model.size, seed=outer_step)
 
     def on_disk(self) -> tuple[int, Path] | None:
         """Return the newest outer step that was fetched whole, and its folder."""
-        found = [
-            (int(number), folder)
-            for folder in self._folder.glob("epoch-*")
-            if (number := folder.name.partition("-")[2]).isdigit()
-        ]
-        return max(found, default=None)
+        return max(states(self._folder), default=None)
 
     def stop(self) -> None:
         """End a fetch under way; what was fetched stays for the next."""
-        self._remote.stop()
+        if self._bucket is not None:
+            self._bucket.stop()
 
 
 @contextlib.contextmanager
@@ -248,28 +220,6 @@ def _unavailable() -> Iterator[None]:
         raise (GlobalSilentError if silent else GlobalUnavailableError)(str(error)) from None
 
 
-@dataclass(frozen=True)
-class _Refusal:
-    version: str  # of the miner
-    problem: str
-
-
-def refuse(folder: Path, problem: str) -> None:
-    """Note that this version of the miner cannot load the state in ``folder``.
-
-    The files stay, since they are the bucket's until other ones are published: deleted ones would
-    be downloaded again by every start, tens of gigabytes each time.
-    """
-    lost = "this state is tried once more"
-    write_state(folder / _REFUSED, _Refusal(__version__, problem), lost=lost)
-
-
-def model_config(folder: Path) -> dict[str, Any]:
-    """``config.json`` of a fetched state (checked when it was fetched)."""
-    content: dict[str, Any] = json.loads((folder / keys.CONFIG).read_bytes())
-    return content
-
-
 # --- at the start -------------------------------------------------------------------------------
 
 
@@ -279,52 +229,17 @@ def open_global_bucket(
     """Its read credentials stand in the master hotkey's commitment; waits for them.
 
     Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
-    master = config.miner.master_ss58_address
+    master, most = config.miner.master_ss58_address, config.store.longest_transfer
+    peers = PeerBuckets(config.store, chain, small=_ANSWER, large=most)
+    bucket = GlobalBucket(open_bucket=lambda: peers.of_master(master), folder=folder / "global")
     waiting = _Waiting("if for long: is --neuron.master_ss58_address the subnet's?")
-    text = ""
-
-    def open_bucket() -> RemoteState:
-        nonlocal text
-        committed = chain.commitment(master) or ""
-        remote = _remote_state(config, parse_commitment(committed))
-        text = committed
-        return remote
-
-    def moved() -> bool:
-        try:
-            return (chain.commitment(master) or "") != text
-        except ChainError:
-            return False
-
-    def renew() -> RemoteState | None:
-        try:
-            if not moved():
-                return None
-            remote = open_bucket()
-        except (ValueError, ChainError):
-            return None
-        log.info("The master hotkey committed other read keys: the global bucket is read with them")
-        return remote
-
     while True:
         try:
-            remote = open_bucket()
-            break
-        except (ValueError, ChainError) as error:  # none, of no account, or not read yet
+            bucket.follow()
+            return bucket
+        except (NoBucket, ChainError) as error:  # none, of no account, or not read yet
             waiting.say(f"Waiting for the commitment of the master hotkey {master} ({error})")
         pause(wanted)
-    return GlobalBucket(
-        remote=remote, run=names.RUN, folder=folder / "global", renew=renew, moved=moved
-    )
-
-
-def _remote_state(config: Config, credentials: BucketCredentials) -> RemoteState:
-    bucket = config.store.global_model_name
-    return RemoteState(
-        store=S3ObjectStore.of_peer(config.store, bucket=bucket, credentials=credentials),
-        deadline=config.store.longest_transfer,
-        concurrency=config.store.concurrency,
-    )
 
 
 def first_global_state(
@@ -377,7 +292,7 @@ class _Waiting:
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
-        self._throttle = Throttle(_SAY_AGAIN)
+        self._throttle = Throttle(_SAY_AGAIN, clock=time.monotonic)
         self._began = time.monotonic()
 
     def say(self, what: str, *, expected: bool = False) -> None:

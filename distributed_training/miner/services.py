@@ -30,7 +30,6 @@ from distributed_training.miner.global_state import (
     GlobalEpoch,
     Rows,
     first_global_state,
-    model_config,
     open_global_bucket,
     pause,
 )
@@ -38,6 +37,7 @@ from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import buckets, identity
 from distributed_training.node.failures import Deregistered, NetworkFailure, NotRegistered
+from distributed_training.node.global_state import model_config
 from distributed_training.node.identity import (
     Member,
     join_subnet,
@@ -49,7 +49,7 @@ from distributed_training.node.network import check_global_state, require_networ
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
@@ -442,19 +442,19 @@ def _check_bucket(config: Config, bucket: str) -> Published:
     store = buckets.open_own(config.store, bucket)
     try:
         buckets.check_own(store)
-        return read_published(RemoteState(store=store, deadline=buckets.BUCKET_CHECK))
+        return read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
     finally:
         store.close()
 
 
-def read_published(bucket: RemoteState) -> Published:
+def read_published(bucket: BucketReader) -> Published:
     found = Published()
     try:
         root = bucket.metadata()
         age = None if root is None else bucket.age(root.outer_step)
         if root is not None and age is not None:
             found = Published(at=time.monotonic() - age.total_seconds())
-            newest = max(bucket.block_list(root.outer_step), default=None)
+            newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
             found = replace(found, newest_block=newest)
     except StoreError as error:
         what = "what is published" if found.at is None else "the published block list"

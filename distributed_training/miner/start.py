@@ -35,6 +35,7 @@ from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import StepReport
+from distributed_training.store.bucket_reader import refuse
 from distributed_training.store.upload_rules import disk_allows
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
@@ -44,7 +45,7 @@ from . import services
 from . import state_machine as ev
 from .block_list import BlockList
 from .controller import Averaging, Controller
-from .global_state import Rows, StopBeforeStart, refuse
+from .global_state import Rows, StopBeforeStart
 from .loop import MinerLoop
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits

@@ -3,19 +3,14 @@
 A miner's bucket is named by its uid, the validator's is the global one. Our own is opened with the
 write keys and checked before anything depends on it. Its read credentials are committed to the
 chain for everybody to see; the write keys never leave this machine. Other buckets are read with the
-credentials that their owners committed. Such a bucket may be missing, slow, or hold anything at
-all: every read names the most bytes it takes and ends within a time.
+credentials that their owners committed (``store.bucket_reader``).
 """
 
 from __future__ import annotations
 
-import io
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import IO, Any, Protocol
 
 from pydantic import SecretStr
 
@@ -30,18 +25,15 @@ from distributed_training.protocol.metadata import (
     build_commitment,
     parse_commitment,
 )
-from distributed_training.store.bucket_reader import check_read_key
+from distributed_training.store.bucket_reader import BucketReader, check_read_key
 from distributed_training.store.s3 import (
     BucketMissingError,
     ClockSkewError,
     DeadlineError,
-    IntegrityError,
-    ObjectInfo,
-    ObjectMissingError,
     S3ObjectStore,
     StoreError,
 )
-from distributed_training.store.transfer import deadline_in, download, patient
+from distributed_training.store.transfer import patient
 
 BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
 
@@ -113,134 +105,6 @@ def _text(value: SecretStr | None) -> str:
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.
 PATIENCE = timedelta(seconds=10)
-RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
-
-
-class Reader(Protocol):
-    """One bucket to read: at an object store (:class:`BucketReader`), or a folder that is laid out
-    like one (``scoring.folder``). All methods raise StoreError."""
-
-    @property
-    def name(self) -> str: ...
-
-    def head(self, key: str) -> ObjectInfo | None:
-        """None: there is no such object. Its ``age_seconds`` are by the store's clock."""
-        ...
-
-    def get(self, key: str, *, limit: int) -> bytes | None:
-        """A small object whole; None if there is none. IntegrityError for more than ``limit``."""
-        ...
-
-    def read(self, key: str, *, limit: int) -> bytes | None:
-        """A large object whole, into memory; None if there is none. IntegrityError for more than
-        ``limit`` bytes, DeadlineError when it comes too slowly."""
-        ...
-
-    def download(self, key: str, path: Path, *, limit: int) -> None:
-        """Into ``path``, complete or not at all. ObjectMissingError if there is no such object."""
-        ...
-
-    def open(self, key: str) -> IO[bytes]:
-        """To seek and read in, without fetching more than is read. Close it. Reading raises
-        StoreError too. ObjectMissingError if there is no such object."""
-        ...
-
-
-class BucketReader:
-    """A :class:`Reader` at an object store. ``small`` covers a question with its retries, ``large``
-    a whole file."""
-
-    def __init__(
-        self,
-        store: S3ObjectStore,
-        *,
-        small: timedelta = timedelta(seconds=30),
-        large: timedelta = timedelta(minutes=30),
-    ) -> None:
-        self._store = patient(store, each=small)
-        self._once = store
-        self._large = large
-
-    @property
-    def name(self) -> str:
-        return self._store.bucket
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._store.head(key)
-
-    def get(self, key: str, *, limit: int) -> bytes | None:
-        return self._store.get(key, limit=limit)
-
-    def read(self, key: str, *, limit: int) -> bytes | None:
-        info = self.head(key)
-        if info is None:
-            return None
-        where = f"{self.name}/{key}"
-        if info.size > limit:
-            raise IntegrityError(
-                f"{where} has {info.size} bytes, more than the {limit} allowed, so it is not read"
-            )
-        deadline = deadline_in(self._large)
-        store = patient(self._once, until=deadline)
-        content = io.BytesIO()
-        while (start := content.tell()) < info.size:
-            if time.monotonic() > deadline:
-                seconds = self._large.total_seconds()
-                raise DeadlineError(f"{where}: {start} of {info.size} bytes came in {seconds:g} s")
-            piece = store.get_range(key, start, RANGE, etag=info.etag)
-            if not piece:
-                raise IntegrityError(f"{where}: {start} of {info.size} bytes came")
-            content.write(piece)
-        return content.getvalue()
-
-    def download(self, key: str, path: Path, *, limit: int) -> None:
-        deadline = deadline_in(self._large)
-        try:
-            download(self._once, key, path, limit=limit, deadline=deadline)
-        except (IntegrityError, ObjectMissingError) as error:
-            raise type(error)(f"{self.name}/{key}: {error}") from None
-        except OSError as error:
-            raise StoreError(f"{error.filename or path}: {error.strerror}") from None
-
-    def open(self, key: str) -> IO[bytes]:
-        info = self.head(key)
-        if info is None:
-            raise ObjectMissingError(f"{self.name}/{key} does not exist")
-        return io.BufferedReader(_RemoteFile(self._store, info), buffer_size=64 * 1024)
-
-
-class _RemoteFile(io.RawIOBase):
-    """One version of an object as a file, read range by range."""
-
-    def __init__(self, store: S3ObjectStore, info: ObjectInfo) -> None:
-        super().__init__()
-        self.name = info.key
-        self._store = store
-        self._info = info
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = max(0, offset + (0, self._at, self._info.size)[whence])
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        count = min(len(view), self._info.size - self._at)
-        if count <= 0:
-            return 0
-        data = self._store.get_range(self._info.key, self._at, count, etag=self._info.etag)
-        view[: len(data)] = data
-        self._at += len(data)
-        return len(data)
 
 
 class NoBucket(StoreError):
@@ -286,6 +150,11 @@ class PeerBuckets:
             store = S3ObjectStore.of_peer(self._settings, bucket=bucket, credentials=credentials)
         except ValueError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
-        reader = BucketReader(store, small=self._small, large=self._large)
+        reader = BucketReader(
+            store,
+            small=self._small,
+            large=self._large,
+            concurrency=self._settings.concurrency,
+        )
         self._known[bucket] = credentials, reader
         return reader

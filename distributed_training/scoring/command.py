@@ -56,8 +56,8 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
 
 if TYPE_CHECKING:
-    from distributed_training.node.buckets import Reader
     from distributed_training.scoring.score_preview import Preview, Sources
+    from distributed_training.store.bucket_reader import BucketReader
 
 
 def run() -> int:
@@ -201,11 +201,12 @@ def find_sources(
 ) -> tuple[Sources, list[int] | None]:
     """Where to look and at which uids, None for all. Raises ConfigError, NetworkFailure."""
     from distributed_training.chain.identity import load_wallet
-    from distributed_training.node.buckets import BucketReader, open_own
-    from distributed_training.scoring.score_preview import FolderReader, in_folders, on_chain
+    from distributed_training.node.buckets import open_own
+    from distributed_training.scoring.score_preview import folder_reader, in_folders, on_chain
+    from distributed_training.store.bucket_reader import BucketReader
 
     uids: list[int] = options.uid or []
-    instead: dict[int, Reader] = {}
+    instead: dict[int, BucketReader] = {}
     if options.bucket or options.folder:
         if len(uids) != 1:
             raise ConfigError(
@@ -215,7 +216,7 @@ def find_sources(
         if options.folder and options.global_folder:
             return in_folders(options.folder, options.global_folder, uids[0]), uids
         if options.folder:
-            instead[uids[0]] = FolderReader(options.folder)
+            instead[uids[0]] = folder_reader(options.folder)
         else:
             instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
     hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting
@@ -225,7 +226,7 @@ def find_sources(
     master = None if options.subnet else config.miner.master_ss58_address
     sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)
     if options.global_folder:
-        state = FolderReader(options.global_folder)
+        state = folder_reader(options.global_folder)
         sources = replace(sources, global_bucket=lambda: state)
     if hotkey is None:
         return sources, None if options.all else uids

@@ -13,11 +13,9 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed_training.config import ConfigError
@@ -32,35 +30,6 @@ from distributed_training.training.model import (
     linear_cross_entropy,
     schema_of,
 )
-
-
-def model_bytes(schema: Schema) -> int:
-    """Most bytes of a float32 ``model.safetensors`` (tied weights may be in it twice)."""
-    tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
-    return 2 * tensors + 1024 * 1024
-
-
-def load_weights(path: Path, schema: Schema) -> list[Tensor]:
-    """Float32 tensors in the order of ``schema``; names the schema does not know are left out.
-
-    Raises ValueError for a missing name, another shape, NaN or Inf, or an unreadable file.
-    """
-    try:
-        with safe_open(path, "pt") as file:  # memory-mapped, one tensor after another
-            missing = sorted({name for name, _ in schema} - set(file.keys()))
-            if missing:
-                raise ValueError(f"{path.name} lacks {missing[0]} and {len(missing) - 1} more")
-            return [_checked(path, name, file.get_tensor(name), shape) for name, shape in schema]
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path.name} cannot be read: {error}") from None
-
-
-def _checked(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if tuple(tensor.shape) != tuple(shape):
-        raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
-    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
-        raise ValueError(f"{path.name}: {name} is not finite floating-point numbers")
-    return tensor.to(torch.float32)
 
 
 def evaluation_device(wanted: str) -> torch.device:

@@ -42,7 +42,7 @@ from distributed_training.scoring.command import subnet_flags
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.node.buckets import Reader
+    from distributed_training.store.bucket_reader import BucketReader
 
 
 class ExportError(RuntimeError):
@@ -117,32 +117,28 @@ def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
     return 0
 
 
-def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack) -> Reader:
+def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack) -> BucketReader:
     from distributed_training.scoring.score_preview import on_chain
 
     master = None if options.subnet else config.miner.master_ss58_address
     return on_chain(config, stack, master=master, timeout=timedelta(hours=6)).global_bucket()
 
 
-def open_folder(folder: Path) -> tuple[Reader, int | None]:
+def open_folder(folder: Path) -> tuple[BucketReader, int | None]:
     """Return a reader of a snapshot, of a bucket's copy or of a run folder's global state, and the
     newest outer step in it; None where a metadata.json tells, or nothing does."""
     from distributed_training.protocol import keys
-    from distributed_training.scoring.score_preview import FolderReader
+    from distributed_training.scoring.score_preview import folder_reader
+    from distributed_training.store.bucket_reader import states
 
     folder = folder / "global" if (folder / "global").is_dir() else folder
-    found = {
-        int(path.parent.name.partition("-")[2])
-        for path in folder.glob(f"epoch-*/{keys.MODEL}")
-        if keys.parse_epoch_key(f"{path.parent.name}/{keys.MODEL}") is not None
-    }
-    reader = FolderReader(folder)
-    known = reader.get(keys.ROOT_METADATA, limit=1 << 20) is not None
-    return reader, None if known else max(found, default=None)
+    found = (step for step, path in states(folder) if (path / keys.MODEL).exists())
+    reader = folder_reader(folder)
+    return reader, None if reader.metadata() is not None else max(found, default=None)
 
 
 def export_model(
-    config: Config, reader: Reader, folder: Path, *, outer_step: int | None = None
+    config: Config, reader: BucketReader, folder: Path, *, outer_step: int | None = None
 ) -> int:
     """Write the model of ``outer_step`` (None: the newest) as ``folder``; return the outer step.
 
@@ -150,30 +146,18 @@ def export_model(
     shape that config.json implies, and is finite. Raises ExportError, StoreError, ConfigError.
     """
     from distributed_training.common.files import write_json
+    from distributed_training.node.global_state import load_weights, model_bytes
     from distributed_training.protocol import keys
-    from distributed_training.protocol.metadata import (
-        MAX_CONFIG_BYTES,
-        MAX_METADATA_BYTES,
-        Metadata,
-        MetadataError,
-        parse_config,
-    )
-    from distributed_training.scoring.evaluator import load_weights, model_bytes
-    from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
+    from distributed_training.store.bucket_reader import StateUnavailable
+    from distributed_training.training.model import parameter_schema, without_extras
 
     try:
         if outer_step is None:
-            root = reader.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+            root = reader.metadata()
             if root is None:
                 raise ExportError(f"{reader.name} holds no state yet, so nothing was exported")
-            outer_step = Metadata.parse(root).outer_step
-        raw = reader.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
-        if raw is None:
-            raise ExportError(
-                f"{reader.name} holds no state of outer step {outer_step}, so nothing was "
-                "exported: leave --outer-step out for the newest"
-            )
-        content = {k: v for k, v in parse_config(raw)[0].items() if k not in CONFIG_EXTRAS}
+            outer_step = root.outer_step
+        content = without_extras(reader.config(outer_step)[0])
         schema = parameter_schema(content)
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
@@ -188,7 +172,11 @@ def export_model(
             if folder.exists():
                 folder.rmdir()
             shutil.move(part, folder)
-    except (MetadataError, ValueError, OSError) as error:
+    except StateUnavailable as error:
+        raise ExportError(
+            f"{error}, so nothing was exported: leave --outer-step out for the newest"
+        ) from None
+    except (ValueError, OSError) as error:
         raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None
     return outer_step
 

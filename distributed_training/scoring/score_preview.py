@@ -16,6 +16,7 @@ for the same blocks.
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import math
 import random
@@ -31,7 +32,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import NormalDist
-from typing import IO, Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -41,17 +42,12 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer
-from distributed_training.node.buckets import PeerBuckets, Reader
+from distributed_training.node.buckets import PeerBuckets
+from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys, names, schedule
-from distributed_training.protocol.metadata import (
-    MAX_CONFIG_BYTES,
-    MAX_METADATA_BYTES,
-    Metadata,
-    MetadataError,
-    parse_config,
-)
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.scoring import RESET, ScoreBoard
 from distributed_training.scoring.causes import Cause
@@ -62,8 +58,6 @@ from distributed_training.scoring.evaluator import (
     Judgement,
     Pages,
     evaluation_device,
-    load_weights,
-    model_bytes,
 )
 from distributed_training.scoring.upload import (
     DataUnavailable,
@@ -76,15 +70,29 @@ from distributed_training.scoring.upload import (
     read_upload,
     within,
 )
-from distributed_training.store.contents import PtFile
-from distributed_training.store.s3 import IntegrityError, ObjectInfo, ObjectMissingError, StoreError
-from distributed_training.training.model import CONFIG_EXTRAS, parameter_schema
+from distributed_training.store.bucket_reader import (
+    BucketReader,
+    StateUnavailable,
+    check_run,
+    pt_content,
+    states,
+)
+from distributed_training.store.s3 import (
+    IntegrityError,
+    NoRoomError,
+    ObjectInfo,
+    S3ObjectStore,
+    StoreError,
+)
+from distributed_training.store.snapshot_folder import read_config
+from distributed_training.store.upload_rules import size_text
+from distributed_training.training.model import parameter_schema
 from distributed_training.training.nesterov import OUTER_LEARNING_RATE
 
 
-class FolderReader:
-    """A :class:`~distributed_training.node.buckets.Reader`. Its files have no age: a copy says
-    nothing of when the original was published, and what is not published cannot be too old.
+class FolderStore:
+    """A folder as an object store to read. Its files have no age: a copy says nothing of when the
+    original was published, and what is not published cannot be too old.
 
     ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
     a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
@@ -93,29 +101,24 @@ class FolderReader:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._flat = not any(folder.glob("epoch-*"))
-
-    @property
-    def name(self) -> str:
-        return str(self._folder)
+        self.bucket = str(folder)
 
     def root(self) -> Metadata | None:
         """None for a folder that holds none. Raises StoreError, MetadataError."""
         found = [self._folder / keys.ROOT_METADATA]
-        found += sorted(self._folder.glob(f"epoch-*/{keys.METADATA}"), key=_epoch, reverse=True)
+        found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
         for path in found:
             if path.exists():
-                return Metadata.parse(_read(path, MAX_METADATA_BYTES))
+                return Metadata.parse(_read(path, 0, MAX_METADATA_BYTES + 1))
         gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
         if not gradients.exists() or not config.exists():
             return None
-        content = PtFile(gradients).content
+        content = pt_content(gradients).content
         said = content.get("metadata") if isinstance(content, dict) else None
         outer_step = said.get("outer_step") if isinstance(said, dict) else None
         if type(outer_step) is not int or outer_step < 0:
             raise IntegrityError(f"{gradients} does not say of which outer step it is")
-        inner_step = parse_config(_read(config, MAX_CONFIG_BYTES))[1].inner_step
-        return Metadata(names.RUN, outer_step, inner_step, "")
+        return Metadata(names.RUN, outer_step, read_config(config).inner_step, "")
 
     def head(self, key: str) -> ObjectInfo | None:
         path = self._path(key)
@@ -123,62 +126,47 @@ class FolderReader:
             if not path.exists():
                 return None
             status = path.stat()
-        return ObjectInfo(key, status.st_size, "", status.st_mtime, 0.0)
+        etag = f"{status.st_ino}-{status.st_mtime_ns}"  # of the object, as long as it is the same
+        return ObjectInfo(key, status.st_size, etag, status.st_mtime, 0.0)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         if key == keys.ROOT_METADATA:
             root = self.root()
             return root.to_json() if root is not None else None
-        path = self._path(key)
-        return _read(path, limit) if path.exists() else None
+        info = self.head(key)
+        if info is not None and info.size > limit:
+            raise IntegrityError(f"{key} has {info.size} bytes, more than the {limit} allowed")
+        return None if info is None else self.get_range(key, 0, info.size)
 
-    read = get
-
-    def download(self, key: str, path: Path, *, limit: int) -> None:
-        info, source = self.head(key), self._path(key)
-        if info is None:
-            raise ObjectMissingError(f"{source} does not exist")
-        _check_size(source, info.size, limit)
-        with _store_errors(source):
-            shutil.copyfile(source, path)
-
-    def open(self, key: str) -> IO[bytes]:
-        with _store_errors(self._path(key)):
-            return self._path(key).open("rb")
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        return _read(self._path(key), start, length)
 
     def _path(self, key: str) -> Path:
         parsed = keys.parse_epoch_key(key)
-        if self._flat and parsed is not None:
+        if parsed is not None and not states(self._folder):
             root = self.root()
             if root is not None and root.outer_step == parsed[0]:
                 return self._folder / parsed[1]
         return self._folder / key
 
 
-def _epoch(path: Path) -> int:
-    number = path.parent.name.partition("-")[2]
-    return int(number) if number.isdigit() else -1
-
-
-def _read(path: Path, limit: int) -> bytes:
-    with _store_errors(path):
-        _check_size(path, path.stat().st_size, limit)
-        return path.read_bytes()
-
-
-def _check_size(path: Path, size: int, limit: int) -> None:
-    if size > limit:
-        raise IntegrityError(f"{path} has {size} bytes, more than the {limit} allowed")
+def _read(path: Path, start: int, length: int) -> bytes:
+    with _store_errors(path), path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
 
 
 @contextmanager
 def _store_errors(path: Path) -> Iterator[None]:
     try:
         yield
-    except FileNotFoundError:
-        raise ObjectMissingError(f"{path} does not exist") from None
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
+
+
+def folder_reader(folder: Path) -> BucketReader:
+    """Return a reader of a folder that is laid out like a bucket, see :class:`FolderStore`."""
+    return BucketReader(cast(S3ObjectStore, FolderStore(folder)))
 
 
 log = logging.getLogger(__name__)
@@ -204,7 +192,7 @@ class Judged:
 
 
 def read_judged(
-    bucket: Reader,
+    bucket: BucketReader,
     folder: Path,
     *,
     block: int,
@@ -221,13 +209,13 @@ def read_judged(
     Raises NotJudgeable.
     """
     try:
-        root = _root(bucket)
+        root = bucket.metadata()
+        if root is None:
+            raise NotJudgeable(f"{bucket.name} is empty: nothing was published yet")
+        check_run(root)
         if bpa_later and root.outer_step > 0:
             bpa = bpa_later
-        raw = bucket.get(keys.epoch_key(root.outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
-        if raw is None:
-            raise NotJudgeable(f"{bucket.name} has no config.json of outer step {root.outer_step}")
-        config, extras = parse_config(raw)
+        config, extras = bucket.config(root.outer_step)
         if outer_step is None:
             outer_step = schedule.scored_epoch(
                 outer_step=root.outer_step,
@@ -235,59 +223,40 @@ def read_judged(
                 last_allreduce_block=extras.last_allreduce_block or 0,
                 bpa=bpa,
             )
-        model_config = {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
-        schema = parameter_schema(model_config)
-
-        def kept() -> int:
-            return _kept_for_miners(miners, folder, model_config) if miners else 0
-
+        schema = parameter_schema(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        reserved = _kept_for_miners(miners, folder, config) if miners else 0
         return Judged(
             block=block,
             bpa=bpa,
             global_outer_step=root.outer_step,
             outer_step=outer_step,
-            model_config=model_config,
+            model_config=config,
             schema=schema,
-            weights=_weights(bucket, folder, outer_step, schema, kept),
+            weights=_weights(bucket, folder, outer_step, schema, reserved),
             learning_rate=_learning_rate(bucket, root.outer_step),
         )
-    except (StoreError, MetadataError, ValueError) as error:
+    except (StoreError, ValueError) as error:
         raise NotJudgeable(f"the global state cannot be read: {error}") from None
 
 
-def _root(bucket: Reader) -> Metadata:
-    data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-    if data is None:
-        raise NotJudgeable(f"{bucket.name} is empty: nothing was published yet")
-    root = Metadata.parse(data)
-    if root.run != names.RUN:
-        raise NotJudgeable(f"{bucket.name} is of run {root.run}, this program of {names.RUN}")
-    return root
-
-
 def _weights(
-    bucket: Reader, folder: Path, outer_step: int, schema: Schema, kept: Callable[[], int]
+    bucket: BucketReader, folder: Path, outer_step: int, schema: Schema, reserved: int
 ) -> list[Tensor]:
-    key = keys.epoch_key(outer_step, keys.MODEL)
-    info = bucket.head(key)
-    if info is None:
-        raise NotJudgeable(f"{bucket.name}/{key} is missing")
-    # By what identifies the object: a state may be published anew under the same number.
-    path = folder / f"{keys.epoch_folder(outer_step)}-{info.etag or int(info.modified)}.safetensors"
-    if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        for old in folder.glob("epoch-*.safetensors"):
-            old.unlink(missing_ok=True)
-        free, reserved = shutil.disk_usage(folder).free, kept()
-        if free < info.size + reserved:
-            raise NotJudgeable(
-                f"{free / 1e9:.1f} GB are free in {folder}, the global weights take "
-                f"{info.size / 1e9:.1f} GB and the miner on this disk may take "
-                f"{reserved / 1e9:.1f} GB more, so they were not fetched: give --cache on another "
-                "disk, or make room"
-            )
-        bucket.download(key, path, limit=model_bytes(schema))
-    return load_weights(path, schema)
+    """Fetched once an outer step; ``folder`` keeps those of one. ``reserved``: bytes left free."""
+    try:
+        found = bucket.fetch(
+            outer_step, folder, (keys.MODEL,), limit=model_bytes(schema), reserved=reserved
+        )
+    except NoRoomError as error:
+        raise NotJudgeable(
+            f"{error}; the miner on this disk may take {size_text(reserved)} of it: give --cache "
+            "on another disk"
+        ) from None
+    for _, state in states(folder):
+        if state != found:
+            shutil.rmtree(state, ignore_errors=True)
+    return load_weights(found / keys.MODEL, schema)
 
 
 def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]) -> int:
@@ -308,12 +277,12 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def _learning_rate(bucket: Reader, outer_step: int) -> float:
+def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
     """From the global outer optimizer's file, without its momentum, which is as large as the
     model."""
     key = keys.epoch_key(outer_step, keys.OUTER_OPTIMIZER)
     try:
-        content = PtFile(bucket.open(key)).content
+        content = pt_content(io.BufferedReader(bucket.open(key), 64 * 1024)).content
         found = float(content["optimizer_state_dict"]["param_groups"][0]["lr"])
     except (StoreError, KeyError, IndexError, TypeError, ValueError) as error:
         log.warning(
@@ -571,14 +540,8 @@ class Previewer:
         except TimeoutError:
             cause, reason = Cause.TOO_SLOW, f"no answer in {self._timeout.total_seconds():g} s"
             return Repository(uid, False, cause, reason), None
-        if repository.metadata is None:
-            return dataclasses.replace(
-                repository, cause=repository.cause or Cause.NO_METADATA
-            ), None
-        if repository.metadata.inner_step == 0:
-            return dataclasses.replace(
-                repository, cause=repository.cause or Cause.INNER_STEP_ZERO
-            ), None
+        if repository.metadata is None or repository.metadata.inner_step == 0:
+            return repository, None
         left = self._timeout - timedelta(seconds=time.monotonic() - began)
         try:
             return repository, read_upload(
@@ -670,8 +633,8 @@ class Sources:
 
     block: Callable[[], int]
     miners: Callable[[], Sequence[Neuron]]
-    global_bucket: Callable[[], Reader]
-    open_bucket: Callable[[Neuron], Reader]
+    global_bucket: Callable[[], BucketReader]
+    open_bucket: OpenBucket
     outer_step: int | None = None  # to judge; None: as the block says
 
 
@@ -681,7 +644,7 @@ def on_chain(
     *,
     master: str | None,
     timeout: timedelta,
-    instead: Mapping[int, Reader] | None = None,
+    instead: Mapping[int, BucketReader] | None = None,
 ) -> Sources:
     """The subnet's own. No wallet is needed: what is read is public. ``master``: hotkey of whoever
     owns the global bucket, None for the validator with the largest stake. ``instead``: by uid, what
@@ -697,7 +660,7 @@ def on_chain(
         known = miners_of(chain.neurons(), minimum_stake=stake)
         return [*known, *(n for n in chain.neurons() if n.uid in readers and n not in known)]
 
-    def global_bucket() -> Reader:
+    def global_bucket() -> BucketReader:
         validators = [n for n in chain.neurons() if n.validator_permit]
         largest = max(validators, key=lambda n: n.stake, default=None)
         return patient.of_master(master or (largest.hotkey if largest else ""))
@@ -713,13 +676,12 @@ def on_chain(
 def in_folders(upload: Path, global_state: Path, uid: int) -> Sources:
     """An upload in a folder against a global state in a folder, without any network. "Now" is when
     its newest block was trained. Raises ConfigError."""
-    reader, state = FolderReader(upload), FolderReader(global_state)
+    reader, state = folder_reader(upload), folder_reader(global_state)
     try:
-        root = reader.root()
+        root = reader.metadata()
         if root is None:
-            raise ObjectMissingError(f"{upload} holds no upload")
-        config = reader.get(keys.epoch_key(root.outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
-        blocks = parse_config(config or b"{}")[1].block_list
+            raise StateUnavailable(f"{upload} holds no upload")
+        blocks = reader.config(root.outer_step)[1].block_list
     except (StoreError, MetadataError) as error:
         raise ConfigError(
             f"--folder {upload} cannot be scored ({error}): give the folder of one upload"

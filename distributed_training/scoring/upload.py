@@ -27,15 +27,9 @@ from distributed_training.chain.base import Neuron
 from distributed_training.config import Config
 from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
-from distributed_training.node.buckets import NoBucket, Reader
+from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.metadata import (
-    MAX_CONFIG_BYTES,
-    MAX_METADATA_BYTES,
-    Metadata,
-    MetadataError,
-    parse_config,
-)
+from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.pages import MAX_TOKENS_PER_ROW, ROWS_PER_PAGE, select_pages
 from distributed_training.protocol.payload import (
     GradientPayload,
@@ -45,10 +39,16 @@ from distributed_training.protocol.payload import (
     max_payload_bytes,
 )
 from distributed_training.scoring.causes import Cause
-from distributed_training.store.s3 import DeadlineError, IntegrityError, StoreError
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.s3 import (
+    DeadlineError,
+    IntegrityError,
+    ObjectMissingError,
+    StoreError,
+)
 
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
-OpenBucket = Callable[[Neuron], Reader]
+OpenBucket = Callable[[Neuron], BucketReader]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Repository:
     valid: bool
     cause: Cause | None = None
     reason: str = ""
-    bucket: Reader | None = None
+    bucket: BucketReader | None = None
     metadata: Metadata | None = None
     age: timedelta | None = None  # of epoch-X/gradients.pt, by the store's clock
 
@@ -77,34 +77,30 @@ def inspect(
     neuron: Neuron, open_bucket: OpenBucket, *, outer_step: int, age_limit: timedelta
 ) -> Repository:
     """Commitment, credentials, age of ``epoch-X/gradients.pt``. Raises ChainError."""
-    key = keys.epoch_key(outer_step, keys.GRADIENTS)
+    metadata, cause, reason = None, None, ""
     try:
         bucket = open_bucket(neuron)
-        data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-        info = bucket.head(key)
+        age = bucket.age(outer_step)
+        try:
+            metadata = bucket.metadata()
+        except StateUnavailable as error:
+            reason = str(error)
     except NoBucket as error:
         return Repository(neuron.uid, False, Cause.NO_COMMITMENT, str(error))
     except StoreError as error:
         return Repository(neuron.uid, False, Cause.UNREACHABLE, str(error))
-    metadata: Metadata | None = None
-    cause: Cause | None = Cause.NO_METADATA
-    reason = f"no {keys.ROOT_METADATA} at the root"
-    try:
-        if data is not None:
-            metadata, cause, reason = Metadata.parse(data), None, ""
-    except MetadataError as error:
-        reason = str(error)
-    if info is None:
+    if metadata is None:
+        cause, reason = Cause.NO_METADATA, reason or f"no {keys.ROOT_METADATA} at the root"
+    elif metadata.inner_step == 0:
+        cause, reason = Cause.INNER_STEP_ZERO, "inner_step of the root metadata is 0"
+    valid = age is not None and age < age_limit
+    if age is None:
         cause = Cause.NOTHING_PUBLISHED
-        return Repository(neuron.uid, False, cause, f"no {key}", bucket, metadata)
-    age = timedelta(seconds=info.age_seconds or 0.0)
-    if age >= age_limit:
-        cause, reason = (
-            Cause.STALE,
-            f"upload is {age.total_seconds():.0f} s old, limit {age_limit.total_seconds():.0f} s",
-        )
-        return Repository(neuron.uid, False, cause, reason, bucket, metadata, age)
-    return Repository(neuron.uid, True, cause, reason, bucket, metadata, age)
+        reason = f"no {keys.epoch_key(outer_step, keys.GRADIENTS)}"
+    elif not valid:
+        old, limit = age.total_seconds(), age_limit.total_seconds()
+        cause, reason = Cause.STALE, f"upload is {old:.0f} s old, limit {limit:.0f} s"
+    return Repository(neuron.uid, valid, cause, reason, bucket, metadata, age)
 
 
 # Sequences come in pairs: a tail shorter than this many sequences is dropped.
@@ -258,18 +254,13 @@ def read_upload(
 def _read(
     repository: Repository, schema: Schema, *, outer_step: int, block: int, bpa: int
 ) -> Upload:
-    bucket, metadata = repository.bucket, repository.metadata
-    if not repository.valid or bucket is None:
+    bucket = repository.bucket
+    if repository.cause is not None or bucket is None:
         raise InvalidUpload(repository.cause or Cause.UNREACHABLE, repository.reason)
-    if metadata is None:
-        raise InvalidUpload(Cause.NO_METADATA, repository.reason or "no root metadata")
-    if metadata.inner_step == 0:
-        raise InvalidUpload(Cause.INNER_STEP_ZERO, "inner_step of the root metadata is 0")
-    data = bucket.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
     try:
-        blocks = parse_config(data)[1].block_list if data is not None else ()
-    except MetadataError as error:
-        raise InvalidUpload(Cause.NO_BLOCKS, str(error)) from None
+        blocks = bucket.config(outer_step)[1].block_list
+    except StateUnavailable as error:
+        raise InvalidUpload(Cause.NO_BLOCKS, f"block_list cannot be read: {error}") from None
     if not blocks:
         raise InvalidUpload(Cause.NO_BLOCKS, "block_list is empty")
     if not schedule.blocks_are_fresh(blocks, block=block, bpa=bpa):
@@ -278,10 +269,11 @@ def _read(
             f"newest trained block {max(blocks)} is too old at block {block}: more than "
             f"{bpa // 2} blocks",
         )
-    raw = bucket.read(keys.epoch_key(outer_step, keys.GRADIENTS), limit=max_payload_bytes(schema))
-    if raw is None:
-        raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone")
+    key = keys.epoch_key(outer_step, keys.GRADIENTS)
     try:
+        raw = bucket.read(key, limit=max_payload_bytes(schema))
         return Upload(repository.uid, tuple(blocks), load_payload(raw, schema))
+    except ObjectMissingError:
+        raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
     except PayloadError as error:
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None

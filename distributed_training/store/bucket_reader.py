@@ -1,8 +1,9 @@
-"""Read a bucket: the global state, one's own files after a lost disk, and what a read key may do.
+"""Read the bucket of another: single objects, and the whole state of an outer step.
 
-Fetched files are untrusted until they are checked: sizes are bounded before anything is read; files
-are written under temporary names, checked (size, form, finite values, one revision) and renamed
-together. The last good state stays until then.
+Such a bucket may be missing, slow, or hold anything at all. So every read names the most bytes it
+takes and ends within a time. The files of a state are written under temporary names, checked (size,
+form, finite values, one revision) and renamed together; the last good state stays until then.
+Nothing in a file can run: see :mod:`..protocol.pt_file`. Files are checked without torch.
 
 A read key is committed to the chain for everybody, for good, so it must read and never write. Only
 the store knows what a key may do. So a start tries it before the commitment: one read, then one
@@ -12,37 +13,52 @@ write that has to be refused.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
+import numpy as np
+
+from distributed_training import __version__
 from distributed_training.common.files import (
     read_json_object,
+    read_state,
     sync_folder,
     write_bytes,
     write_json,
+    write_state,
 )
-from distributed_training.protocol import keys
+from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
     MAX_METADATA_BYTES,
+    ConfigExtras,
     Metadata,
     MetadataError,
     parse_config,
 )
+from distributed_training.protocol.pt_file import (
+    PtContent,
+    PtFileError,
+    read_pt,
+    safetensors_table,
+)
 from distributed_training.protocol.types import Revision
-from distributed_training.store.contents import PtFile, safetensors_not_finite
 from distributed_training.store.snapshot_folder import read_config
 
 from .progress import Progress
 from .s3 import (
     AccessDeniedError,
     ClockSkewError,
+    DeadlineError,
     IntegrityError,
     NoRoomError,
     ObjectInfo,
@@ -53,6 +69,545 @@ from .s3 import (
 )
 from .transfer import bytes_missing, check_room, deadline_in, download, patient
 from .upload_rules import size_text
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+MOST_BYTES = 256 * 1024**3  # of one file
+RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
+_SAMPLE = timedelta(minutes=5)  # for all that is read of one object piece by piece
+_ETAGS = ".etags.json"  # in a state's folder: of the objects that its files are
+_REFUSED = "refused.json"  # in a state's folder
+_TRIED_AGAIN = "this state is tried once more"
+_CHUNK = 4 * 1024 * 1024  # divides by every item size
+#: numpy's names of little-endian floats; for what numpy does not know, the bits of NaN and Inf.
+_SAFETENSORS_FLOATS = {
+    **{"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "bf16"},
+    **{"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "F8_E8M0": "e8m0"},
+}
+_STORAGE_FLOATS = {
+    **{"DoubleStorage": "<f8", "FloatStorage": "<f4", "HalfStorage": "<f2"},
+    **{"BFloat16Storage": "bf16", "ComplexFloatStorage": "<f4", "ComplexDoubleStorage": "<f8"},
+}
+# (integers read, mask, the least masked value that is no finite number)
+_BITS = {
+    "bf16": ("<u2", 0x7F80, 0x7F80),
+    "e4m3": ("<u1", 0x7F, 0x7F),  # has NaN, no Inf
+    "e5m2": ("<u1", 0x7F, 0x7C),
+    "e8m0": ("<u1", 0xFF, 0xFF),
+}
+
+
+class StateUnavailable(StoreError):
+    """The state asked for is not there, not whole or not sound; the text says which."""
+
+
+def check_run(metadata: Metadata) -> Metadata:
+    """Return ``metadata`` of the global bucket; StoreError if it is of another run."""
+    if metadata.run != names.RUN:
+        raise StoreError(
+            f"the global bucket is of run {metadata.run}, this program of run {names.RUN}: update "
+            "it, or name another bucket with --neuron.global_model_name"
+        )
+    return metadata
+
+
+class BucketReader:
+    """One bucket, read with read credentials. All methods raise StoreError.
+
+    ``small`` covers a question with its retries, ``large`` a whole file or state. ``concurrency``
+    ranges of 16 MiB are fetched at once, each held in memory.
+    """
+
+    def __init__(
+        self,
+        store: S3ObjectStore,
+        *,
+        small: timedelta = timedelta(minutes=1),
+        large: timedelta = timedelta(minutes=40),
+        concurrency: int = 6,
+    ) -> None:
+        self._large = large
+        self._concurrency = concurrency
+        self._uplink = Uplink()
+        self._once = store
+        self._store = patient(store, each=min(small, large), uplink=self._uplink)
+        self._fetching = threading.Lock()
+
+    @property
+    def name(self) -> str:
+        return self._once.bucket
+
+    def stop(self) -> None:
+        """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
+        self._uplink.stop()
+
+    # --- small objects --------------------------------------------------------------------------
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return what is known of an object; None: there is none."""
+        return self._store.head(key)
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """Return a small object, None if there is none. IntegrityError for more than ``limit``."""
+        return self._store.get(key, limit=limit)
+
+    def metadata(self, outer_step: int | None = None) -> Metadata | None:
+        """Return the metadata of an outer step, or of the root; None if there is none.
+
+        Raises StateUnavailable for a damaged one.
+        """
+        key = keys.ROOT_METADATA
+        if outer_step is not None:
+            key = keys.epoch_key(outer_step, keys.METADATA)
+        return self._parsed(key, MAX_METADATA_BYTES, Metadata.parse)
+
+    def config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
+        """Return ``config.json`` and its extras. Raises StateUnavailable: missing or damaged."""
+        key = keys.epoch_key(outer_step, keys.CONFIG)
+        found = self._parsed(key, MAX_CONFIG_BYTES, parse_config)
+        if found is None:
+            raise StateUnavailable(f"{self.name}/{key} is missing")
+        return found
+
+    def age(self, outer_step: int) -> timedelta | None:
+        """Return the age of ``gradients.pt`` by the store's clock, as validators look at it."""
+        info = self.head(keys.epoch_key(outer_step, keys.GRADIENTS))
+        return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
+
+    def _parsed(self, key: str, limit: int, parse: Callable[[bytes], _T]) -> _T | None:
+        try:
+            data = self.get(key, limit=limit)
+            return None if data is None else parse(data)
+        except MetadataError as error:
+            raise StateUnavailable(f"{self.name}/{key}: {error}") from None
+
+    # --- large objects --------------------------------------------------------------------------
+
+    def read(self, key: str, *, limit: int) -> bytes:
+        """Return a large object whole.
+
+        Raises ObjectMissingError, IntegrityError for more than ``limit`` bytes, DeadlineError when
+        it comes too slowly.
+        """
+        file = self.open(key, within=self._large)
+        if file.size > limit:
+            raise IntegrityError(
+                f"{self.name}/{key} has {file.size} bytes, more than the {limit} allowed, so it is "
+                "not read"
+            )
+        return file.read_at(0, file.size)
+
+    def open(self, key: str, *, within: timedelta = _SAMPLE) -> RemoteFile:
+        """Return the object to seek and read in, without fetching more than is read.
+
+        Raises ObjectMissingError.
+        """
+        info = self.head(key)
+        if info is None:
+            raise ObjectMissingError(f"{self.name}/{key} is missing")
+        within = min(self._large, within)
+        store = patient(self._once, until=deadline_in(within), uplink=self._uplink)
+        return RemoteFile(store, info, within)
+
+    def download(
+        self,
+        key: str,
+        path: Path,
+        *,
+        limit: int,
+        deadline: float | None = None,
+        progress: Progress | None = None,
+    ) -> ObjectInfo:
+        """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
+        with _disk_errors():
+            return download(
+                self._once,
+                key,
+                path,
+                limit=limit,
+                deadline=deadline_in(self._large) if deadline is None else deadline,
+                concurrency=self._concurrency,
+                uplink=self._uplink,
+                progress=progress,
+            )
+
+    # --- whole states ---------------------------------------------------------------------------
+
+    def fetch(
+        self,
+        outer_step: int,
+        destination: Path,
+        names: Collection[str] = keys.GLOBAL_DATA_FILES,
+        *,
+        limit: int = MOST_BYTES,
+        reserved: int = 0,
+    ) -> Path:
+        """Return the folder ``destination/epoch-N`` with the files of an outer step, checked.
+
+        A folder of the same objects that is there already is returned as it is. Room for the sum of
+        the files, and ``reserved`` bytes beside them, is asked for before the first byte; see
+        :func:`_make_room`. ``limit``: most bytes of one file. Raises StateUnavailable (not there,
+        unsound, changed meanwhile), NoRoomError, other StoreErrors when the store does not answer,
+        StoppedError.
+        """
+        with self._fetching, _disk_errors():
+            before = self._published(outer_step)
+            objects = {
+                name: self._look_up(keys.epoch_key(outer_step, name), limit) for name in names
+            }
+            final = destination / keys.epoch_folder(outer_step)
+            aside = destination / f".{final.name}.{before.revision.tag}"
+            for left in (*destination.glob(".epoch-*"), *destination.glob(".old.epoch-*")):
+                if left != aside:
+                    shutil.rmtree(left, ignore_errors=True)  # of a fetch that was given up
+            if not _is_whole(final, before.revision, objects):
+                self._fetch(before, objects, aside, reserved)
+                _put_in_place(aside, final)
+            return final
+
+    def _fetch(
+        self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int
+    ) -> None:
+        began, what = time.monotonic(), f"global state of outer step {before.outer_step}"
+        came = self._fetch_missing(what, aside, objects, reserved)
+        self._check_unchanged(before, objects, came)
+        self._check_inner_step(aside, before)
+        write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
+        log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
+
+    def _published(self, outer_step: int) -> Metadata:
+        found = self.metadata(outer_step)
+        if found is None or found.outer_step != outer_step:
+            held = found.revision.tag if found else "nothing published"
+            raise StateUnavailable(
+                f"bucket {self.name} holds no whole outer step {outer_step} but {held}"
+            )
+        return found
+
+    def _look_up(self, key: str, limit: int = MOST_BYTES) -> ObjectInfo:
+        """Return the object's size and etag. Raises StateUnavailable."""
+        info = self.head(key)
+        if info is None:
+            raise StateUnavailable(f"{self.name}/{key} is missing")
+        if info.size > limit:
+            raise self._refused(key, f"it has {info.size} bytes, more than the {limit} allowed")
+        return info
+
+    def _fetch_missing(
+        self, what: str, aside: Path, objects: Mapping[str, ObjectInfo], reserved: int
+    ) -> dict[str, Any]:
+        """Fetch into ``aside`` what an earlier attempt did not; return the etags of what is there.
+
+        A file is checked before its etag is noted, so what is noted is sound.
+        """
+        deadline = deadline_in(self._large)
+        aside.mkdir(parents=True, exist_ok=True)
+        came = read_json_object(aside / _ETAGS) or {}
+        wanted = {
+            name: info
+            for name, info in objects.items()
+            if came.get(name) != info.etag or not (aside / name).is_file()
+        }
+        # All files are asked for before the first byte: a state that ends at 98 % helps nobody.
+        needed = sum(bytes_missing(info, aside / name) for name, info in wanted.items())
+        total = sum(info.size for info in objects.values())
+        _make_room(aside.parent, needed + reserved, what=what)
+        log.info("Downloading %s: %s, %s to come", what, size_text(total), size_text(needed))
+        progress = Progress(
+            f"Downloading {what}", total, held=total - needed, clock=self._uplink.clock
+        )
+        for name, info in wanted.items():
+            etag = self._fetch_file(info.key, aside / name, deadline, progress)
+            write_json(aside / _ETAGS, came := came | {name: etag})
+        return came
+
+    def _fetch_file(self, key: str, path: Path, deadline: float, progress: Progress) -> str:
+        """Return the object's etag, once the file is checked."""
+        try:
+            found = self.download(key, path, limit=MOST_BYTES, deadline=deadline, progress=progress)
+            check_file(path)
+        except ObjectMissingError:
+            raise StateUnavailable(f"{self.name}/{key} is missing") from None
+        except IntegrityError as error:
+            shutil.rmtree(path.parent, ignore_errors=True)
+            raise self._refused(key, error) from None
+        return found.etag
+
+    def _check_unchanged(
+        self, before: Metadata, objects: Mapping[str, ObjectInfo], came: Mapping[str, Any]
+    ) -> None:
+        """Raise StateUnavailable if a publication was under way: it changed some object by now."""
+        outer_step = before.outer_step
+        after = self.metadata(outer_step)
+        replaced = any(
+            came[name] != info.etag or self._look_up(info.key).etag != info.etag
+            for name, info in objects.items()
+        )
+        if replaced or after is None or after.revision != before.revision:
+            raise StateUnavailable(
+                f"outer step {outer_step} of bucket {self.name} was published again while it was "
+                "fetched: the next attempt fetches what is there then"
+            )
+
+    def _check_inner_step(self, aside: Path, metadata: Metadata) -> None:
+        path = aside / keys.CONFIG
+        said = read_config(path).inner_step if path.exists() else metadata.inner_step
+        if said != metadata.inner_step:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise StateUnavailable(
+                f"epoch-{metadata.outer_step} of bucket {self.name} is a mixture: metadata says "
+                f"{metadata.revision.tag}, config.json inner step {said}"
+            )
+
+    def _refused(self, key: str, why: object) -> StateUnavailable:
+        return StateUnavailable(f"{self.name}/{key} is refused: {why}; the last good state stays")
+
+
+class RemoteFile(io.RawIOBase):
+    """One version of an object as a file, read range by range.
+
+    ``within``: from now on; no range is begun after it. Reading raises StoreError.
+    """
+
+    def __init__(self, store: S3ObjectStore, info: ObjectInfo, within: timedelta) -> None:
+        super().__init__()
+        self.name = info.key
+        self.size = info.size
+        self._store = store
+        self._etag = info.etag
+        self._within = within
+        self._deadline = deadline_in(within)
+        self._at = 0
+
+    def read_at(self, first: int, count: int) -> bytes:
+        """Return ``count`` bytes from ``first`` on; IntegrityError if there are fewer."""
+        where, content = f"{self._store.bucket}/{self.name}", io.BytesIO()
+        while (came := content.tell()) < count:
+            if time.monotonic() > self._deadline:
+                seconds = self._within.total_seconds()
+                raise DeadlineError(f"{where}: {came} of {count} bytes came in {seconds:g} s")
+            length = min(RANGE, count - came)
+            piece = self._store.get_range(self.name, first + came, length, etag=self._etag)
+            if not piece:
+                raise IntegrityError(f"{where} is shorter than it says: {came} of {count} came")
+            content.write(piece)
+        return content.getvalue()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self.size)[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        data = self.read_at(self._at, max(0, min(len(view), self.size - self._at)))
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+
+@contextlib.contextmanager
+def _disk_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{error.filename}: {error.strerror}") from None
+
+
+# --- states on the disk -------------------------------------------------------------------------
+
+
+def states(folder: Path) -> list[tuple[int, Path]]:
+    """Return the outer steps whose state lies in ``folder``, with their folders; oldest first."""
+    found = ((path.name.partition("-")[2], path) for path in folder.glob("epoch-*"))
+    return sorted((int(number), path) for number, path in found if number.isdigit())
+
+
+def remove_states(folder: Path, *, before: int) -> None:
+    """Delete the states of the outer steps before ``before``."""
+    for outer_step, path in states(folder):
+        if outer_step < before:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class _Refusal:
+    version: str  # of the program
+    problem: str
+
+
+def refuse(folder: Path, problem: str) -> None:
+    """Note that this version of the program cannot load the state in ``folder``.
+
+    The files stay, since they are the bucket's until other ones are published: deleted ones would
+    be downloaded again by every start, tens of gigabytes each time.
+    """
+    write_state(folder / _REFUSED, _Refusal(__version__, problem), lost=_TRIED_AGAIN)
+
+
+def refusal(folder: Path) -> str | None:
+    """Return why this version refused the state, and how to try it again; None: it did not."""
+    noted = read_state(folder / _REFUSED, _Refusal, lost=_TRIED_AGAIN)
+    if noted is None or noted.version != __version__:
+        return None
+    return (
+        f"{folder.name} of the global bucket was refused: {noted.problem}; it is neither "
+        "downloaded nor loaded again before another one is published; to try it, delete "
+        f"{folder / _REFUSED}"
+    )
+
+
+def _is_whole(folder: Path, revision: Revision, objects: Mapping[str, ObjectInfo]) -> bool:
+    """Return whether ``folder`` holds the objects as they are in the bucket now.
+
+    A state may be published again under the same revision, so the etags decide. A folder without
+    them is an earlier version's: it is whole if no object is of another size or younger.
+    """
+    try:
+        held = Metadata.parse((folder / keys.METADATA).read_bytes())
+        written = (folder / keys.METADATA).stat().st_mtime
+        sizes = {name: (folder / name).stat().st_size for name in objects}
+    except (OSError, MetadataError):
+        return False
+    if held.revision != revision or any(sizes[name] != objects[name].size for name in objects):
+        return False
+    etags = read_json_object(folder / _ETAGS)
+    if etags is None:
+        return all(info.modified <= written for info in objects.values())
+    return all(etags.get(name) == info.etag for name, info in objects.items())
+
+
+def _make_room(destination: Path, needed: int, *, what: str) -> None:
+    """Delete the oldest states in ``destination`` until ``needed`` bytes fit. Raises NoRoomError.
+
+    Nothing is deleted where even that would not make room: a state that is there spares a later
+    start its download. No state on the disk is in use while another one is fetched.
+    """
+    found = [path for _, path in states(destination)]
+    held = sum(file.stat().st_size for path in found for file in path.iterdir())
+    check_room(destination, needed, what=what, older=held)
+    for state in found:
+        try:
+            return check_room(destination, needed, what=what)
+        except NoRoomError:
+            log.info("Deleting %s: %s needs the room", state, what)
+            shutil.rmtree(state, ignore_errors=True)
+    check_room(destination, needed, what=what)
+
+
+def _put_in_place(aside: Path, final: Path) -> None:
+    """Rename ``aside`` to ``final``; what was there is whole until then."""
+    old = final.with_name(f".old.{final.name}")
+    if final.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        final.rename(old)
+    aside.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    sync_folder(final.parent)
+
+
+# --- single files -------------------------------------------------------------------------------
+
+
+def check_file(path: Path) -> None:
+    """Form and finite values, by the file's kind. Raises IntegrityError."""
+    bad = None
+    if path.suffix == ".safetensors":
+        bad = safetensors_not_finite(path)
+    elif path.suffix == ".pt":
+        bad = pt_not_finite(path)
+    elif path.name == keys.CONFIG:
+        read_config(path)
+    if bad is not None:
+        raise IntegrityError(f"NaN or Inf in {bad}")
+
+
+def safetensors_not_finite(path: Path) -> str | None:
+    """Return the first tensor that holds NaN or Inf, None if all are finite.
+
+    Raises IntegrityError, also when header and file size do not agree.
+    """
+    with path.open("rb") as handle:
+
+        def read(first: int, count: int) -> bytes:
+            handle.seek(first)
+            return handle.read(count)
+
+        try:
+            entries = safetensors_table(read, path.stat().st_size)
+        except ValueError as error:
+            raise IntegrityError(f"{path.name} is not a whole safetensors file: {error}") from None
+        for name, entry in entries.items():
+            kind = _SAFETENSORS_FLOATS.get(entry.dtype)
+            if kind is None:
+                continue
+            handle.seek(entry.start)
+            if not _finite(handle, entry.size, kind):
+                return f"{name!r:.80} of {path.name}"
+    return None
+
+
+def _finite(handle: IO[bytes], size: int, kind: str) -> bool:
+    while size > 0:
+        data = handle.read(min(size, _CHUNK))
+        if not data:
+            raise IntegrityError("a file became shorter while it was read")
+        size -= len(data)
+        if kind in _BITS:
+            integers, mask, least = _BITS[kind]
+            bits = np.frombuffer(data, np.dtype(integers))
+            if bool(((bits & bits.dtype.type(mask)) >= least).any()):
+                return False
+        else:
+            values = np.frombuffer(data, np.dtype(kind))
+            # NaN and Inf survive a sum; a finite sum proves the chunk, another is looked into.
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = values.sum(dtype=np.float64)
+            if not np.isfinite(total) and not bool(np.isfinite(values).all()):
+                return False
+    return True
+
+
+def pt_content(path: Path | IO[bytes]) -> PtContent:
+    """Return a ``.pt`` file's content, inert values in place of tensors.
+
+    Of an open file only the pickle and the table of contents are read. Raises IntegrityError for a
+    file that ``torch.save`` did not write.
+    """
+    try:
+        return read_pt(path)
+    except PtFileError as error:
+        name = Path(path.name).name
+        raise IntegrityError(f"{name} is not a whole .pt file: {error}") from None
+
+
+def pt_not_finite(path: Path) -> str | None:
+    """Return what holds NaN or Inf, None if nothing does. Raises IntegrityError for damage."""
+    found = pt_content(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for key, member in found.members.items():
+                kind = _STORAGE_FLOATS.get(found.storages[key].kind)
+                if kind is None:
+                    continue
+                with archive.open(member) as handle:
+                    if not _finite(handle, member.file_size, kind):
+                        return path.name
+    except IntegrityError:
+        raise
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
+        # RuntimeError: encrypted, or packed in a way Python does not know
+        raise IntegrityError(f"{path.name} is not whole: {error}") from None
+    return None
+
+
+# --- what a read key may do ----------------------------------------------------------------------
 
 PROBE_KEY = ".miner/read-key-probe"
 
@@ -85,257 +640,3 @@ def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
         "the chain, so anyone could replace or delete the uploads: nothing was committed. Make a "
         'token with "Object Read only" (R2 dashboard, Manage API tokens) and put it into .env'
     )
-
-
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
-MOST_BYTES = 256 * 1024**3  # of one file
-_ETAGS = ".etags.json"  # in a state's folder: of the objects that its files are
-
-
-class StateUnavailable(StoreError):
-    """The state asked for is not there, not whole or not sound; the text says which."""
-
-
-class RemoteState:
-    """One bucket, read with read credentials. ``deadline`` covers one call with all its retries.
-
-    ``concurrency`` ranges of 16 MiB are fetched at once, each held in memory.
-    """
-
-    def __init__(
-        self,
-        *,
-        store: S3ObjectStore,
-        deadline: timedelta = timedelta(minutes=40),
-        concurrency: int = 6,
-    ) -> None:
-        self._deadline = deadline
-        self._concurrency = concurrency
-        self._uplink = Uplink()
-        self._once = store
-        self._store = patient(store, each=min(deadline, timedelta(minutes=1)), uplink=self._uplink)
-        self._fetching = threading.Lock()
-
-    def stop(self) -> None:
-        """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
-        self._uplink.stop()
-
-    def metadata(self) -> Metadata | None:
-        """The root metadata, None if there is none. Raises StoreError, StateUnavailable."""
-        return self._read(keys.ROOT_METADATA, MAX_METADATA_BYTES, Metadata.parse)
-
-    def epoch_metadata(self, outer_step: int) -> Metadata | None:
-        key = keys.epoch_key(outer_step, keys.METADATA)
-        return self._read(key, MAX_METADATA_BYTES, Metadata.parse)
-
-    def age(self, outer_step: int) -> timedelta | None:
-        """Age of ``gradients.pt`` by the store's clock, as validators look at it."""
-        info = self._store.head(keys.epoch_key(outer_step, keys.GRADIENTS))
-        return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
-
-    def block_list(self, outer_step: int) -> tuple[int, ...]:
-        """The chain blocks that an upload says it was trained on, as validators read it."""
-        found = self._read(keys.epoch_key(outer_step, keys.CONFIG), MAX_CONFIG_BYTES, parse_config)
-        return found[1].block_list if found else ()
-
-    def _read(self, key: str, limit: int, parse: Callable[[bytes], _T]) -> _T | None:
-        data = self._store.get(key, limit=limit)
-        try:
-            return None if data is None else parse(data)
-        except MetadataError as error:
-            raise StateUnavailable(f"{self._store.bucket}/{key}: {error}") from None
-
-    def reader(self, key: str) -> tuple[int, Callable[[int, int], bytes]]:
-        """The object's size, and (first byte, bytes) -> content of this version of it. The function
-        and this raise StoreError; StateUnavailable when it is not there or was replaced."""
-        deadline = deadline_in(min(self._deadline, timedelta(minutes=5)))
-        store = patient(self._once, until=deadline, uplink=self._uplink)
-        info = store.head(key)
-        if info is None:
-            raise StateUnavailable(f"{self._store.bucket}/{key} is missing")
-
-        def read(first: int, count: int) -> bytes:
-            data = store.get_range(key, first, count, etag=info.etag)
-            if len(data) != count:
-                raise StateUnavailable(
-                    f"{self._store.bucket}/{key} is shorter than its header says"
-                )
-            return data
-
-        return info.size, read
-
-    # --- whole states ---------------------------------------------------------------------------
-
-    def fetch(
-        self,
-        outer_step: int,
-        destination: Path,
-        names: Collection[str] = keys.GLOBAL_DATA_FILES,
-    ) -> Path:
-        """The files of an outer step, checked, as ``destination/epoch-N``; that folder.
-
-        A folder of the same objects that is there already is returned as it is. Room is asked for
-        the sum of the files before the first byte; see :func:`_make_room`. Raises StateUnavailable
-        (not there, unsound, changed meanwhile), NoRoomError, other StoreErrors when the store does
-        not answer, StoppedError.
-        """
-        with self._fetching:
-            return self._fetch(outer_step, destination, names)
-
-    def _fetch(self, outer_step: int, destination: Path, names: Collection[str]) -> Path:
-        deadline = deadline_in(self._deadline)
-        before = self.epoch_metadata(outer_step)
-        if before is None:
-            raise StateUnavailable(
-                f"bucket {self._store.bucket} holds no whole outer step {outer_step}"
-            )
-        if before.outer_step != outer_step:
-            raise StateUnavailable(
-                f"epoch-{outer_step} of bucket {self._store.bucket} holds {before.revision.tag}"
-            )
-        objects = {name: self._look_up(keys.epoch_key(outer_step, name)) for name in names}
-        final = destination / keys.epoch_folder(outer_step)
-        aside = destination / f".{final.name}.{before.revision.tag}"
-        for left in (*destination.glob(".epoch-*"), *destination.glob(".old.epoch-*")):
-            if left != aside:
-                shutil.rmtree(left, ignore_errors=True)  # of a fetch that was given up
-        if _is_whole(final, before.revision, objects):
-            return final
-        aside.mkdir(parents=True, exist_ok=True)
-        came = read_json_object(aside / _ETAGS) or {}
-        wanted = {
-            name: info
-            for name, info in objects.items()
-            if came.get(name) != info.etag or not (aside / name).is_file()
-        }
-        # All files are asked for before the first byte: a state that ends at 98 % helps nobody.
-        needed = sum(bytes_missing(info, aside / name) for name, info in wanted.items())
-        what = f"global state of outer step {outer_step}"
-        _make_room(destination, needed, what=what)
-        total, began = sum(info.size for info in objects.values()), time.monotonic()
-        log.info("Downloading %s: %s, %s to come", what, size_text(total), size_text(needed))
-        progress = Progress(
-            f"Downloading {what}", total, held=total - needed, clock=self._uplink.clock
-        )
-        for name, info in wanted.items():
-            try:
-                found = download(
-                    self._once,
-                    info.key,
-                    aside / name,
-                    limit=MOST_BYTES,
-                    deadline=deadline,
-                    concurrency=self._concurrency,
-                    uplink=self._uplink,
-                    progress=progress,
-                )
-                check_file(aside / name)
-            except ObjectMissingError:
-                raise StateUnavailable(f"{self._store.bucket}/{info.key} is missing") from None
-            except IntegrityError as error:
-                shutil.rmtree(aside, ignore_errors=True)
-                raise self._refused(info.key, error) from None
-            write_json(aside / _ETAGS, came := came | {name: found.etag})
-        after = self.epoch_metadata(outer_step)
-        # A publication that was under way at the first look has changed some object by now.
-        replaced = any(
-            came[name] != info.etag or self._look_up(info.key).etag != info.etag
-            for name, info in objects.items()
-        )
-        if replaced or after is None or after.revision != before.revision:
-            raise StateUnavailable(
-                f"outer step {outer_step} of bucket {self._store.bucket} was published again while "
-                "it was fetched: the next attempt fetches what is there then"
-            )
-        if keys.CONFIG in names:
-            extras = read_config(aside / keys.CONFIG)
-            if extras.inner_step != before.inner_step:
-                shutil.rmtree(aside, ignore_errors=True)
-                raise StateUnavailable(
-                    f"epoch-{outer_step} of bucket {self._store.bucket} is a mixture: metadata "
-                    f"says {before.revision.tag}, config.json inner step {extras.inner_step}"
-                )
-        write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
-        if final.exists():
-            old = destination / f".old.{final.name}"
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
-            aside.rename(final)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            aside.rename(final)
-        sync_folder(destination)
-        log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
-        return final
-
-    def _look_up(self, key: str) -> ObjectInfo:
-        """Return the object's size and etag. Raises StateUnavailable."""
-        info = self._store.head(key)
-        if info is None:
-            raise StateUnavailable(f"{self._store.bucket}/{key} is missing")
-        if info.size > MOST_BYTES:
-            raise self._refused(
-                key, f"it has {info.size} bytes, more than the {MOST_BYTES} allowed"
-            )
-        return info
-
-    def _refused(self, key: str, why: object) -> StateUnavailable:
-        return StateUnavailable(
-            f"{self._store.bucket}/{key} is refused: {why}; the last good state stays"
-        )
-
-
-def _is_whole(folder: Path, revision: Revision, objects: Mapping[str, ObjectInfo]) -> bool:
-    """Return whether ``folder`` holds the objects as they are in the bucket now.
-
-    A state may be published again under the same revision, so the etags decide. A folder without
-    them is an earlier version's: it is whole if no object is of another size or younger.
-    """
-    try:
-        held = Metadata.parse((folder / keys.METADATA).read_bytes())
-        written = (folder / keys.METADATA).stat().st_mtime
-        sizes = {name: (folder / name).stat().st_size for name in objects}
-    except (OSError, MetadataError):
-        return False
-    if held.revision != revision or any(sizes[name] != objects[name].size for name in objects):
-        return False
-    etags = read_json_object(folder / _ETAGS)
-    if etags is None:
-        return all(info.modified <= written for info in objects.values())
-    return all(etags.get(name) == info.etag for name, info in objects.items())
-
-
-def _make_room(destination: Path, needed: int, *, what: str) -> None:
-    """Delete the oldest states in ``destination`` until ``needed`` bytes fit. Raises NoRoomError.
-
-    Nothing is deleted where even that would not make room: a state that is there spares a later
-    start its download. No state on the disk is in use while another one is fetched.
-    """
-    states = sorted(
-        (path for path in destination.glob("epoch-*") if path.name[6:].isdigit()),
-        key=lambda path: int(path.name[6:]),
-    )
-    held = sum(file.stat().st_size for path in states for file in path.iterdir())
-    check_room(destination, needed, what=what, older=held)
-    for state in states:
-        try:
-            return check_room(destination, needed, what=what)
-        except NoRoomError:
-            log.info("Deleting %s: %s needs the room", state, what)
-            shutil.rmtree(state, ignore_errors=True)
-    check_room(destination, needed, what=what)
-
-
-def check_file(path: Path) -> None:
-    """Form and finite values, by the file's kind. Raises IntegrityError."""
-    bad = None
-    if path.suffix == ".safetensors":
-        bad = safetensors_not_finite(path)
-    elif path.suffix == ".pt":
-        bad = PtFile(path).not_finite()
-    elif path.name == keys.CONFIG:
-        read_config(path)
-    if bad is not None:
-        raise IntegrityError(f"NaN or Inf in {bad}")

@@ -74,11 +74,16 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
+def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a published ``config.json`` says of the model alone."""
+    return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
+
+
 def hf_config(model_config: Mapping[str, Any]) -> Any:
     """The transformers config object of a ``config.json`` content. Raises UnfitModelError."""
     from transformers import AutoConfig
 
-    content = {k: v for k, v in model_config.items() if k not in CONFIG_EXTRAS}
+    content = without_extras(model_config)
     kind = content.pop("model_type", None)
     if not kind:
         raise UnfitModelError(

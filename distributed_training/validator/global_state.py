@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,34 +19,23 @@ from torch import Tensor
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config.types import ConfigError
-from distributed_training.node.buckets import BucketReader
+from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys, names
-from distributed_training.protocol.metadata import (
-    MAX_CONFIG_BYTES,
-    MAX_METADATA_BYTES,
-    ConfigExtras,
-    Metadata,
-    MetadataError,
-    parse_config,
-)
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.scoring.evaluator import load_weights, model_bytes
+from distributed_training.store.bucket_reader import (
+    BucketReader,
+    StateUnavailable,
+    check_run,
+    remove_states,
+)
 from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore, StoreError
 from distributed_training.store.transfer import Sender, deadline_in, patient
-from distributed_training.training.model import (
-    CONFIG_EXTRAS,
-    hf_config,
-    parameter_schema,
-    schema_of,
-)
-from distributed_training.training.nesterov import (
-    OuterOptimizerState,
-    load_outer_optimizer,
-    save_outer_optimizer,
-)
+from distributed_training.training.model import hf_config, schema_of, without_extras
+from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 
 
 def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
@@ -86,7 +73,7 @@ def read_model_config(path: Path, vocabulary: int) -> dict[str, Any]:
             f"the model of {path} has fewer words than the tokenizer's {vocabulary}, so it cannot "
             "be trained on its tokens: correct --validator.model_config"
         )
-    return {k: v for k, v in content.items() if k not in CONFIG_EXTRAS}
+    return without_extras(content)
 
 
 def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:
@@ -110,30 +97,6 @@ _SMALL = timedelta(seconds=30)  # one small write with its retries
 
 class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
-
-
-@dataclass(frozen=True)
-class GlobalState:
-    """The network's model between two rounds. Tensors are float32 on the CPU, in schema order, and
-    never changed in place."""
-
-    model_config: Mapping[str, Any]
-    schema: Schema
-    outer_step: int
-    weights: list[Tensor]
-    momentum: list[Tensor] | None
-    learning_rate: float
-    mu: float
-    last_allreduce_block: int
-
-    def after(self, weights: list[Tensor], momentum: list[Tensor], *, block: int) -> GlobalState:
-        return replace(
-            self,
-            outer_step=self.outer_step + 1,
-            weights=weights,
-            momentum=momentum,
-            last_allreduce_block=block,
-        )
 
 
 class GlobalPublisher:
@@ -165,15 +128,16 @@ class GlobalPublisher:
         Raises GlobalStateError for a state that is damaged or of another run, StoreError when the
         bucket does not answer.
         """
-        root = self._root()
-        if root is None:
-            return None
         try:
-            return self._read(root.outer_step)
-        except ValueError as error:
+            root = self._bucket.metadata()
+            if root is None:
+                return None
+            outer_step = check_run(root).outer_step
+            return GlobalState.read(self._bucket.fetch(outer_step, self._folder), outer_step)
+        except (StateUnavailable, ValueError) as error:
             raise GlobalStateError(
-                f"outer step {root.outer_step} in the global bucket cannot be used ({error}): "
-                "restore its files, or empty the bucket to start anew"
+                f"the state in the global bucket is damaged ({error}), so it is not known where "
+                "training stands: restore its files, or empty the bucket to start anew"
             ) from None
 
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:
@@ -222,59 +186,14 @@ class GlobalPublisher:
 
         Raises StoreError, ValueError.
         """
-        path = self._folder / keys.epoch_folder(outer_step) / keys.MODEL
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            key = keys.epoch_key(outer_step, keys.MODEL)
-            self._bucket.download(key, path, limit=model_bytes(schema))
-        return load_weights(path, schema)
+        folder = self._folder / keys.epoch_folder(outer_step)
+        if not (folder / keys.MODEL).exists():
+            limit = model_bytes(schema)
+            self._bucket.fetch(outer_step, self._folder, (keys.MODEL,), limit=limit)
+        return load_weights(folder / keys.MODEL, schema)
 
     def _put(self, key: str, data: bytes) -> None:
         patient(self._store, each=_SMALL).put(key, data)
-
-    def _root(self) -> Metadata | None:
-        data = self._bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-        if data is None:
-            return None
-        try:
-            root = Metadata.parse(data)
-        except MetadataError as error:
-            raise GlobalStateError(
-                f"the global bucket's metadata.json is damaged ({error}), so it is not known where "
-                "training stands: restore it, or empty the bucket to start anew"
-            ) from None
-        if root.run != names.RUN:
-            raise GlobalStateError(
-                f"the global bucket is of run {root.run} and this validator of run {names.RUN}, so "
-                "it must not be written: name another bucket with --neuron.global_model_name"
-            )
-        return root
-
-    def _read(self, outer_step: int) -> GlobalState:
-        """Raises ValueError (MetadataError is one)."""
-        data = self._bucket.get(keys.epoch_key(outer_step, keys.CONFIG), limit=MAX_CONFIG_BYTES)
-        if data is None:
-            raise ValueError(f"{keys.epoch_key(outer_step, keys.CONFIG)} is missing")
-        config, extras = parse_config(data)
-        model_config = {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
-        schema = parameter_schema(model_config)
-        folder = self._folder / keys.epoch_folder(outer_step)
-        folder.mkdir(parents=True, exist_ok=True)
-        limit = model_bytes(schema)
-        for name in (keys.MODEL, keys.OUTER_OPTIMIZER):
-            self._bucket.download(keys.epoch_key(outer_step, name), folder / name, limit=limit)
-        outer = load_outer_optimizer(folder / keys.OUTER_OPTIMIZER, schema)
-        momentum = None if outer.momentum is None else [t.clone() for t in outer.momentum]
-        return GlobalState(
-            model_config=model_config,
-            schema=schema,
-            outer_step=outer_step,
-            weights=load_weights(folder / keys.MODEL, schema),
-            momentum=momentum,
-            learning_rate=outer.learning_rate,
-            mu=outer.mu,
-            last_allreduce_block=extras.last_allreduce_block or 0,
-        )
 
     def _write(self, state: GlobalState) -> Path:
         folder = self._folder / keys.epoch_folder(state.outer_step)
@@ -300,7 +219,4 @@ class GlobalPublisher:
             problem = str(error)
         if problem:
             log.warning("Old outer steps stay in the global bucket for now: %s", problem)
-        for path in self._folder.glob("epoch-*"):
-            number = path.name.removeprefix("epoch-")
-            if number.isdigit() and int(number) <= outer_step - KEPT_EPOCHS:
-                shutil.rmtree(path, ignore_errors=True)
+        remove_states(self._folder, before=outer_step - KEPT_EPOCHS + 1)

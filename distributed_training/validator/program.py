@@ -28,6 +28,7 @@ from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import (
@@ -50,7 +51,6 @@ from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
     GlobalPublisher,
-    GlobalState,
     GlobalStateError,
     initial_weights,
     read_model_config,

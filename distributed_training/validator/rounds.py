@@ -22,9 +22,9 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import MOST_CALLED, SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
-from distributed_training.node.buckets import Reader
+from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys, names
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -32,11 +32,10 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.evaluator import load_weights, model_bytes
 from distributed_training.scoring.upload import OpenBucket
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.swarm import HivemindSwarm
-from distributed_training.validator.global_state import GlobalState
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class RoundOutcome:
 @dataclass
 class _Candidate:
     neuron: Neuron
-    bucket: Reader
+    bucket: BucketReader
     metadata: Metadata
 
 
@@ -203,10 +202,10 @@ class RoundCaller:
         for neuron in neurons:
             try:
                 bucket = self._open_bucket(neuron)
-                data = bucket.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-                if data is not None:
-                    candidates.append(_Candidate(neuron, bucket, Metadata.parse(data)))
-            except (StoreError, ChainError, MetadataError) as error:
+                metadata = bucket.metadata()
+                if metadata is not None:
+                    candidates.append(_Candidate(neuron, bucket, metadata))
+            except (StoreError, ChainError) as error:
                 log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
         return sorted(candidates, key=lambda c: -c.metadata.inner_step)
 
@@ -222,7 +221,7 @@ class RoundCaller:
                 break
             try:
                 weights = self._checkpoint(state, candidate)
-            except (StoreError, MetadataError, ValueError, OSError) as error:
+            except (StoreError, ValueError, OSError) as error:
                 log.info("uid %d cannot be the top uid: %s", uid, error)
                 continue
             for buffer, start, reached in zip(buffers, state.weights, weights, strict=True):
@@ -237,10 +236,9 @@ class RoundCaller:
         expected = Revision(names.RUN, state.outer_step, inner_step)
         if inner_step == 0:
             raise ValueError("it has not published an inner step")
-        key = keys.epoch_key(state.outer_step, keys.METADATA)
-        data = candidate.bucket.get(key, limit=MAX_METADATA_BYTES)
-        if data is None or Metadata.parse(data).revision != expected:
-            raise ValueError(f"{key} is not {expected.tag}")
+        metadata = candidate.bucket.metadata(state.outer_step)
+        if metadata is None or metadata.revision != expected:
+            raise ValueError(f"its outer step {state.outer_step} is not {expected.tag}")
         self._scratch.mkdir(parents=True, exist_ok=True)
         path = self._scratch / keys.MODEL
         try:

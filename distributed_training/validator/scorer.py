@@ -18,6 +18,7 @@ from typing import Any
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
+from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
@@ -35,7 +36,7 @@ from distributed_training.scoring.upload import (
     read_upload,
 )
 from distributed_training.store.s3 import StoreError
-from distributed_training.validator.global_state import GlobalPublisher, GlobalState
+from distributed_training.validator.global_state import GlobalPublisher
 
 
 @dataclass

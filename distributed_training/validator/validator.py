@@ -19,17 +19,14 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.settings import ValidatorSettings
+from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import lines, names, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.training.nesterov import nesterov_sgd
-from distributed_training.validator.global_state import (
-    GlobalPublisher,
-    GlobalState,
-    GlobalStateError,
-)
+from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
 from distributed_training.validator.scorer import Scorer, Standings
 

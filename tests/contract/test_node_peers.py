@@ -13,8 +13,8 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.node import buckets
-from distributed_training.node.buckets import BucketReader
+from distributed_training.store import bucket_reader
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
@@ -63,15 +63,19 @@ def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) ->
     reader = _reader(make())
     assert reader.head("epoch-0/none") is None
     assert reader.get("epoch-0/none", limit=5) is None
-    assert reader.read("epoch-0/none", limit=5) is None
-    with pytest.raises(ObjectMissingError, match="epoch-0/none"):
-        reader.download("epoch-0/none", tmp_path / "x", limit=5)
+    for call in (
+        lambda: reader.read("epoch-0/none", limit=5),
+        lambda: reader.open("epoch-0/none"),
+        lambda: reader.download("epoch-0/none", tmp_path / "x", limit=5),
+    ):
+        with pytest.raises(ObjectMissingError, match="epoch-0/none"):
+            call()
 
 
 def test_objects_come_whole(
     make: Callable[[], S3ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "RANGE", 1000)
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
     store, data = make(), os.urandom(2500)
     store.put("epoch-0/a", data)
     reader = _reader(store)
@@ -126,7 +130,7 @@ def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreSe
 def test_a_store_that_stumbles_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "RANGE", 1000)
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
     stumbles = {"get_range": 2, "get": 1, "head": 1}
 
     def before(operation: str, key: str) -> None:
@@ -143,14 +147,14 @@ def test_a_store_that_stumbles_is_asked_again(
 
 def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """However little comes each time, it is over when the named time is."""
-    monkeypatch.setattr(buckets, "RANGE", 1)
+    monkeypatch.setattr(bucket_reader, "RANGE", 1)
     now = 0.0
 
     def before(operation: str, key: str) -> None:
         nonlocal now
         now += 1.0
 
-    monkeypatch.setattr(buckets.time, "monotonic", lambda: now)
+    monkeypatch.setattr(bucket_reader.time, "monotonic", lambda: now)
     store = MemoryObjectStore(before=before)
     store.put("a", bytes(1000))
     with pytest.raises(DeadlineError, match="of 1000 bytes came in 30 s"):
@@ -159,7 +163,7 @@ def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_object_replaced_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "RANGE", 1000)
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
     ranges = []
 
     def before(operation: str, key: str) -> None:

@@ -30,6 +30,7 @@ from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.node.buckets import PeerBuckets
+from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import gradients, keys, names
 from distributed_training.protocol.metadata import (
     BucketCredentials,
@@ -45,7 +46,6 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
     GlobalPublisher,
-    GlobalState,
     initial_weights,
     small_llama,
 )

@@ -21,9 +21,9 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, load_config
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.node.buckets import BucketReader
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, parse_commitment
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program

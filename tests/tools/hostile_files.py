@@ -71,9 +71,9 @@ def _payload(path: Path) -> Any:
 
 
 def _gradients(path: Path) -> Any:
-    from distributed_training.store.contents import PtFile
+    from distributed_training.store.bucket_reader import pt_not_finite
 
-    return PtFile(path).not_finite()
+    return pt_not_finite(path)
 
 
 def _outer(path: Path) -> Any:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import global_state
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
@@ -31,8 +32,8 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import BucketCredentials, Metadata, build_commitment
 from distributed_training.protocol.names import r2_endpoint
 from distributed_training.protocol.types import Revision
-from distributed_training.store.bucket_reader import RemoteState
-from distributed_training.store.s3 import AccessDeniedError, TransientError
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, TransientError
 from tests.tools.memory_store import MemoryObjectStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -125,8 +126,8 @@ def bucket(state: dict[str, torch.Tensor], folder: Path) -> GlobalBucket:
     store = MemoryObjectStore("global")
     store.put(keys.epoch_key(4, keys.MODEL), save(state, metadata={"format": "pt"}))
     store.put(keys.ROOT_METADATA, Metadata.of(Revision(5, 4, 0), "").to_json())
-    remote = RemoteState(store=store, deadline=timedelta(seconds=2))
-    return GlobalBucket(remote=remote, run=5, folder=folder)
+    reader = BucketReader(store, large=timedelta(seconds=2))
+    return GlobalBucket(open_bucket=lambda: reader, folder=folder)
 
 
 def test_the_bucket_compares_by_ranges(tmp_path: Path) -> None:
@@ -136,45 +137,21 @@ def test_the_bucket_compares_by_ranges(tmp_path: Path) -> None:
         reader.drift(5, rows_of(weights()))
 
 
-def test_refused_read_keys_are_asked_for_again(tmp_path: Path) -> None:
-    good = bucket(weights(), tmp_path)
-    refusing = MemoryObjectStore("global")
-    refused = 0
-
-    def get(key: str, *, limit: int) -> bytes | None:
-        nonlocal refused
-        refused += 1
-        raise AccessDeniedError("403: these keys may not read")
-
-    refusing.get = get  # type: ignore[method-assign, assignment]
-    answers = [None, good._remote]
-    reader = GlobalBucket(
-        remote=RemoteState(store=refusing, deadline=timedelta(seconds=2)),
-        run=5,
-        folder=tmp_path,
-        renew=lambda: answers.pop(0),
-    )
-    with pytest.raises(GlobalUnavailableError, match="may not read"):
-        reader.outer_step()
-    assert reader.outer_step() == 4
-    assert reader.outer_step() == 4
-    assert refused == 2 and answers == []
-
-
 def test_a_global_bucket_that_moved_is_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also while the old one still answers, or was deleted; what is no commitment is not."""
+    """Also while the old one still answers, was deleted, or refuses its keys; what is no commitment
+    is not."""
     stores = {}
     for account, outer in (("a", 4), ("b", 6), ("c", 8)):
         stores[account] = MemoryObjectStore("global")
         stores[account].put(keys.ROOT_METADATA, Metadata.of(Revision(5, outer, 0), "").to_json())
     opened: list[str] = []
 
-    def remote_state(config: object, credentials: BucketCredentials) -> RemoteState:
+    def of_peer(*given: object, credentials: BucketCredentials, **named: object) -> Any:
         assert r2_endpoint(credentials.account_id)  # raises ValueError, as opening does
         opened.append(credentials.account_id[0])
-        return RemoteState(store=stores[opened[-1]], deadline=timedelta(seconds=2))
+        return stores[opened[-1]]
 
     def commit(account: str) -> None:
         nonlocal committed
@@ -182,8 +159,9 @@ def test_a_global_bucket_that_moved_is_followed(
 
     committed: str | None = None
     chain: Any = SimpleNamespace(commitment=lambda hotkey: committed)
-    config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
-    monkeypatch.setattr(global_state, "_remote_state", remote_state)
+    miner, settings = SimpleNamespace(master_ss58_address="5Master"), StoreSettings()
+    config: Any = SimpleNamespace(miner=miner, store=settings)
+    monkeypatch.setattr(S3ObjectStore, "of_peer", of_peer)
     commit("a")
     reader = global_state.open_global_bucket(config, chain, tmp_path, lambda: True)
     assert reader.outer_step() == 4
@@ -191,6 +169,18 @@ def test_a_global_bucket_that_moved_is_followed(
     commit("b")
     assert [reader.outer_step(), reader.outer_step()] == [6, 6]
     stores["b"].delete_bucket()
+    with pytest.raises(GlobalUnavailableError, match="does not exist"):
+        reader.outer_step()
+    refused = []
+
+    def before(operation: str, key: str) -> None:
+        refused.append(key)
+        raise AccessDeniedError("403: these keys may not read")
+
+    stores["b"]._before = before
+    with pytest.raises(GlobalUnavailableError, match="may not read"):
+        reader.outer_step()
+    assert len(refused) == 1, "asked once: another try would be refused as well"
     commit("c")
     assert reader.outer_step() == 8
     for useless in (None, "no commitment", "z" * 128):
@@ -297,7 +287,7 @@ def test_a_stop_while_the_bucket_is_read_is_no_warning(
             raise TransientError("503 ServiceUnavailable")
 
     reader = bucket(weights(), tmp_path)
-    store: Any = reader._remote._once
+    store: Any = reader.follow()._once
     store.put(keys.epoch_key(4, keys.METADATA), Metadata.of(Revision(5, 4, 0), "").to_json())
     store._before = before
     with watching(reader, rows=rows_of(weights())) as (watch, events):

@@ -18,7 +18,7 @@ from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
-from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import TransientError
@@ -49,7 +49,7 @@ class Bucket:
             raise TransientError("the store is away")
 
     def read(self) -> Published:
-        return read_published(RemoteState(store=self.store, deadline=timedelta(seconds=1)))
+        return read_published(BucketReader(self.store, large=timedelta(seconds=1)))
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_start_knows_how_old_the_upload_and_its_blocks_are(bucket: Bucket) -> 
 
 
 def test_an_empty_bucket_tells_nothing() -> None:
-    empty = RemoteState(store=MemoryObjectStore(), deadline=timedelta(seconds=1))
+    empty = BucketReader(MemoryObjectStore(), large=timedelta(seconds=1))
     assert read_published(empty) == Published()
 
 

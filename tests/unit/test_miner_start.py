@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import torch
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, load_config
+from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import global_state, run_folder, services, start
 from distributed_training.miner import start as device_module
 from distributed_training.miner import state_machine as ev
@@ -35,10 +37,11 @@ from distributed_training.node.failures import Deregistered, HotkeyInUse, Networ
 from distributed_training.protocol import keys, names
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Progress, Revision, RoundRequest
-from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import (
     AccessDeniedError,
     DeadlineError,
+    S3ObjectStore,
     StoreError,
     TransientError,
 )
@@ -109,8 +112,8 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     store.put(keys.ROOT_METADATA, Metadata.of(Revision(names.RUN, 7, 0), "").to_json())
 
     def restart() -> tuple[int, Path]:
-        remote = RemoteState(store=store, deadline=timedelta(seconds=60))
-        bucket = GlobalBucket(remote=remote, run=names.RUN, folder=tmp_path)
+        reader = BucketReader(store, large=timedelta(seconds=60))
+        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)[:2]
 
     outer_step, folder = restart()
@@ -180,8 +183,8 @@ def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
         raise Silent
 
     def begin() -> tuple[int, Path, bool]:
-        remote = RemoteState(store=store, deadline=timedelta(seconds=1))
-        bucket = GlobalBucket(remote=remote, run=names.RUN, folder=tmp_path)
+        reader = BucketReader(store, large=timedelta(seconds=1))
+        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)
 
     monkeypatch.setattr(global_state, "pause", pause)
@@ -236,7 +239,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     monkeypatch.setattr(global_state, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
     assert global_state.first_global_state(bucket, lambda: True) == (7, tmp_path, True)
-    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 4 and not any("empty" in line for line in said)
     assert "upgrade the miner. Training cannot begin before" in said[-1]
 
@@ -250,14 +253,15 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     caplog.set_level("INFO")
     bucket, now = Empty(), 0.0
     global_state.first_global_state(bucket, lambda: True)
-    levels = [r.levelname for r in caplog.records if "is empty so far" in r.getMessage()]
-    assert levels == ["INFO", "INFO", "WARNING", "WARNING"], "a network may begin later"
+    levels = [r.levelno for r in caplog.records if "is empty so far" in r.getMessage()]
+    assert levels == 2 * [logging.INFO] + 2 * [logging.WARNING], "a network may begin later"
 
     caplog.clear()
     now, committed = 0.0, "no commitment"
     chain: Any = SimpleNamespace(commitment=lambda hotkey: "a" * 128 if now > 310 else committed)
-    config: Any = SimpleNamespace(miner=SimpleNamespace(master_ss58_address="5Master"))
-    monkeypatch.setattr(global_state, "_remote_state", lambda *given: None)
+    miner = SimpleNamespace(master_ss58_address="5Master")
+    config: Any = SimpleNamespace(miner=miner, store=StoreSettings())
+    monkeypatch.setattr(S3ObjectStore, "of_peer", lambda *given, **named: MemoryObjectStore())
     global_state.open_global_bucket(config, chain, tmp_path, lambda: True)
     assert caplog.text.count("Waiting for the commitment of the master hotkey 5Master") == 2
 

@@ -13,7 +13,7 @@ import pytest
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import Progress
 from distributed_training.store import transfer
-from distributed_training.store.bucket_reader import RemoteState
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.checkpoint import Checkpointer
 from tests.tools.forgetful_disk import Tree, come_back, forgetful_disk
 from tests.tools.memory_store import MemoryObjectStore
@@ -86,7 +86,7 @@ def test_a_fetched_state_is_whole_or_not_there(
     files = publish_state(store, 4, rows=4)
 
     def fetch(folder: Path) -> Path:
-        reader = RemoteState(store=store, deadline=timedelta(seconds=60), concurrency=1)
+        reader = BucketReader(store, large=timedelta(seconds=60), concurrency=1)
         return reader.fetch(4, folder)
 
     with forgetful_disk(disk_folder, monkeypatch) as disk:

@@ -20,7 +20,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store import bucket_reader, transfer, upload_rules
-from distributed_training.store.bucket_reader import RemoteState, StateUnavailable
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
@@ -51,8 +51,8 @@ def published(tmp_path: Path) -> MemoryObjectStore:
     return store
 
 
-def remote(store: MemoryObjectStore) -> RemoteState:
-    return RemoteState(store=store, deadline=timedelta(seconds=2), concurrency=2)
+def remote(store: MemoryObjectStore) -> BucketReader:
+    return BucketReader(store, large=timedelta(seconds=2), concurrency=2)
 
 
 def test_fetch_gives_the_same_files_and_is_not_repeated(
@@ -62,7 +62,7 @@ def test_fetch_gives_the_same_files_and_is_not_repeated(
     root = reader.metadata()
     assert root is not None
     assert root.revision == REVISION
-    epoch = reader.epoch_metadata(3)
+    epoch = reader.metadata(3)
     assert epoch is not None and epoch.revision == REVISION
     assert reader.age(3) is not None
     folder = reader.fetch(3, tmp_path / "g", MINER_FILES)
@@ -170,9 +170,9 @@ def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
     assert len(reads) == ranges - 2
 
 
-def patient_reader(store: MemoryObjectStore) -> RemoteState:
+def patient_reader(store: MemoryObjectStore) -> BucketReader:
     """One range at a time, and time enough for a busy machine to sync each of them."""
-    return RemoteState(store=store, deadline=timedelta(seconds=60), concurrency=1)
+    return BucketReader(store, large=timedelta(seconds=60), concurrency=1)
 
 
 class SmallDisk:
@@ -299,7 +299,7 @@ def test_a_download_says_when_it_begins_and_ends_and_once_a_minute_how_far_it_is
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
     publish_state(store, 56, rows=512)
-    RemoteState(store=store, deadline=timedelta(hours=1), concurrency=1).fetch(56, tmp_path)
+    BucketReader(store, large=timedelta(hours=1), concurrency=1).fetch(56, tmp_path)
     first, *between, last = [r.getMessage() for r in caplog.records]
     assert first == "Downloading global state of outer step 56: 4.2 MB, 4.2 MB to come"
     assert len(between) == 2
@@ -429,6 +429,6 @@ def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
             raise TransientError("500 InternalError")
 
     published._before = fails
-    reader = RemoteState(store=published, deadline=timedelta(days=1))
+    reader = BucketReader(published, large=timedelta(days=1))
     with pytest.raises(DeadlineError, match="500 InternalError"):
         reader.fetch(3, tmp_path / "g", MINER_FILES)

@@ -113,27 +113,6 @@ def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: W
     assert world.validator.standings.successful_rounds == 1  # read from its ledger
 
 
-@pytest.mark.parametrize(
-    "key, data, words",
-    [
-        (keys.ROOT_METADATA, b"{", "damaged"),
-        (keys.ROOT_METADATA, Metadata(4, 0, 0, "").to_json(), "run 4"),
-        ("epoch-0/config.json", b"[]", "config.json"),
-        ("epoch-0/model.safetensors", b"short", "model.safetensors"),
-        ("epoch-0/outer_optimizer.pt", b"short", "outer_optimizer.pt"),
-    ],
-)
-def test_a_damaged_bucket_is_never_overwritten(
-    world: World, key: str, data: bytes, words: str
-) -> None:
-    world.bucket.put(key, data)
-    writes = list(world.bucket.writes)
-    with pytest.raises(GlobalStateError, match=words):
-        world.restart()
-        world.validator.start(world.found, world.initial)
-    assert world.bucket.writes == writes
-
-
 def test_a_bucket_that_does_not_answer_is_not_an_empty_one(world: World) -> None:
     world.bucket.down = True
     with pytest.raises(StoreError):
