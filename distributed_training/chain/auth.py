@@ -87,6 +87,7 @@ class RefusalLog:
         start, lines = self._window
         if now - start > LOG_INTERVAL:
             start, lines = now, 0
+        # In this order: a line that finds no room must not begin the caller's minute.
         if lines < _LOG_LINES and self._may_tell(caller):
             self._window = (start, lines + 1)
             log.warning("Refused a call of %s: %s", caller, reason)
@@ -99,6 +100,7 @@ BTAUTH_MAX_AGE: float = http_auth.DEFAULT_MAX_AGE  # seconds
 # What a bittensor 10 dendrite says it is; axons refuse callers that are much older.
 LEGACY_VERSION = 10005000
 
+# Bounded, and without spaces or control characters: what matches goes into log lines.
 _HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
 _SIGNATURE = re.compile(r"0x[0-9a-fA-F]{128}")
@@ -146,6 +148,7 @@ def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:
             timeout = float(headers.get("timeout", "0"))
         except ValueError:
             raise Refused(Refusal.MALFORMED) from None
+        # A nonce's age is compared with it, and no comparison with NaN is ever true.
         if not math.isfinite(timeout) or timeout < 0:
             raise Refused(Refusal.MALFORMED)
     else:
@@ -177,6 +180,7 @@ def proven(
             uuid=claimed.salt,
             body_hash=headers.get("computed_body_hash", ""),
         )
+        # claim() has seen that these are 128 hexadecimal digits.
         signature = bytes.fromhex(headers["bt_header_dendrite_signature"][2:])
         try:
             valid = verify_signature(text.encode(), signature, claimed.hotkey)

@@ -97,6 +97,7 @@ class ChainState:
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
+        # One of the future was written while a clock was ahead: its age is not known.
         return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
 
 
@@ -149,6 +150,7 @@ class Chain(abc.ABC):
         """Return what is to be kept for a later start; None before all of it was read."""
         if not self._counts["reads"] or self._commitments is None:
             return None
+        # When it was read, not now: what was recalled must not become younger by that.
         at = time.time() - self.age().total_seconds()
         return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
 
@@ -156,6 +158,7 @@ class Chain(abc.ABC):
         """Go by ``state`` until an endpoint answers, as a process does that had read it itself."""
         if self._ready.is_set():
             return
+        # The wall clock counts once, here: it may be set while the miner runs.
         self._read_at = self._monotonic() - (time.time() - state.at)
         self._block = max(self._block, state.block)
         if not self._counts["reads"]:

@@ -118,6 +118,7 @@ class TrustedAddresses:
         self._callers: OrderedDict[str, None] = OrderedDict.fromkeys(callers)
 
     def __contains__(self, address: str) -> bool:
+        # Without the lock: each is one look-up, and the set of endpoints is replaced whole.
         return address in self._callers or address in self._endpoints
 
     def add(self, address: str) -> None:
@@ -175,6 +176,7 @@ class Buckets:
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
+        # Also when refused: a key that went out of memory would have a full bucket again.
         self._levels[key] = (level - 1.0 if enough else level, now)
         self._levels.move_to_end(key)
         if len(self._levels) > self._capacity:
@@ -232,6 +234,7 @@ class Admission:
         trusted = address in self._trusted
         if self._blocked.get(address, 0.0) > self._clock() and not trusted:
             return "connection_blocked"
+        # By address before all together: one client must not use up what all share.
         if self._open.get(address, 0) >= self._max_per_address:
             self.strike(address)
             return "connections_of_address"
@@ -239,6 +242,7 @@ class Admission:
             return "rate"
         if self.connections >= (self._max + self._max // 4 if trusted else self._max):
             return "connections"
+        # Last: a connection that is refused anyway takes nothing of the shared budget.
         if not trusted and not self._newcomers.take("newcomers"):
             return "connection_rate"
         return None
@@ -246,6 +250,7 @@ class Admission:
     def disconnect(self, address: str) -> None:
         self.connections -= 1
         self._open[address] -= 1
+        # Or an entry would stay for every address that ever called.
         if self._open[address] <= 0:
             del self._open[address]
 
@@ -313,12 +318,14 @@ class NonceMemory:
         """Record a verified call; False (and nothing recorded) when it was used before."""
         call = (hotkey, nonce, salt)
         with self._lock:
+            # One lock for check and record: of two threads with one call, one is refused.
             if self._used(call):
                 return False
             now = self._monotonic()
             self._accepted[call] = now
             self.highest = max(self.highest, nonce)
             forgotten = now - KEPT.total_seconds()
+            # What is forgotten raises the floor: as old a call is refused from then on.
             while len(self._accepted) > MOST or next(iter(self._accepted.values())) < forgotten:
                 (_, old, _), _ = self._accepted.popitem(last=False)
                 self._floor = max(self._floor, old)

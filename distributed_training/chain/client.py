@@ -103,6 +103,7 @@ class SignedClient:
 
                 async def one(neuron: Neuron) -> Reply | None:
                     async with gate:
+                        # When it is its turn: a nonce that waited for the others would be stale.
                         headers = self._sign(neuron, name, body, announced or timeout, self._scheme)
                         return await _post(client, neuron, name, body, headers, timeout)
 
@@ -161,6 +162,7 @@ async def _post(
         ):
             async for chunk in reply.aiter_raw():
                 raw += chunk
+                # A miner may send without an end: here memory is bounded, by the timeout time.
                 if len(raw) > MAX_REPLY_BYTES:
                     return None
         content = json.loads(bytes(raw))

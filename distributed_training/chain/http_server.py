@@ -5,9 +5,7 @@ counted before they are parsed: a head is collected up to a limit, parsed once (
 (:class:`Handlers`) before any of the body is read. The body is as long as ``Content-Length`` says,
 a few kilobytes at most. ``Transfer-Encoding``, under which every single byte can be made to cost
 100 us, is refused, and so is whatever follows the request (pipelining). After the answer the
-connection is closed, which HTTP/1.1 allows a server at any time. A request that comes in many small
-pieces is read after pauses that double, so that a drip of single bytes wakes the thread a dozen
-times and not thousands.
+connection is closed, which HTTP/1.1 allows a server at any time.
 
 Connections are accepted here, not by asyncio: what :class:`~.callers.Admission` does not let in is
 closed before a task is made for it. Measured by ``bench/server.py``: 2,000 connections a second
@@ -89,6 +87,7 @@ class Handlers:
 
 def parse_head(raw: bytes, address: str) -> Head:
     """``raw`` ends with the empty line. Raises Refused for what is not strictly HTTP/1."""
+    # h11 takes time for each line: they are counted before it sees one.
     if raw.count(b"\n") > MAX_HEAD_LINES:
         raise Refused(Refusal.HEADERS)
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
@@ -171,6 +170,7 @@ class Exchange:
         Raises OSError if it hangs up."""
         loop = asyncio.get_running_loop()
         try:
+            # One deadline for all bytes: one for each read would let a drip live for ever.
             async with asyncio.timeout(read_timeout.total_seconds()):
                 await self._receive(loop, connection)
             assert self._head is not None
@@ -191,6 +191,7 @@ class Exchange:
                 await loop.sock_sendall(connection, whole)
 
     async def _receive(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+        # Pauses double: a drip of single bytes wakes this thread a dozen times, not thousands.
         for looks in itertools.count(1):
             data = await loop.sock_recv(connection, MOST_AT_ONCE)
             if not data:
@@ -212,8 +213,10 @@ class Exchange:
             end += len(_END_OF_HEAD)
             self._head = parse_head(bytes(self._received[:end]), self._address)
             self._length = body_length(self._head, self._handlers.max_body)
+            # What the head alone decides is refused before any of the body is waited for.
             self._claim = self._handlers.check_head(self._head)
             del self._received[:end]
+        # Bytes after the body would be a second request: one connection carries one.
         if len(self._received) > self._length:
             raise Refused(Refusal.MALFORMED)
         return len(self._received) == self._length
@@ -280,6 +283,7 @@ class HttpThread:
     def stop(self) -> None:
         """Idempotent; returns when the thread has ended. Open connections are cut."""
         if self._thread.is_alive():
+            # An asyncio.Event may be set in its loop's thread only.
             self._loop.call_soon_threadsafe(self._stopped.set)
             self._thread.join(10)
         elif not self._loop.is_closed():
@@ -295,6 +299,7 @@ class HttpThread:
     async def _serve(self) -> None:
         self._listen()
         await self._stopped.wait()
+        # First: a connection accepted after the tasks were cancelled would be nobody's.
         self._loop.remove_reader(self._sock)
         for task in self._open:
             task.cancel()
@@ -318,6 +323,7 @@ class HttpThread:
             except ConnectionError:
                 continue  # gone before it was accepted
             except OSError:
+                # Without a descriptor the socket stays readable: without a pause this would spin.
                 self._pause(EXHAUSTED_PAUSE)
                 return
             address = normalize(str(peer[0]))
@@ -332,6 +338,7 @@ class HttpThread:
                 accepted.close()
                 refused = True
         if refused:
+            # Meanwhile the kernel's backlog holds the flood, and training has the interpreter.
             self._pause(FLOOD_PAUSE)
 
     async def _exchange(self, accepted: socket.socket, address: str) -> None:

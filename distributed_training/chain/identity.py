@@ -104,6 +104,7 @@ def create_wallet(folder: Path, name: str) -> Wallet:
     """
     sdk = _open(name, "default", str(folder))
     if not sdk.hotkey_file.exists_on_device():
+        # suppress: or the SDK would print the mnemonic.
         sdk.create_new_hotkey(use_password=False, suppress=True)
     return Wallet(sdk.hotkey, sdk)
 
@@ -160,6 +161,7 @@ async def _agreed(services: Sequence[str], timeout: timedelta) -> tuple[str | No
     """Return the address that two answers gave, None if none did, and all that were given."""
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
+        # Twice: a service that was away for a moment may still agree.
         for service in (*services, *services):
             address = await _ask(client, service, timeout)
             if address is None:
@@ -181,6 +183,7 @@ async def _ask(client: httpx.AsyncClient, service: str, timeout: timedelta) -> s
             reply.raise_for_status()
             async for part in reply.aiter_raw(_MOST_BYTES):
                 answer += part
+                # No address is so long: the login page of some proxy may be.
                 if len(answer) > _MOST_BYTES:
                     return None
         address = ipaddress.ip_address(answer.decode("ascii").strip())

@@ -136,6 +136,7 @@ class _Missing:
         self._answered.add(answered_by)
         self._ask_another()
         lasted = timedelta(seconds=now - self._since)
+        # One endpoint alone is believed in the end: the others may be gone for good.
         wanted = 1 if lasted >= MISSING_FOR_ALONE else min(2, self._chain.endpoints())
         return lasted >= self._belief.missing_for and len(self._answered) >= wanted
 
@@ -258,6 +259,7 @@ class RegistrationWatcher:
     def close(self) -> None:
         """Idempotent."""
         self._stop.set()
+        # on_event runs in this thread and may close its watcher: no thread can join itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5)
 
@@ -276,6 +278,7 @@ class RegistrationWatcher:
         """One look. A change is reported when ``CONFIRMATIONS`` reads of the chain in a row showed
         it; a look between two reads sees nothing new."""
         reads = self._chain.reads()
+        # The same answer once more confirms nothing.
         if reads == self._reads:
             return None
         self._reads = reads
@@ -329,8 +332,10 @@ class RegistrationWatcher:
             "endpoint": (me.ip, me.port) if me.port is not None else None,
             "commitment": self._chain.commitment(self._hotkey),
         }
+        # First: a value that we changed ourselves is no second miner's.
         for written in self._written:
             written.follow(self._ours[written.name])
+        # Reversed, so that of two that were lost the first one stays, and is written first.
         verdicts = {w.look(shown[w.name]): w for w in reversed(self._written)}
         if "foreign" in verdicts:
             return Suspicion(Change.DOUBLE, me.uid)

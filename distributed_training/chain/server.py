@@ -133,6 +133,7 @@ class SignedServer:
 
     def close(self) -> None:
         """Idempotent; ends the threads and writes the file for the next start."""
+        # First: a call accepted after the last save would be missing in a file that says clean.
         self._http.stop()
         self._stopping.set()
         if self._keeper.ident is not None:
@@ -188,6 +189,7 @@ class SignedServer:
         request, accepted_at = self._round
         lasted = self._monotonic() - accepted_at
         timeout = (request.timeout or synapses.ALL_REDUCE_TIMEOUT).total_seconds()
+        # Whatever the loop forgot to end must not keep later rounds out for ever.
         if lasted > timeout + ROUND_MARGIN:
             self._round = None
             return None
@@ -212,6 +214,7 @@ class SignedServer:
             # A second miner that is being started asks whether this one runs.
             proof = auth.prove_same_key(self._wallet, claim)
             raise Refused(Refusal.OWN_HOTKEY, proof=proof)
+        # After the proof: an unproven call must not spend a validator's nonce.
         if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
         self._hotkeys.take(claim.hotkey)
@@ -225,6 +228,8 @@ class SignedServer:
         known = ours or self._known(claim.hotkey) is not None
         if not known and not self._settings.allow_non_registered:
             raise Refused(Refusal.UNKNOWN_HOTKEY)
+        # Only looked at. A token is taken once the signature is proven, or anybody could use up
+        # a validator's rate under its name.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         age = (self._clock() - claim.nonce) / 1e9
@@ -241,6 +246,7 @@ class SignedServer:
             neurons = self._chain.neurons()
         except ChainUnavailable:
             return None
+        # The chain returns the same object until there is news, so this costs nothing.
         if neurons is not self._neurons:
             self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
@@ -272,6 +278,7 @@ class SignedServer:
             reply = synapses.answer_all_reduce(fields)
             reply["answer"] = self._all_reduce(claim, fields) or reply["answer"]
         if permit:
+            # After all refusals: what makes an address trusted is an accepted call.
             self._trusted.add(head.address)
         return reply
 
@@ -293,6 +300,7 @@ class SignedServer:
         except SynapseError:
             raise Refused(Refusal.MALFORMED) from None
         with self._round_lock:
+            # One lock for check and record: two calls at once must not both start a round.
             running = self._running()
             if running is None:
                 self._check_due(claim)

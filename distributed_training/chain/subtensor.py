@@ -165,6 +165,7 @@ class BittensorChain(Chain):
             target=self._run, args=(started,), name="subtensor", daemon=True
         )
         self._thread.start()
+        # Before the loop runs, a write could not be handed to it.
         started.wait()
 
     # writes
@@ -208,6 +209,7 @@ class BittensorChain(Chain):
         seconds = self._settings.write_timeout.total_seconds()
         future = asyncio.run_coroutine_threadsafe(self._submit(kind, submit, seconds), self._loop)
         try:
+            # Later than the write's own deadline, whose error says more: for a loop that hangs.
             future.result(seconds + _CLOSE_TIMEOUT)
         except FutureTimeout:
             future.cancel()
@@ -221,6 +223,7 @@ class BittensorChain(Chain):
         try:
             async with asyncio.timeout(seconds):
                 assert self._connected is not None
+                # Inside the deadline: a write waits for a connection no longer than for its block.
                 await self._connected.wait()
                 with _sdk_errors():
                     result = await submit(self._client)
@@ -273,6 +276,7 @@ class BittensorChain(Chain):
             if self._looked_at != before:
                 rounds = 0
             pause = doubling(rounds + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
+            # Also after an endpoint that was left without an error, or this could spin.
             await self._sleep(pause.total_seconds())
             rounds += turn % len(endpoints) == 0
 
@@ -298,6 +302,7 @@ class BittensorChain(Chain):
         return len(self._endpoints())
 
     def ask_another(self) -> None:
+        # From any thread: the loop looks at it after each block.
         self._asked_another.set()
 
     def _endpoints(self) -> list[str]:
@@ -383,6 +388,7 @@ class BittensorChain(Chain):
 
     async def _read_state(self, client: Any, endpoint: str, others: Iterable[str]) -> None:
         """Refuse an endpoint that is behind, then :meth:`_read`. Raises ChainError."""
+        # Before its neurons are believed: a node behind lacks what was registered since.
         made = (await self._timed(client.timestamp())).timestamp()
         self._newest.check(endpoint, made, others)
         self._saw_time(made)

@@ -366,6 +366,7 @@ class Reducer:
         """
         if sender not in self._active:
             raise ValueError("the peer was left out, since it came too late or failed")
+        # A weight of NaN would make the part's average NaN for all peers.
         if not (math.isfinite(weight) and weight >= 0):
             raise ValueError(f"a weight of {weight}")
         sums = self._sums.get(index)
@@ -385,6 +386,7 @@ class Reducer:
             return
         self._active.discard(sender)
         self.failed.add(sender)
+        # A copy: a part that is complete by this leaves the dictionary.
         for index in list(self._sums):
             self._look_whether_done(index)
         self._look_whether_complete()
@@ -394,8 +396,10 @@ class Reducer:
         if not self._active <= sums.came_from.keys():
             return
         del self._sums[index]
+        # In place of our own values: they were added to the sum at its start.
         average = torch.div(sums.total, sums.weight, out=self._parts[index])
         for values in sums.came_from.values():
+            # The answer takes the memory that the part came in.
             torch.sub(average, values, out=values)
         self._buffers.give_back(sums.buffer)
         sums.done.set()

@@ -137,6 +137,7 @@ class Host:
                     self._number = order.number
                     self._round = asyncio.create_task(averager.average(order, self._found))
                     self._round.add_done_callback(self._tell_outcome)
+                    # The cancel may have come first: several threads of rank 0 send.
                     if order.number <= self._cancelled:
                         self._round.cancel()
                 case Cancel(number):
@@ -172,6 +173,7 @@ class Host:
                 if not ended.done():
                     raise HostFailed(f"p2pd does not answer ({error!r})") from None
                 break
+            # After p2pd has answered: rank 0 takes silence for a hang and ends both.
             self.tell(Beat(len(node.protocol.routing_table.uid_to_peer_id)))
             await asyncio.wait([ended], timeout=BEAT)
         raise HostFailed(f"p2pd {describe_end(ended.result())}")
@@ -216,6 +218,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
         return
     with contextlib.suppress(OSError):
         answers.write(to_line(Ended(why)))
+        # This process is killed next: what was not sent by then is lost.
         await answers.drain()
 
 
@@ -229,6 +232,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is rank 0's to act on
     write_stacks_on_signal()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    # Training needs the cores; sums of parts are short.
     torch.set_num_threads(1)
     connection = socket.socket(fileno=int(sys.argv[1]))
     config = _first_line(connection)
@@ -236,6 +240,7 @@ def main() -> int:
         asyncio.run(serve(config, connection))
     finally:
         shutil.rmtree(config.sockets, ignore_errors=True)
+        # p2pd, and whatever else hivemind started: nobody but this group's leader knows of them.
         os.killpg(os.getpgrp(), signal.SIGKILL)
     return 0
 

@@ -117,20 +117,19 @@ def to_line(message: Message) -> bytes:
 
 
 def from_line(line: bytes) -> Message:
+    # Of our own process, over a socket that nobody else has: not checked further.
     name, fields = json.loads(line)
     message: Message = _KINDS[name](**fields)
     return message
 
 
 class SharedTensors:
-    """float32 tensors of ``shapes`` in one memory file that several processes map.
-
-    Memory, not a file on a disk: the kernel would write each round's values to it. And not in
-    /dev/shm, which is small in containers.
-    """
+    """float32 tensors of ``shapes`` in one memory file that several processes map."""
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
+        # Memory, not a file on a disk: the kernel would write each round's values to it. And not
+        # in /dev/shm, which is small in containers.
         self.descriptor = os.memfd_create("swarm-tensors")
         os.truncate(self.descriptor, 4 * self.values)
         self.tensors = map_tensors(self.descriptor, self.shapes)
@@ -154,5 +153,6 @@ def map_tensors(descriptor: int, shapes: Sequence[Sequence[int]]) -> list[torch.
     """The tensors in that memory file; the descriptor may be closed afterwards."""
     sizes = [math.prod(shape) for shape in shapes]
     path = f"/proc/self/fd/{descriptor}"
+    # shared: what one process writes is there for the other, without a copy.
     flat = torch.from_file(path, shared=True, size=sum(sizes), dtype=torch.float32)
     return [part.view(tuple(s)) for part, s in zip(flat.split(sizes), shapes, strict=True)]

@@ -114,10 +114,12 @@ class HostKeeper:
         Raises AllReduceError when there is none in time, or it cannot be started."""
         deadline, failures = time.monotonic() + timeout, self._failures
         while True:
+            # In short turns: a round that is cancelled must not wait for a start that hangs.
             if self._in_use.acquire(timeout=0.2):
                 if self.alive() or self._closing.is_set():
                     break
                 self._in_use.release()
+                # The keeper's thread starts it: a start that hangs must hold up no round.
                 self._wake.set()
             if cancelled.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
@@ -144,6 +146,7 @@ class HostKeeper:
         self._closing.set()
         self._wake.set()
         host, starting = self._host, self._starting
+        # A start holds the lock for minutes: ended first, it lets go of it.
         if starting is not None:
             starting.end("the swarm is being closed")
         if host is not None and host.alive():
@@ -186,6 +189,7 @@ class HostKeeper:
 
         Whether it was started. Raises SwarmUnavailable.
         """
+        # A round has the host, and would lose its group. The next look is soon enough.
         if not self._in_use.acquire(blocking=False):
             return False
         try:
@@ -232,6 +236,7 @@ class HostKeeper:
                     "yet; training goes on and they are tried again (--neuron.initial_peers)"
                 )
                 self.joined = False
+                # Alone, with the same identity and port: who knows this peer finds it again.
                 problem = self._start_once([])
                 if not problem:
                     return
@@ -251,6 +256,8 @@ class HostKeeper:
         except (OSError, RuntimeError) as error:  # no room, memory, process, descriptor or thread
             return str(error)
         self._starting = host  # from here on close() ends it
+        # close() may have looked before `_starting` was set, so this looks once more. hivemind
+        # itself gives up after its start_timeout, with a reason; 15 s more are for one that hangs.
         ready = None if self._closing.is_set() else host.wait_ready(config.start_timeout + 15)
         self._starting = None
         if self._closing.is_set():
@@ -262,6 +269,7 @@ class HostKeeper:
             return f"{host.why}; see {self._log}"
         self._host = host
         with contextlib.suppress(OSError):
+            # The private key of the peer; hivemind leaves its mode to the umask.
             Path(config.identity).chmod(0o600)
         self.peer_id, self.visible_maddrs = ready.peer_id, ready.maddrs
         # Others know us by this address: a host that is started again must come back to it.
@@ -329,8 +337,10 @@ class HostLaunch:
                 stdout=log_file,
                 stderr=log_file,
                 pass_fds=(theirs.fileno(),),
+                # A group of its own: p2pd, which it starts, is killed with it.
                 start_new_session=True,
                 cwd=Path(__file__).resolve().parents[2],
+                # It talks to whoever is in the swarm: no secret in its memory.
                 env=without_secrets() | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
             )
 
@@ -404,6 +414,7 @@ class HostProcess:
         except (OSError, ValueError) as error:
             self.why = self.why or str(error)
         self.why = self.why or self._how_it_ended()
+        # `why` is set before: whoever wakes up reads it. None wakes whoever waits for an answer.
         self.ended.set()
         self._ready.put(None)
         self._answers.put(None)
@@ -487,5 +498,6 @@ def any_reachable(maddrs: Sequence[str], *, timeout: timedelta) -> bool:
 
     if not addresses:
         return False
+    # At once: each that drops packets costs the whole timeout.
     with ThreadPoolExecutor(max_workers=min(16, len(addresses))) as pool:
         return any(pool.map(opens, addresses))

@@ -152,8 +152,10 @@ class HivemindSwarm:
         if not self._one_round.acquire(blocking=False):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:
+            # Before the host hears of the round: cancel() in another thread must find it.
             self._cancelled = cancelled
             began = time.monotonic()
+            # Before: the average takes the place of our own values.
             local_norm = norm_of(self.buffers)
             answer = self._ask_host(request, weight, cancelled, began)
             return self._result(answer, local_norm, time.monotonic() - began)
@@ -225,6 +227,7 @@ class HivemindSwarm:
     def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:
         """What the host answered, if it may be used. Raises AllReduceError."""
         average_norm = norm_of(self.buffers)
+        # First: of an average that is refused nothing else is used.
         self._judge.check(local_norm=local_norm, average_norm=average_norm)
         if (answer.failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
             raise AllReduceError(

@@ -78,6 +78,7 @@ class Stream:
         left = [memoryview(chunk) for chunk in chunks]
         while left:
             try:
+                # One call for head, values and tail: joined, megabytes would be copied.
                 count = self._socket.sendmsg(left)
             except (BlockingIOError, InterruptedError):
                 await self._until_writable()
@@ -111,6 +112,7 @@ class Stream:
                 break
             if shift > 28:
                 raise StreamError("p2pd sent a length that is none")
+        # p2pd is ours; a bug of it must not take the memory that training needs.
         if length > _MOST_CONTROL_BYTES:
             raise StreamError("p2pd sent a message that is too long")
         data = await self.receive(length)
@@ -195,6 +197,7 @@ class Daemon:
                 await self._register(protocol, path)
                 yield
             finally:
+                # The one that accepts too: a stream that comes now would have no handler.
                 for task in (accepting, *handlers):
                     task.cancel()
                 await asyncio.gather(accepting, *handlers, return_exceptions=True)
@@ -312,6 +315,7 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
     """
     marker = await stream.receive(1 + _LENGTH)
     length = int.from_bytes(marker[1:], "big")
+    # Before memory is taken for it: the length is what the peer claims.
     if length > part_bytes + _MOST_AROUND:
         raise FrameError(f"a message of {length} bytes where parts have {part_bytes}")
     if marker[:1] == _ERROR:
@@ -348,6 +352,7 @@ async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averagin
     direct = count == len(view)
     received = view if direct else memoryview(bytearray(count))
     known = arriving._head[at : at + count]
+    # The first values came with the head.
     received[: len(known)] = known
     await stream.receive_into(received[len(known) :])
     end = at + count
@@ -406,6 +411,7 @@ def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
     if buffer is None:
         return None
     count, values_at = buffer
+    # Lengths are the peer's. A field that ends outside is left to protobuf, which refuses it.
     inside = values_at + count <= tensor[1] + tensor[0] <= length
     return (at, values_at, count) if inside else None
 
@@ -413,6 +419,7 @@ def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
 def _read_varint(data: bytes, at: int) -> tuple[int, int] | None:
     """A number and the place after it; None if ``data`` ends before it does."""
     number = 0
+    # Ten bytes hold 64 bits: a longer number is none.
     for i, byte in enumerate(data[at : at + 10]):
         number |= (byte & 0x7F) << 7 * i
         if not byte & 0x80:
