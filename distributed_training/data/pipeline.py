@@ -267,7 +267,7 @@ class DataPipeline:
 
     # --- position ------------------------------------------------------------------------------
 
-    def cursor(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Position as JSON-able values: the next sequence to serve is number ``offset`` of
         ``block``, of which ``sequences`` are served; ``page`` is the one it begins in."""
         held = self._blocks.get(self._current)
@@ -288,8 +288,8 @@ class DataPipeline:
         ends = np.cumsum(tokens)
         return int(np.searchsorted(ends, held.order[self._offset] * length, side="right"))
 
-    def restore(self, cursor: dict[str, Any]) -> None:
-        """Have the block of a checkpoint's :meth:`cursor` prepared again.
+    def load_state_dict(self, cursor: dict[str, Any]) -> None:
+        """Have the block of a checkpoint's :meth:`state_dict` prepared again.
 
         The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
         so it holds the same tokens as before; if they cannot be had again, that is said.

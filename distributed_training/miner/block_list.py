@@ -308,7 +308,7 @@ class BlockList:
 
     # --- across restarts -----------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """JSON-able. Blocks of publications under way count as not published."""
         owed = dict(self._trained)
         for blocks in self._published.values():
@@ -327,7 +327,9 @@ class BlockList:
             "micro_batch_size": self._micro_batch_size,
         }
 
-    def restore(self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True) -> None:
+    def load_state_dict(
+        self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True
+    ) -> None:
         """After a restart: ``state`` and the data's ``cursor`` of a checkpoint (both may be empty).
 
         The block that was under way is begun again where it was, then those that were prefetched.

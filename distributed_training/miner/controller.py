@@ -201,5 +201,5 @@ class Controller:
                 return Command(order, 0, request)
 
     def _kept(self) -> Given:
-        kept = {"rank_zero": {"blocks": self._blocks.state()}}
+        kept = {"rank_zero": {"blocks": self._blocks.state_dict()}}
         return Given(blocks=self._blocks.blocks(), kept=kept)

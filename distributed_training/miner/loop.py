@@ -238,7 +238,7 @@ class MinerLoop:
         return ev.Previewed(delta, time.perf_counter() - began)
 
     def _checkpoint(self, given: Given) -> None:
-        extra = {"data": self._data.cursor(), **given.kept}
+        extra = {"data": self._data.state_dict(), **given.kept}
         self._checkpointer.save(extra, self._progress(given))
 
     def _stop(self, command: Command) -> ev.Event:

@@ -310,7 +310,7 @@ class Miner:
 
         # where it stood: what this rank kept in its checkpoint, empty after a fresh start
         self.kept = self._resume(facts, outside.global_folder if outside else None)
-        self.data.restore(self.kept.get("data", {}))
+        self.data.load_state_dict(self.kept.get("data", {}))
         self.first_block = 0 if self.kept else facts.first_block
         if self.first_block:
             self.data.request(self.first_block)  # prepared while the swarm comes
@@ -497,7 +497,7 @@ class RankZero:
             holds_back=data.holds_back(held),
             recent=self.round_clock.half,
         )
-        blocks.restore(
+        blocks.load_state_dict(
             kept.get("rank_zero", {}).get("blocks", {}),
             kept.get("data", {}),
             exact=self._miner.checkpointer.exact,

@@ -230,7 +230,7 @@ made.begin(40, made.ready(40))
 for _ in range(7):
     made.next()
 made.request(41)
-print(json.dumps({"cursor": made.cursor(), "workers": made._workers.pids}), flush=True)
+print(json.dumps({"cursor": made.state_dict(), "workers": made._workers.pids}), flush=True)
 time.sleep(600)
 """
 
@@ -264,11 +264,11 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
         assert (cursor["block"], cursor["offset"], cursor["page"]) == (40, 14, 0)
         fetched = len(server.row_requests())
         with pipeline(server, tokenizer, tmp_path) as made:
-            made.restore(cursor)
+            made.load_state_dict(cursor)
             assert wait_ready(made, 40) == cursor["sequences"]
             assert len(server.row_requests()) == fetched
             made.begin(40, cursor["sequences"], start=cursor["offset"])
-            assert made.cursor() == cursor
+            assert made.state_dict() == cursor
             rest = np.concatenate([b.numpy() for b in iter(made.next, None)])
             again = serve(made, 40)
         assert np.array_equal(rest, again[14:])
@@ -279,7 +279,7 @@ def test_a_restored_block_with_other_tokens_is_told(
 ) -> None:
     with RowsServer(TABLES) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
-            made.restore({"block": 3, "sequences": 10, "offset": 4, "digest": "0" * 64})
+            made.load_state_dict({"block": 3, "sequences": 10, "offset": 4, "digest": "0" * 64})
             wait_ready(made, 3)
             made.begin(3, 10, start=4)
             assert made.counters()["restored_blocks_changed"] == 1

@@ -118,7 +118,7 @@ class BlockListMachine(RuleBasedStateMachine):
     @rule()
     def save(self) -> None:
         self.checkpoint = (
-            json.dumps(self.feed.state()),
+            json.dumps(self.feed.state_dict()),
             copy.deepcopy((self.owed, self.in_step, self.cursor, self.steps)),
         )
 
@@ -130,7 +130,7 @@ class BlockListMachine(RuleBasedStateMachine):
         state, kept = self.checkpoint
         owed, in_step, cursor, steps = copy.deepcopy(kept)
         self.feed = self.make()
-        self.feed.restore(json.loads(state), cursor)
+        self.feed.load_state_dict(json.loads(state), cursor)
         self.owed, self.in_step, self.cursor, self.pending = owed, in_step, cursor, {}
         self.steps, self.published = steps, {}
         if cursor and cursor["sequences"] - cursor["offset"] >= MICRO_BATCH:
@@ -235,7 +235,9 @@ def test_no_judged_page_of_a_listed_block_is_lost_whatever_ranks_there_are(
         run = Run(world_size, n_pages)
         if before is not None:
             run.chain = before.chain
-            run.feed.restore(json.loads(json.dumps(before.feed.state())), before.cursor)
+            run.feed.load_state_dict(
+                json.loads(json.dumps(before.feed.state_dict())), before.cursor
+            )
             if before.world_size == world_size:
                 run.in_step = before.in_step
                 run.cursor = before.cursor

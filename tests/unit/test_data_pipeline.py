@@ -154,7 +154,7 @@ def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:
     assert running.next() is not None
     assert running.next() is not None
     assert running.next() is None  # the fifth is no whole micro-batch
-    cursor = running.cursor()
+    cursor = running.state_dict()
     assert {k: cursor[k] for k in ("block", "sequences", "offset")} == {
         "block": 5,
         "sequences": 5,

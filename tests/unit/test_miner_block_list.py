@@ -84,7 +84,7 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
     assert sequences(feed, 1) == [10]
     feed.see(ev.OuterStepEnded(True, 5), mode)
     again = world.feed(hold_back=2, holds_back=True)
-    again.restore(feed.state(), {})  # killed before the next block
+    again.load_state_dict(feed.state_dict(), {})  # killed before the next block
     assert sequences(again, 3).count(6) == 1
     feed.see(ev.Loaded(5), mode)
     assert sequences(feed, 2) == [6, 10]
@@ -100,7 +100,7 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
     assert feed.on_boundary(may_begin=True) == DataOrder(request=102)
     for _ in range(3):
         feed.micro_batch_done()
-    return feed.state(), {"block": 100, "sequences": 10, "offset": 6}
+    return feed.state_dict(), {"block": 100, "sequences": 10, "offset": 6}
 
 
 def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
@@ -112,12 +112,12 @@ def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
     state, cursor = saved(world)
     state["blocks"], state["since_step"] = [[98, 1], [99, 2]], [100]
     feed = world.feed(uid=41)
-    feed.restore(state, cursor)
+    feed.load_state_dict(state, cursor)
     assert feed.blocks() == [] and "another uid" in caplog.text
     requested = [feed.on_boundary(may_begin=False).request for _ in range(3)]
     assert requested == [100, 101, 102], "all of them from their beginning"
     feed = world.feed()  # with the uid that it had, nothing is lost
-    feed.restore(state, cursor)
+    feed.load_state_dict(state, cursor)
     assert feed.blocks() == [98, 99]
 
 
@@ -127,7 +127,7 @@ def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> 
     world.chain = 200
     world.sequences[100] = None
     feed = world.feed()
-    feed.restore(state, cursor)
+    feed.load_state_dict(state, cursor)
     requested = [feed.on_boundary(may_begin=True) for _ in range(3)]
     assert requested == [DataOrder(100), DataOrder(101), DataOrder(102)]
     assert feed.on_boundary(may_begin=True) == DataOrder(), "102 is there, but 100 is not done"
@@ -146,12 +146,12 @@ def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> 
 def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     world = World()
     feed = world.feed()
-    feed.restore({}, {})
+    feed.load_state_dict({}, {})
     feed.begin_with(90)  # the chain has moved on since
     assert feed.on_boundary(may_begin=True) == DataOrder(request=90)
     order = feed.on_boundary(may_begin=True)
     assert (order.request, order.begin) == (100, 90)
-    assert feed.state()["gaps"] == [(91, 99)]
+    assert feed.state_dict()["gaps"] == [(91, 99)]
 
 
 @pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
@@ -163,7 +163,7 @@ def test_what_is_cut_differently_begins_anew(change: str, caplog: pytest.LogCapt
     if change == "ranks":
         world.world_size = 3
     feed = world.feed(micro_batch=5 if change == "micro-batch" else 2)
-    feed.restore(state, cursor, exact=change != "a disk")
+    feed.load_state_dict(state, cursor, exact=change != "a disk")
     (line,) = caplog.messages
     assert line.startswith("Data goes on with a new block: ")
     lost = "so the micro-batches of the inner step under way are dropped. From their beginning"
@@ -181,7 +181,7 @@ def test_a_block_that_came_back_shorter_is_served_as_far_as_it_goes(have: int, s
     state, cursor = saved(world)
     world.sequences |= {100: have, 101: 10}
     feed = world.feed()
-    feed.restore(state, cursor)
+    feed.load_state_dict(state, cursor)
     feed.on_boundary(may_begin=True)
     order = feed.on_boundary(may_begin=True)
     if served:
@@ -194,7 +194,7 @@ def test_a_position_at_the_end_of_its_block_is_not_begun_again() -> None:
     world = World()
     state, _ = saved(world)
     feed = world.feed()
-    feed.restore(state, {"block": 100, "sequences": 10, "offset": 10})
+    feed.load_state_dict(state, {"block": 100, "sequences": 10, "offset": 10})
     assert feed.on_boundary(may_begin=True) == DataOrder(request=101)
 
 
@@ -315,7 +315,7 @@ def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() 
     world.chain = 104  # nobody looked at 101 to 103
     assert [feed.on_boundary(may_begin=True).request for _ in range(2)] == [104, 103]
     again = world.feed(prefetch=20)
-    again.restore(feed.state(), {})
+    again.load_state_dict(feed.state_dict(), {})
     got = [again.on_boundary(may_begin=True).request for _ in range(9)]
     assert got == [100, 99, 98, 104, 103, 102, 101, 97, 96]
 
@@ -429,7 +429,7 @@ def test_it_follows_the_event_stream() -> None:
     assert feed.on_boundary(may_begin=True).begin == 100
     assert see(ev.MicroBatchTrained()) == [], "its step is not complete"
     assert see(ev.InnerStepDone(report)) == [100]
-    saved = {"rank_zero": {"blocks": feed.state()}}
+    saved = {"rank_zero": {"blocks": feed.state_dict()}}
     assert see(ev.SnapshotTaken(handle, Progress(3, 1))) == []
     assert see(ev.SnapshotFailed("the disk is full")) == [], "that was another one"
     assert see(ev.SnapshotFailed("the disk is full", revision)) == [100]

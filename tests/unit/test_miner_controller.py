@@ -86,7 +86,7 @@ class Blocks:
     def blocks(self) -> list[int]:
         return [554]
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"blocks": [[554, 3]]}
 
     def on_boundary(self, *, may_begin: bool) -> DataOrder:
