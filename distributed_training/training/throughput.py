@@ -19,9 +19,14 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+log = logging.getLogger(__name__)
 
 # Longer names first: "H100 PCIe" must be found before "H100".
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -73,34 +78,24 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     return 6.0 * params + 12.0 * config.num_hidden_layers * heads * head_dim * sequence_length
 
 
-log = logging.getLogger(__name__)
+def start_profiler(*, steps: int, start: int, rank: int) -> profile:
+    """Record ``steps`` inner steps after the first ``start``; its ``step`` is called after each.
 
+    Writes ``profile-rank-R.json`` (Chrome trace) into the current folder.
+    """
+    from torch.profiler import profile, schedule
 
-class StepProfiler:
-    """Records ``steps`` inner steps after the first ``start``; writes ``profile-rank-R.json``
-    (Chrome trace) into the current folder."""
+    path = Path.cwd() / f"profile-rank-{rank}.json"
 
-    def __init__(self, *, steps: int, start: int, rank: int) -> None:
-        self._steps, self._start, self._rank = steps, start, rank
-        self._seen = 0
-        self._profiler: Any = None
-        if start == 0:
-            self._begin()
+    def write(recorded: profile) -> None:
+        recorded.export_chrome_trace(str(path))
+        log.info("Profile of %d inner steps written to %s", steps, path)
 
-    def step(self) -> None:
-        """An inner step is complete."""
-        self._seen += 1
-        if self._seen == self._start:
-            self._begin()
-        elif self._profiler is not None and self._seen == self._start + self._steps:
-            self._profiler.stop()
-            path = Path.cwd() / f"profile-rank-{self._rank}.json"
-            self._profiler.export_chrome_trace(str(path))
-            self._profiler = None
-            log.info("Profile of %d inner steps written to %s", self._steps, path)
-
-    def _begin(self) -> None:
-        from torch.profiler import profile
-
-        self._profiler = profile()  # all activities this build supports
-        self._profiler.start()
+    # The step before is recorded and thrown away: in its first one the profiler itself is slow.
+    warm = min(1, start)
+    profiler = profile(
+        schedule=schedule(wait=start - warm, warmup=warm, active=steps, repeat=1),
+        on_trace_ready=write,
+    )
+    profiler.start()
+    return profiler

@@ -29,17 +29,17 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
-from .collectives import Layout, RowStream, open_stream
+from .collectives import Layout, open_stream
 from .error_feedback import BoundaryCopier, Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
-from .memory_plan import BatchPlan, plan_batch
+from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .model import Schema
 from .outer_step import OuterStep
 from .publication import Publication
-from .sharding import ShardedModel, build_sharded_model
+from .sharding import build_sharded_model
 from .snapshot import SnapshotHandle
-from .throughput import StepProfiler, peak_flops
+from .throughput import peak_flops, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
     from torch.distributed.checkpoint.stateful import Stateful
@@ -156,25 +156,6 @@ class Trainer:
     holds; None: nowhere. Raises ConfigError for settings the model or the hardware cannot follow.
     """
 
-    # Components, in the order in which a step uses them
-    sharded: ShardedModel
-    step: MicroBatches  # the inner step under way
-    optimizer: InnerOptimizer
-    schedule: CosineSchedule
-    outer: OuterStep
-    publication: Publication
-    stream: RowStream
-
-    # Batch arithmetic
-    micro_batch_size: int
-    batch_plan: BatchPlan
-
-    # Progress
-    outer_step: int
-    inner_step: int
-    total_inner_steps: int
-    skipped_in_a_row: int
-
     def __init__(
         self,
         *,
@@ -229,9 +210,9 @@ class Trainer:
             utilization=utilization,
             flops_per_token=self.sharded.flops_per_token / self.world_size,
         )
-        self._profiler: StepProfiler | None = None
+        self._profiler = None
         if settings.profile_steps:
-            self._profiler = StepProfiler(
+            self._profiler = start_profiler(
                 steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
             )
         if isinstance(wanted, str):
