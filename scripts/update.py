@@ -77,40 +77,25 @@ class App:
 
     def state(self) -> NeuronState:
         """What the miner's run folder tells of it."""
+        environment, dotenv = self.environment, self.home / ".env"
         config = load_config(
-            "miner",
-            self.arguments,
-            environ=self.environment,
-            dotenv=self.home / ".env",
-            check=False,
+            "miner", self.arguments, environ=environment, dotenv=dotenv, check=False
         )
         return NeuronState(self.home / config.run_folder).catch_up()
 
 
 def build_parser() -> Parser:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "target", type=argument(str), help="the version: a tag, a branch or a commit"
-    )
-    parser.add_argument(
-        "--first-step",
-        type=argument(Duration),
-        default=timedelta(minutes=30),
-        help="how long the new version may take to its first inner step (default 30m)",
-    )
-    parser.add_argument(
-        "--round-wait",
-        type=argument(Duration),
-        default=timedelta(hours=2),
-        help="how long to wait for a moment without a round (default 2h)",
-    )
-    parser.add_argument("--no-tests", action="store_true", help="leave the unit tests out")
-    parser.add_argument(
-        "--no-doctor",
-        action="store_true",
-        help="leave the doctor out, e.g. while the chain is away",
-    )
-    parser.add_argument("--pm2", type=argument(str), default="pm2", help="the command")
+    add, text, duration = parser.add_argument, argument(str), argument(Duration)
+    add("target", type=text, help="the version: a tag, a branch or a commit")
+    most = "how long the new version may take to its first inner step (default 30m)"
+    add("--first-step", type=duration, default=timedelta(minutes=30), help=most)
+    most = "how long to wait for a moment without a round (default 2h)"
+    add("--round-wait", type=duration, default=timedelta(hours=2), help=most)
+    add("--no-tests", action="store_true", help="leave the unit tests out")
+    why = "leave the doctor out, e.g. while the chain is away"
+    add("--no-doctor", action="store_true", help=why)
+    add("--pm2", type=text, default="pm2", help="the command")
     return parser
 
 

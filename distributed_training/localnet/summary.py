@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,8 @@ class Summary:
             notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
         parts = [
             f"{took} in {self.seconds:.0f} s",
-            plain_text(self._outer_step_table()),
-            plain_text(self._miner_table()),
+            _table(self._outer_step_rows()),
+            _table(self._miner_rows()),
             "\n".join(notes),
             _LEGEND,
             "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
@@ -104,41 +104,43 @@ class Summary:
         write_bytes(folder / "summary.txt", self.text().encode())
         write_json(folder / "summary.json", dataclasses.asdict(self))
 
-    def _outer_step_table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        for name in ("outer step", "at", "round", "held-out loss"):
-            table.add_column(name, justify="right")
-        table.add_column("took part")
+    def _outer_step_rows(self) -> Iterator[Sequence[object]]:
+        yield "outer step", "at", "round", "held-out loss", "took part"
         for step in self.outer_steps:
             missed = f"   MISSED BY {', '.join(step.missed_by)}" if step.missed_by else ""
-            table.add_row(
-                str(step.outer_step),
+            yield (
+                step.outer_step,
                 clock(step.seconds_from_start),
                 f"{step.round_seconds:.1f} s",
                 f"{_number(step.loss_before)} -> {_number(step.loss_after)}",
                 ", ".join(step.participants) + missed,
             )
-        return table
 
-    def _miner_table(self) -> Table:
-        table = Table(box=None, pad_edge=False)
-        table.add_column("miner")
-        names = ("ranks", "inner steps", "loss first -> last", "uploads", "rounds", "scored")
-        for name in (*names, "random", "assigned", "total"):
-            table.add_column(name, justify="right")
+    def _miner_rows(self) -> Iterator[Sequence[object]]:
+        kinds = ("random", "assigned", "total")
+        figures = ("ranks", "inner steps", "loss first -> last", "uploads", "rounds", "scored")
+        yield "miner", *figures, *kinds
         for miner in self.miners:
-            scores = (miner.scores.get(name) for name in ("random", "assigned", "total"))
-            table.add_row(
+            yield (
                 miner.name,
-                str(miner.world_size),
-                str(miner.inner_steps),
+                miner.world_size,
+                miner.inner_steps,
                 f"{_number(miner.first_loss)} -> {_number(miner.last_loss)}",
-                str(miner.uploads),
+                miner.uploads,
                 f"{miner.rounds_ok} of {miner.rounds}",
                 f"{miner.uploads_scored} of {miner.uploads_judged}",
-                *map(_number, scores),
+                *(_number(miner.scores.get(kind)) for kind in kinds),
             )
-        return table
+
+
+def _table(rows: Iterator[Sequence[object]]) -> str:
+    """The first row is the head. Names stand left, figures right."""
+    table = Table(box=None, pad_edge=False)
+    for name in next(rows):
+        table.add_column(str(name), justify="left" if name in ("miner", "took part") else "right")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return plain_text(table)
 
 
 def summarize(

@@ -237,7 +237,7 @@ def test_a_wandb_process_that_is_killed_is_one_line(
     (tracker,) = open_trackers(settings, tmp_path, name="m", first_step=1)
     wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")), "a run")
     for process in psutil.Process().children():
-        if "wandb_process" in " ".join(process.cmdline()):
+        if "telemetry.trackers" in " ".join(process.cmdline()):
             process.kill()
             process.wait(20)
     tracker.log(1, {"train_loss": 1.0})
