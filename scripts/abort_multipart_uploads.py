@@ -35,21 +35,15 @@ if TYPE_CHECKING:
 
 def build_parser() -> Parser:
     parser = Parser(description="List and abort multipart uploads that were never completed.")
-    parser.add_argument("bucket", type=argument(Bucket), help="e.g. llama-4b-ws-4-007")
-    parser.add_argument(
-        "--older-than",
-        type=argument(Annotated[Duration, Field(ge=timedelta(0), le=365 * DAY)]),
-        default=timedelta(hours=1),
-        help="only uploads started longer ago, e.g. 30m, 1h, 2d (default 1h)",
-    )
-    parser.add_argument(
-        "--prefix", type=argument(Text), default="", help="only keys that start with this"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="list only")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
-    parser.add_argument(
-        "--endpoint-url", type=argument(WebUrl), help="object store to use instead of R2"
-    )
+    add = parser.add_argument
+    add("bucket", type=argument(Bucket), help="e.g. llama-4b-ws-4-007")
+    age = argument(Annotated[Duration, Field(ge=timedelta(0), le=365 * DAY)])
+    about = "only uploads started longer ago, e.g. 30m, 1h, 2d (default 1h)"
+    add("--older-than", type=age, default=timedelta(hours=1), help=about)
+    add("--prefix", type=argument(Text), default="", help="only keys that start with this")
+    add("--dry-run", action="store_true", help="list only")
+    add("--yes", action="store_true", help="do not ask")
+    add("--endpoint-url", type=argument(WebUrl), help="object store to use instead of R2")
     return parser
 
 

@@ -31,47 +31,24 @@ from distributed_training.config.types import File
 
 def build_parser() -> Parser:
     parser = Parser(description="Tokenize a source once into shards that train at memory speed.")
-    parser.add_argument(
-        "source", type=argument(str), help="parquet:DIR, jsonl:DIR, text:DIR or stdlib"
-    )
-    parser.add_argument(
-        "out", type=argument(File), help="folder for the shards; train with shards:OUT"
-    )
-    parser.add_argument(
-        "--tokenizer",
-        type=argument(str),
-        default="dstrbtd/llama-1b",
-        help="Hugging Face name or folder; 'bytes' as the local subnet (default %(default)s)",
-    )
-    parser.add_argument(
-        "--sequence-length",
-        type=ranged(2, 1_000_000),
-        default=TrainingSettings().sequence_length,
-        metavar="N",
-    )
-    parser.add_argument(
-        "--max-length",
-        type=ranged(1, 10_000_000),
-        default=DataSettings().max_length,
-        metavar="N",
-        help="tokens of a row; the rest of it is dropped (default %(default)s)",
-    )
-    parser.add_argument(
-        "--vocabulary",
-        type=ranged(2, 10_000_000),
-        metavar="N",
-        help="the model's; rows with ids beyond are left out",
-    )
-    parser.add_argument(
-        "--text-column", type=argument(str), default=DataSettings().text_column, metavar="NAME"
-    )
-    parser.add_argument(
-        "--rows-per-shard", type=ranged(1, 100_000_000), default=20_000, metavar="N"
-    )
-    parser.add_argument(
-        "--processes", type=ranged(1, 1024), default=len(os.sched_getaffinity(0)), metavar="N"
-    )
-    parser.add_argument("--check", action="store_true", help="verify what is there, make nothing")
+    add, text, data = parser.add_argument, argument(str), DataSettings()
+    add("source", type=text, help="parquet:DIR, jsonl:DIR, text:DIR or stdlib")
+    add("out", type=argument(File), help="folder for the shards; train with shards:OUT")
+    about = "Hugging Face name or folder; 'bytes' as the local subnet (default %(default)s)"
+    add("--tokenizer", type=text, default="dstrbtd/llama-1b", help=about)
+    add("--text-column", type=text, default=data.text_column, metavar="NAME")
+
+    def number(flag: str, low: int, high: int, default: int | None, about: str = "") -> None:
+        add(flag, type=ranged(low, high), default=default, metavar="N", help=about or None)
+
+    number("--sequence-length", 2, 1_000_000, TrainingSettings().sequence_length)
+    about = "tokens of a row; the rest of it is dropped (default %(default)s)"
+    number("--max-length", 1, 10_000_000, data.max_length, about)
+    about = "the model's; rows with ids beyond are left out"
+    number("--vocabulary", 2, 10_000_000, None, about)
+    number("--rows-per-shard", 1, 100_000_000, 20_000)
+    number("--processes", 1, 1024, len(os.sched_getaffinity(0)))
+    add("--check", action="store_true", help="verify what is there, make nothing")
     return parser
 
 

@@ -55,9 +55,7 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
     try:
         return Check(name, "ok", probe())
     except (ProbeError, ConfigError, OSError) as error:
-        finding = (
-            " ".join(str(error).split()) or type(error).__name__
-        )  # libraries' texts have lines
+        finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
         return Check(name, "fail", finding, remedy)
 
 
@@ -178,13 +176,9 @@ def check_port(flag: str, port: int) -> Check:
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             why = "in use" if in_use else (error.strerror or "not usable")
-            return Check(
-                name,
-                "fail",
-                f"port {port} (--{flag}) is {why}, so peers could not reach this miner",
-                f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
-                "another port",
-            )
+            finding = f"port {port} (--{flag}) is {why}, so peers could not reach this miner"
+            remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
+            return Check(name, "fail", finding, f"{remedy}another port")
     return Check(name, "ok", f"{port} is free")
 
 
@@ -196,19 +190,14 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     free = shutil.disk_usage(place).free
     finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
     if not os.access(place, os.W_OK):
-        return Check(
-            "disk",
-            "fail",
-            f"{place} cannot be written by this user, so nothing could be saved",
-            "give --neuron.run_folder a folder of yours",
-        )
+        finding = f"{place} cannot be written by this user, so nothing could be saved"
+        return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
     if free < needed_bytes:
-        return Check(
-            "disk",
-            "fail",
-            f"{finding}, so checkpoints and uploads would fail",
-            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere",
+        finding += ", so checkpoints and uploads would fail"
+        remedy = (
+            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere"
         )
+        return Check("disk", "fail", finding, remedy)
     if free < 2 * needed_bytes:
         return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
     return Check("disk", "ok", finding)
@@ -222,25 +211,14 @@ def check_gpus(*, wanted: int, device: str) -> list[Check]:
     if count == 0:
         finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
         if device == "cuda":
-            return [
-                Check(
-                    "gpu",
-                    "fail",
-                    finding,
-                    "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu",
-                )
-            ]
+            remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
+            return [Check("gpu", "fail", finding, remedy)]
         remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
         return [Check("gpu", "warn", finding, remedy)]
     if wanted > count:
-        return [
-            Check(
-                "gpu",
-                "fail",
-                f"{wanted} ranks on {count} visible GPU(s), so ranks would share one",
-                f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES",
-            )
-        ]
+        finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
+        remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
+        return [Check("gpu", "fail", finding, remedy)]
     return [_check_gpu(index) for index in range(wanted)]
 
 

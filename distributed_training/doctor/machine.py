@@ -50,20 +50,15 @@ def check_torch(*, gpus: int | None = None) -> Check:
     build = f"torch {torch.__version__}"
     build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
     if seen and not torch.version.cuda:
-        return Check(
-            "torch",
-            "fail",
-            f"{build}, but the driver shows {seen} GPU(s), which would stay idle",
-            "rm -rf .venv && DT_TORCH=cuda make setup",
-        )
+        finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
+        return Check("torch", "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
     if seen and not torch.cuda.is_available():
-        return Check(
-            "torch",
-            "fail",
-            f"{build} cannot use the {seen} GPU(s) of driver {driver_version() or '?'}",
+        finding = f"{build} cannot use the {seen} GPU(s) of driver {driver_version() or '?'}"
+        remedy = (
             "upgrade the NVIDIA driver (nvidia-smi shows its CUDA version), or install a torch "
-            "built for it",
+            "built for it"
         )
+        return Check("torch", "fail", finding, remedy)
     return Check("torch", "ok", build)
 
 
@@ -97,15 +92,11 @@ def check_memory(
     """The estimates against what is there; ``device_bytes`` None without a GPU."""
     checks = []
     if device_bytes is not None:
-        checks.append(
-            _fits(
-                "gpu memory",
-                device.total,
-                device_bytes,
-                "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
-                "--neuron.offload_optimizer on, or more GPUs",
-            )
+        remedy = (
+            "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
+            "--neuron.offload_optimizer on, or more GPUs"
         )
+        checks.append(_fits("gpu memory", device.total, device_bytes, remedy))
     if host_bytes is not None:
         remedy = (
             "use a machine with more memory, raise the memory limit of the Slurm job, container or "
@@ -161,12 +152,9 @@ def check_disk_speed(folder: Path, shape: ModelShape, *, stop_timeout: timedelta
     finding = f"{speed / 1e6:.0f} MB/s, so a checkpoint takes about {seconds:.0f} s to write"
     if seconds < 0.8 * stop_timeout.total_seconds():
         return Check("disk speed", "ok", finding)
-    return Check(
-        "disk speed",
-        "warn",
-        f"{finding}; a stop may take {stop_timeout.total_seconds():.0f} s, and ends the ranks then",
-        f"give --neuron.stop_timeout {round(1.5 * seconds) + 10}s, or a faster disk",
-    )
+    finding += f"; a stop may take {stop_timeout.total_seconds():.0f} s, and ends the ranks then"
+    remedy = f"give --neuron.stop_timeout {round(1.5 * seconds) + 10}s, or a faster disk"
+    return Check("disk speed", "warn", finding, remedy)
 
 
 def check_descriptors(connections: int) -> Check:
@@ -203,14 +191,13 @@ def check_ports(config: Config) -> list[Check]:
     """Whether the miner's ports can be listened on. One that a running miner of this run folder
     holds is as it should be."""
     own = _listening(config.run_folder)
-    found = []
-    for name in ("axon.port", "dht.port"):
-        port = config.get(name)
-        if port in own:
-            found.append(Check(f"port {name}", "ok", f"{port}: the running miner listens there"))
-        else:
-            found.append(check_port(name, port))
-    return found
+    ports = {name: config.get(name) for name in ("axon.port", "dht.port")}
+    return [
+        Check(f"port {name}", "ok", f"{port}: the running miner listens there")
+        if port in own
+        else check_port(name, port)
+        for name, port in ports.items()
+    ]
 
 
 def _listening(run_folder: Path) -> set[int]:

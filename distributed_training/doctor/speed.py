@@ -25,19 +25,12 @@ def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> 
     actual = steps * micro_batch * world_size
     finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {world_size} rank(s)"
     if micro_batch > effective:
-        return Check(
-            name,
-            "fail",
-            f"the micro-batch {micro_batch} is larger than the effective batch {effective}",
-            f"give --neuron.local_batch_size_train {effective} or less",
-        )
+        finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
+        remedy = f"give --neuron.local_batch_size_train {effective} or less"
+        return Check(name, "fail", finding, remedy)
     if actual != effective:
-        return Check(
-            name,
-            "warn",
-            f"{finding}: rounded up from {effective}",
-            f"give --neuron.local_batch_size_train_effective {actual}",
-        )
+        remedy = f"give --neuron.local_batch_size_train_effective {actual}"
+        return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)
     return Check(name, "ok", finding)
 
 
@@ -80,41 +73,26 @@ def check_speed(estimate: StepEstimate, *, slow_step: timedelta) -> list[Check]:
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
     text = f"about {step.total_seconds():.1f} s per inner step ({estimate.micro_batches} x "
     text += f"{1000 * estimate.micro_batch_seconds:.0f} ms)"
-    checks = [
-        Check("step time", "warn", text, faster)
-        if step > slow_step
-        else Check("step time", "ok", text)
-    ]
+    slow = step > slow_step
+    time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
     text = f"step {estimate.first_upload_step}, about {_minutes(regular)} after a round"
     if regular + UPLOAD_TIME > FIRST_UPLOAD_DUE:
         minimum = max(1, estimate.minimum_inner_step)
         text = f"step {minimum}, there about {_minutes(estimate.earliest_upload)} after a round"
+    first = Check("first upload", "ok", text)
     if estimate.earliest_upload > FIRST_UPLOAD_DUE:
-        checks.append(
-            Check(
-                "first upload",
-                "fail",
-                f"{text}, but validators want it within {_minutes(FIRST_UPLOAD_DUE)}",
-                f"{faster}, or lower --neuron.minimum_valid_inner_step",
-            )
-        )
-    else:
-        checks.append(Check("first upload", "ok", text))
+        text += f", but validators want it within {_minutes(FIRST_UPLOAD_DUE)}"
+        remedy = f"{faster}, or lower --neuron.minimum_valid_inner_step"
+        first = Check("first upload", "fail", text, remedy)
     text = f"one every {_minutes(between)}"
+    age = Check("upload age", "ok", text)
     if between > 0.8 * MAXIMUM_UPLOAD_AGE:
         limit = _minutes(MAXIMUM_UPLOAD_AGE)
+        text += f", but validators give 0 from {limit} on, upload time included"
         steps = max(1, int(0.5 * MAXIMUM_UPLOAD_AGE.total_seconds() / estimate.step_seconds))
-        checks.append(
-            Check(
-                "upload age",
-                "fail" if between > MAXIMUM_UPLOAD_AGE else "warn",
-                f"{text}, but validators give 0 from {limit} on, upload time included",
-                f"give --neuron.upload_steps {steps} or less",
-            )
-        )
-    else:
-        checks.append(Check("upload age", "ok", text))
-    return checks
+        remedy = f"give --neuron.upload_steps {steps} or less"
+        age = Check("upload age", "fail" if between > MAXIMUM_UPLOAD_AGE else "warn", text, remedy)
+    return [time, first, age]
 
 
 def _minutes(time: timedelta) -> str:
