@@ -36,7 +36,7 @@ from datetime import timedelta
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 from annotated_types import Ge, Le
@@ -46,7 +46,7 @@ from pydantic.fields import FieldInfo
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
-from .model import TITLES, USUAL, AllSettings, Config, Kind
+from .model import TITLES, USUAL, AllSettings, Config, Kind, frozen
 from .presets import PRESETS
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -690,8 +690,8 @@ def _build(
     values = {s.name: getattr(packages[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(
         kind=known.kind,
-        values=MappingProxyType(values),
-        sources=MappingProxyType({name: entry.source for name, entry in given.items()}),
+        values=frozen(values),
+        sources=frozen({name: entry.source for name, entry in given.items()}),
         warnings=warnings,
         network=network,
         **packages,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from distributed_training.network import Network
@@ -24,6 +26,15 @@ from .settings import (
 )
 
 Kind = Literal["miner", "validator"]
+
+
+def frozen(values: Mapping[str, Any]) -> MappingProxyType[str, Any]:
+    """Return ``values`` as nobody can change them."""
+    return MappingProxyType(dict(values))
+
+
+# A Config is pickled on its way to the ranks, and pickle does not find mappingproxy by its name.
+copyreg.pickle(MappingProxyType, lambda view: (frozen, (dict(view),)))
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,27 @@ import os
 import sys
 from collections.abc import Sequence
 
+from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.miner.rank_group import PROGRAM
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher, or one rank where ``RANK`` is set. Return the exit status."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    if "RANK" in os.environ:
-        from distributed_training.common.processes import leave
-        from distributed_training.miner.start import run_rank
 
-        leave(run_rank(argv))
-    from distributed_training.miner.launcher import launch
+def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
+    """Run the launcher, or one rank where ``RANK`` is set. Return the exit status.
 
-    return launch(argv)
+    The configuration is read here and nowhere else: the launcher hands it to its ranks.
+    """
+    try:
+        config = load_config("miner", sys.argv[1:] if argv is None else argv)
+        if "RANK" not in os.environ:
+            from distributed_training.miner.launcher import launch
+
+            return launch(config, program=program)
+    except ConfigError as error:
+        return exit_with(error)
+    from distributed_training.common.processes import leave
+    from distributed_training.miner.start import run_rank
+
+    leave(run_rank(config))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Stands between pm2 and the ranks: checks, starts, passes on the stop, leaves nothing behind.
 
-    launch(argv)
-      a configuration that is refused                -> one line, status 2, nothing started
+    launch(config)
       the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
       strays of an earlier launcher of this folder   -> ended first
       the page                                       -> a process of its own, until the end
@@ -44,10 +43,10 @@ from distributed_training.common.processes import (
     limit_resources,
     send,
 )
-from distributed_training.config import Config, ConfigError, describe, exit_with, load_config
+from distributed_training.config import Config, ConfigError, describe
 from distributed_training.diagnostics.checks import refuse_model, start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
-from distributed_training.miner.rank_group import RankGroup
+from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
     INSTANCE,
     Ending,
@@ -71,9 +70,6 @@ from distributed_training.telemetry.page.process import PageProcess
 
 log = logging.getLogger(__name__)
 
-#: Each rank runs it, in a fork.
-PROGRAM = Path(__file__).with_name("__main__.py")
-
 #: From SIGTERM to SIGKILL, and the most that the kernel then has. pm2's kill_timeout covers both.
 TERMINATE_GRACE = timedelta(seconds=5)
 #: How long p2pd and data workers have to notice that their parent ended.
@@ -96,22 +92,19 @@ _POLL = timedelta(milliseconds=200)
 _LOOK = timedelta(seconds=20)  # at what the last checkpoint took
 
 
-def launch(argv: Sequence[str], *, script: Path = PROGRAM) -> int:
-    """Run a miner to its end; its exit status (:class:`ExitStatus`).
+def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
+    """Run a miner to its end. ``program``: see :class:`RankGroup`.
 
-    Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
+    Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for a
+    model that fits no rank.
     """
-    try:
-        config = load_config("miner", argv)
-        refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
-    except ConfigError as error:
-        return exit_with(error)
+    refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
     print("\n".join(describe(config)), flush=True)
     start_log(config, None, name="launcher")  # the run folder may not be there yet
     limit_resources()
     with StopSignals() as signals:
         outages = Outages(config.run_folder, signals.stop)
-        return outages.outlast(lambda: _prepare(config, argv, script, signals, outages))
+        return outages.outlast(lambda: _prepare(config, program, signals, outages))
 
 
 class Outages:
@@ -164,9 +157,7 @@ class Outages:
             write_bytes(self._folder / METRICS_FILE, self._metrics.text().encode(), durable=False)
 
 
-def _prepare(
-    config: Config, argv: Sequence[str], script: Path, signals: StopSignals, outages: Outages
-) -> ExitStatus:
+def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
     """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
     if config.nodes.leads:
         require_hotkey(config.chain)
@@ -180,13 +171,12 @@ def _prepare(
         become_subreaper()
         _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
         with _page(config, folder):
-            return outages.outlast(lambda: _train(config, argv, script, folder, signals, outages))
+            return outages.outlast(lambda: _train(config, program, folder, signals, outages))
 
 
 def _train(
     config: Config,
-    argv: Sequence[str],
-    script: Path,
+    program: str,
     folder: Path,
     signals: StopSignals,
     outages: Outages,
@@ -201,12 +191,12 @@ def _train(
     write_instance(folder, mark, gpus=gpus)
     _check_machine(config, folder, ranks=ranks)
     group = RankGroup(
-        script=script,
-        argv=argv,
+        config=config,
         world_size=ranks,
         mark=mark,
         stacks=folder / STACKS_FILE,
         start_limit=config.miner.hang_timeout,
+        program=program,
     )
     log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
     watchdog = functools.partial(

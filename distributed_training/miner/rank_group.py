@@ -12,12 +12,12 @@ before it starts (:func:`rank_environment_defaults`).
 from __future__ import annotations
 
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.util
 import os
-import runpy
 import shutil
 import signal
 import sys
@@ -42,24 +42,26 @@ from distributed_training.common.processes import (
     end_with_starter,
     is_running,
     is_secret,
+    leave,
     process_folder,
     reap_orphans,
     send,
     without_secrets,
 )
+from distributed_training.config import Config
 from distributed_training.miner.run_folder import RANK_STORE
 from distributed_training.miner.several_nodes import Plan
 
 log = logging.getLogger(__name__)
 
 #: Imported once by the server. The order matters only for who pays for what is shared.
+PROGRAM = "distributed_training.miner.start"  # its run_rank(config) is a rank
 PRELOAD = (
     "torch",
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
-    "distributed_training.miner.start",
+    PROGRAM,
 )
-
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVER_ENDED = 255  # what multiprocessing says of a rank whose server cannot tell its status
@@ -135,7 +137,8 @@ class _Rank:
 
 
 class RankGroup:
-    """Starts this machine's ranks, each running ``script`` with ``argv``, and ends them together.
+    """Starts this machine's ranks, and ends them together. Each runs ``run_rank(config)`` of the
+    module ``program``, which this process does not import.
 
     They are numbered from 0 here, whatever their place among those of several machines is. May be
     started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
@@ -145,15 +148,15 @@ class RankGroup:
     def __init__(
         self,
         *,
-        script: Path,
-        argv: Sequence[str],
+        config: Config,
         world_size: int,
         mark: Mark,
         stacks: Path,
         start_limit: timedelta = timedelta(minutes=20),
+        program: str = PROGRAM,
     ) -> None:
-        self._script = script
-        self._argv = list(argv)
+        self._config = config
+        self._program = program
         self.world_size = world_size
         self._mark = mark
         self._stacks = stacks
@@ -202,7 +205,7 @@ class RankGroup:
                 place = plan.variables(number)
             process = self._context.Process(
                 target=_become_rank,
-                args=(str(self._script), self._argv, secrets | place),
+                args=(self._program, self._config, secrets | place),
                 name=f"rank {number}",
             )
             process.start()
@@ -312,13 +315,12 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _become_rank(script: str, argv: Sequence[str], environ: Mapping[str, str]) -> None:
-    """In the fork: run ``script`` as this rank's program."""
+def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> None:
+    """In the fork: be the rank that ``environ`` names."""
     os.setsid()
     for number in _TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
     end_with_starter()
     os.environ.update(environ)
-    sys.argv = [script, *argv]
-    runpy.run_path(script, run_name="__main__")
+    leave(importlib.import_module(program).run_rank(config))

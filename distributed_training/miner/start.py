@@ -16,7 +16,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,7 +28,7 @@ import torch
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
-from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 from distributed_training.diagnostics.report import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.node.failures import NetworkFailure, exit_status_of
@@ -162,7 +162,7 @@ CONTROL_TIMEOUT = timedelta(minutes=30)
 @dataclass(frozen=True)
 class Place:
     """Where a rank is built: its settings, folder, device and fellow ranks, rank 0's queue of
-    events, and the stack that closes what was opened. ``argv``: as the miner was started."""
+    events, and the stack that closes what was opened."""
 
     config: Config
     folder: Path
@@ -170,20 +170,18 @@ class Place:
     ranks: Ranks
     events: queue.SimpleQueue[ev.Event]
     stack: ExitStack
-    argv: Sequence[str] = ()
 
 
-def run_rank(argv: list[str]) -> int:
-    """Exit status: see :class:`~distributed_training.common.processes.ExitStatus`."""
+def run_rank(config: Config) -> int:
+    """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
     stop.install()
     die_with_parent()
     write_stacks_on_signal()
-    try:  # right when the launcher began; .env or the disk may be another since
-        config = load_config("miner", argv)
+    try:
         folder = make_run_folder(config)
-    except ConfigError as error:
+    except ConfigError as error:  # the launcher could; the disk may be gone since
         exit_with(error)
         return ExitStatus.FAULT
     start_log(config, folder, name="miner", rank=me.local_rank)
@@ -194,7 +192,7 @@ def run_rank(argv: list[str]) -> int:
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
-            status, reason = _run(argv, config, me, folder, stop, stack)
+            status, reason = _run(config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
     except (ConfigError, NetworkFailure, DeviceAway) as error:
@@ -213,7 +211,6 @@ def run_rank(argv: list[str]) -> int:
 
 
 def _run(
-    argv: Sequence[str],
     config: Config,
     me: RankEnvironment,
     folder: Path,
@@ -227,7 +224,7 @@ def _run(
         collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    place = Place(config, folder, device, ranks, stop.events, stack, argv)
+    place = Place(config, folder, device, ranks, stop.events, stack)
     with Heartbeat(folder, me.local_rank).steady():
         outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
     if facts.problem:

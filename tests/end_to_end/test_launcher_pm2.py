@@ -21,8 +21,6 @@ from tests.tools.pm2 import NAME, ROOT, Pm2, needs_pm2
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 
-FAKE = ROOT / "tests" / "tools" / "launcher_fake_rank.py"
-
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
 
@@ -89,12 +87,13 @@ class FakeMiner(Pm2):
         """app.config.js with the neuron replaced by the launcher over a fake rank."""
         script = self.home / "miner.py"
         script.write_text(
-            "import pathlib, sys\n"
+            "import sys\n"
             f"sys.path.insert(0, {str(ROOT)!r})\n"
             "from distributed_training.miner import launcher, rank_group\n"
+            "from distributed_training.miner.__main__ import main\n"
             "launcher.RESTARTS, rank_group.PRELOAD = 1, ()\n"
             "if __name__ == '__main__':\n"
-            f"    sys.exit(launcher.launch(sys.argv[1:], script=pathlib.Path({str(FAKE)!r})))\n"
+            "    sys.exit(main(program='tests.tools.launcher_fake_rank'))\n"
         )
         path = self.home / "test.config.js"
         path.write_text(

@@ -7,9 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
+from distributed_training.config import Config
 from distributed_training.miner.run_folder import (
     rank_environment,
     write_exit_status,
@@ -21,9 +21,8 @@ SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 CLOSING = 4.0  # seconds; longer than the tests' LINGER
 
 
-def main() -> int:
-    mode = os.environ["FAKE_MODE"]
-    folder = Path(sys.argv[sys.argv.index("--neuron.run_folder") + 1])
+def run_rank(config: Config) -> int:
+    mode, folder = os.environ["FAKE_MODE"], config.run_folder
     me = rank_environment()
     stop: list[int] = []
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -59,7 +58,8 @@ def main() -> int:
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"
-    ready.write_text(os.environ.get("R2_WRITE_SECRET_ACCESS_KEY", ""))
+    secret = config.values["r2.write_secret_access_key"]
+    ready.write_text(secret.get_secret_value() if secret else "")
     beat = Heartbeat(folder, me.rank)
     until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
     while True:
@@ -76,7 +76,3 @@ def main() -> int:
         if mode == "crash" and stop:
             return 1
         time.sleep(0.05)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

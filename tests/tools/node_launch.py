@@ -20,6 +20,6 @@ if __name__ == "__main__":
         "NODE_VERSION", distributed_training.__version__
     )
     jumping_clock.offset = float(os.environ.get("NODE_CLOCK", "0"))
-    from distributed_training.miner.launcher import launch
+    from distributed_training.miner.__main__ import main
 
-    sys.exit(launch(sys.argv[1:], script=HERE / "node_ranks.py"))
+    sys.exit(main(program="tests.tools.node_ranks"))

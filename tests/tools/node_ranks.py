@@ -6,14 +6,13 @@ there, NODE_STEPS after how many inner steps in all it stops.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from distributed_training.common.processes import leave
+from distributed_training.config import Config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
@@ -68,7 +67,7 @@ class Miner(start.Miner):
         return ended
 
 
-if __name__ == "__main__":
+def run_rank(config: Config) -> int:
     start.services.connect = connect  # type: ignore[assignment]
     start.Miner = Miner  # type: ignore[misc]
-    leave(start.run_rank(sys.argv[1:]))
+    return start.run_rank(config)

@@ -17,10 +17,11 @@ PAUSE = 2.0  # seconds for each that a micro-batch took of a core
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    from distributed_training.miner import launcher, rank_group
+    from distributed_training.miner import rank_group
+    from distributed_training.miner.__main__ import main
 
     rank_group.PRELOAD = (*rank_group.PRELOAD, "tests.tools.paced_miner")
-    sys.exit(launcher.launch(sys.argv[1:]))
+    sys.exit(main())
 else:  # in the fork server
     from distributed_training.training.trainer import Trainer
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import fields
@@ -356,6 +357,12 @@ def test_configuration_is_frozen() -> None:
         config.miner.name = "other"  # type: ignore[misc]
     with pytest.raises(TypeError):
         config.values["neuron.name"] = "other"  # type: ignore[index]
+
+
+def test_a_configuration_reaches_the_ranks_whole() -> None:
+    """The launcher pickles it, secrets included."""
+    config = load("--neuron.upload_steps", "61")
+    assert pickle.loads(pickle.dumps(config)) == config
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

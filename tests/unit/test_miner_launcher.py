@@ -22,7 +22,7 @@ from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import ConfigError, load_config
 from distributed_training.diagnostics import checks
 from distributed_training.miner import launcher
-from distributed_training.miner.launcher import launch
+from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.run_folder import remembered_gpus
 from tests.tools.r2_keys import KEYS
 

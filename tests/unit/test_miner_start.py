@@ -289,12 +289,11 @@ def rank_ends(
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
         monkeypatch.setattr(start, name, lambda *_, **named: SimpleNamespace(install=lambda: None))
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
-    monkeypatch.setattr(start, "load_config", lambda *_: config)
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
     def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
         monkeypatch.setattr(start, "_run", played)
-        return start.run_rank([]), run_folder.read_exit_status(tmp_path, instance="x")
+        return start.run_rank(config), run_folder.read_exit_status(tmp_path, instance="x")
 
     return run
 
