@@ -47,10 +47,10 @@ from distributed_training.node.identity import (
 )
 from distributed_training.node.network import check_global_state, require_network
 from distributed_training.node.start import fetch_tokenizer
-from distributed_training.protocol import lines, names
-from distributed_training.protocol.types import RoundRequest
+from distributed_training.protocol import names
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
+from distributed_training.store.upload_rules import disk_allows
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 from distributed_training.swarm import (
@@ -72,7 +72,7 @@ SILENT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
-class Facts:
+class StartupInfo:
     """What rank 0 found out and every rank needs; JSON-able."""
 
     uid: int = 0
@@ -94,9 +94,9 @@ class Published:
     newest_block: int | None = None  # of the block list beside it
 
 
-@dataclass
-class Outside:
-    """What :func:`connect` found, and what it can open."""
+@dataclass(frozen=True)
+class Services:
+    """What :func:`connect` opened for rank 0, and what is opened once the model is there."""
 
     config: Config
     folder: Path
@@ -108,44 +108,15 @@ class Outside:
     bucket: str
     global_bucket: GlobalBucket
     global_folder: Path
-    facts: Facts
-
-    @property
-    def hotkey(self) -> str:
-        return self.member.hotkey
+    info: StartupInfo
+    round_clock: RoundClock
+    schedule: UploadSchedule
+    uploader: Uploader
+    metrics: MetricsFile
 
     @property
     def chain(self) -> Chain:
         return self.member.chain
-
-    @property
-    def uid(self) -> int:
-        return self.member.uid
-
-    def upload_schedule(self) -> UploadSchedule:
-        settings = self.config.store
-        return UploadSchedule(
-            upload_steps=settings.upload_steps,
-            minimum_inner_step=settings.minimum_valid_inner_step,
-            age_limit=settings.age_limit,
-            slack=settings.upload_slack,
-            published_at=self.published.at,
-        )
-
-    def round_clock(self) -> RoundClock:
-        """A validator's period may be longer from the first successful round on."""
-        shortest = period = self.config.miner.blocks_per_allreduce
-        if self.facts.global_outer_step > 0:
-            period = max(period, self.config.miner.blocks_per_allreduce_later)
-        last = self.facts.model_config.get("last_allreduce_block")
-        return RoundClock(
-            chain_block=self.chain.block,
-            blocks_per_allreduce=period,
-            shortest_period=shortest,  # which a validator falls back to when it starts again
-            last_allreduce_block=last if isinstance(last, int) else None,
-            chain_age=self.chain.age,
-            seconds_per_block=seconds_per_block(self.config),
-        )
 
     def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
         """Raises NetworkFailure."""
@@ -159,15 +130,7 @@ class Outside:
         except SwarmUnavailable as error:
             raise NetworkFailure(str(error)) from None
 
-    def open_publisher(self, snapshots: Path) -> Uploader:
-        return Uploader(
-            settings=self.config.store,
-            bucket=self.bucket,
-            folder=self.folder,
-            snapshots=snapshots,
-        )
-
-    def watch(
+    def watch_global_bucket(
         self,
         post: Callable[[ev.Event], None],
         epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
@@ -180,52 +143,36 @@ class Outside:
             epoch_start=epoch_start,
         )
 
-    def open_server(
-        self,
-        *,
-        epoch: Callable[[], int],
-        on_all_reduce: Callable[[RoundRequest], None],
-        round_phase: Callable[[], str | None],
-        round_due: Callable[[], bool | None],
-    ) -> SignedServer:
-        """Bound, not yet answering. Raises ConfigError when the port is taken."""
-
-        def called(request: RoundRequest) -> None:
-            log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
-            on_all_reduce(request)
-
+    def open_server(self, callbacks: MinerCallbacks) -> SignedServer:
+        """Return it bound, not yet answering. Raises ConfigError when the port is taken."""
         return SignedServer(
             settings=self.config.chain,
             wallet=self.member.wallet,
             chain=self.chain,
             master_hotkey=self.config.miner.master_ss58_address,
-            miner=MinerCallbacks(epoch, called, round_phase, round_due),
+            miner=callbacks,
             folder=self.folder,
         )
 
-    def announce(self, port: int) -> None:
-        """Write our endpoint to the chain unless it is there. Returns at once."""
-        identity.announce(self.member, *self._endpoint(port))
+    def disk_problem(self, needed: int) -> str | None:
+        """Return why a snapshot of ``needed`` bytes would not fit on the disk; None if it does."""
+        return disk_allows(self.folder, needed)
 
-    def follow_registration(
-        self,
-        port: int,
-        stop: Callable[[str, int], None],
-        stack: ExitStack,
-        *,
-        round_missed: Callable[[], bool],
-    ) -> None:
-        """See :func:`~distributed_training.node.identity.follow_registration`."""
+    def announce(self, port: int, stop: Callable[[str, int], None], stack: ExitStack) -> None:
+        """Write our endpoint to the chain unless it is there, and follow what the chain shows of
+        us. Returns at once. ``stop``: why this miner must end, and the exit status."""
+        endpoint = self.ip, self.config.chain.external_port or port
+        identity.announce(self.member, *endpoint)
 
         def public_ip() -> str | None:
             with suppress(AddressUnknown):
-                return external_ip(self.config.chain) if round_missed() else None
+                return external_ip(self.config.chain) if self.round_clock.missed() else None
             return None
 
         local = self.config.preset == "local"  # where a minute is a long time
         watcher = identity.follow_registration(
             self.member,
-            endpoint=self._endpoint(port),
+            endpoint=endpoint,
             commitment=self.commitment,
             stop=stop,
             master=self.config.miner.master_ss58_address,
@@ -236,13 +183,10 @@ class Outside:
         )
         stack.callback(watcher.close)
 
-    def _endpoint(self, port: int) -> tuple[str, int]:
-        return self.ip, self.config.chain.external_port or port
-
 
 def connect(
     config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
-) -> Outside:
+) -> Services:
     """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
@@ -258,9 +202,13 @@ def connect(
     global_bucket = open_global_bucket(config, member.chain, folder, wanted)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
-    log.info("%s", model_line(model_config(global_folder), outer_step))
+    model = model_config(global_folder)
+    log.info("%s", model_line(model, outer_step))
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
-    return Outside(
+    snapshots = folder / "snapshots"
+    uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
+    stack.callback(uploader.close)
+    return Services(
         config=config,
         folder=folder,
         swarm_launch=swarm_launch,
@@ -271,9 +219,9 @@ def connect(
         bucket=bucket,
         global_bucket=global_bucket,
         global_folder=global_folder,
-        facts=Facts(
+        info=StartupInfo(
             uid=member.uid,
-            model_config=model_config(global_folder),
+            model_config=model,
             tokenizer_path=str(tokenizer_path),
             eos_id=eos_id,
             global_outer_step=outer_step,
@@ -281,6 +229,34 @@ def connect(
             first_block=member.chain.block(),
             hotkey=member.hotkey,
         ),
+        round_clock=_round_clock(config, member.chain, model, outer_step),
+        schedule=UploadSchedule(
+            upload_steps=config.store.upload_steps,
+            minimum_inner_step=config.store.minimum_valid_inner_step,
+            age_limit=config.store.age_limit,
+            slack=config.store.upload_slack,
+            published_at=published.at,
+        ),
+        uploader=uploader,
+        metrics=MetricsFile(folder / "metrics.prom"),
+    )
+
+
+def _round_clock(
+    config: Config, chain: Chain, model: Mapping[str, Any], outer_step: int
+) -> RoundClock:
+    """A validator's period may be longer from the first successful round on."""
+    shortest = period = config.miner.blocks_per_allreduce
+    if outer_step > 0:
+        period = max(period, config.miner.blocks_per_allreduce_later)
+    last = model.get("last_allreduce_block")
+    return RoundClock(
+        chain_block=chain.block,
+        blocks_per_allreduce=period,
+        shortest_period=shortest,  # which a validator falls back to when it starts again
+        last_allreduce_block=last if isinstance(last, int) else None,
+        chain_age=chain.age,
+        seconds_per_block=seconds_per_block(config),
     )
 
 
@@ -418,21 +394,21 @@ def _registered_again(
     return uid
 
 
-def on_this_node(config: Config, folder: Path, ranks: Ranks, facts: Facts) -> Facts:
-    """Rank 0's ``facts``, where other machines have the tokenizer in a folder of their own."""
+def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) -> StartupInfo:
+    """Rank 0's ``info``, where other machines have the tokenizer in a folder of their own."""
     node, found = ranks.rank // ranks.local_world_size, None
-    if node == 0 or facts.problem:
-        return facts
+    if node == 0 or info.problem:
+        return info
     if ranks.local_rank == 0:
         path, eos_id = fetch_tokenizer(config, folder)
-        if eos_id != facts.eos_id:
+        if eos_id != info.eos_id:
             raise ConfigError(
                 "--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end "
-                f"of text is token {eos_id}, there {facts.eos_id}), so this node would train on "
+                f"of text is token {eos_id}, there {info.eos_id}), so this node would train on "
                 f"other tokens: remove {path}, and start again"
             )
         found = {"path": str(path)}
-    return replace(facts, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
+    return replace(info, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 def _check_bucket(config: Config, bucket: str) -> Published:

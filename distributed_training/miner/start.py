@@ -1,12 +1,12 @@
 """One rank of the miner, from its arguments to its exit status. It reads top to bottom:
 
-    run_rank        settings, log, signals
-    _meet_network   rank 0: wallet, chain, buckets; all ranks: what it found there
-    Miner           every rank: model, checkpoint, data, loop
-    RankZero        swarm, uploader, watch of the global bucket; controller, server; subscribers
-    Miner.run       until STOP
+    run_rank          log, signals
+    _connect          rank 0: wallet, chain, buckets; all ranks: what it found there
+    build_rank        every rank: model, checkpoint, data, loop
+    build_rank_zero   rank 0: swarm, watch of the global bucket, controller, server, subscribers
+    Rank.run          until STOP
 
-Tests build the same :class:`Miner` with a network of their own.
+Tests build the same rank with services of their own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -25,27 +25,32 @@ from typing import Any
 
 import torch
 
+from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
+from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.diagnostics.nvml import NvmlSampler, visible_gpu_count
 from distributed_training.diagnostics.report import cuda_state, gpu_report_lines, step_warnings
 from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import StepReport
+from distributed_training.protocol.types import RoundRequest, StepReport
 from distributed_training.store.bucket_reader import refuse
-from distributed_training.store.upload_rules import disk_allows
-from distributed_training.telemetry import EventLog, MetricsFile, unix_time
+from distributed_training.swarm import HivemindSwarm
+from distributed_training.telemetry import EventLog, unix_time
 from distributed_training.telemetry.trackers import open_trackers
-from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
+from distributed_training.training.trainer import Trainer
 
 from . import services
 from . import state_machine as ev
 from .block_list import BlockList
-from .controller import Averaging, Controller
-from .global_state import Rows, StopBeforeStart
+from .controller import Averaging, Controller, Subscriber
+from .global_state import GlobalEpoch, Rows, StopBeforeStart
 from .loop import MinerLoop
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
@@ -57,7 +62,7 @@ from .run_folder import (
     write_exit_status,
     write_pid_file,
 )
-from .services import Facts, Outside
+from .services import Services, StartupInfo
 from .state_machine import MinerState, Mode, Rules, ignores_calls
 from .uploads import Publishing
 from .watchdog import Heartbeat
@@ -160,9 +165,9 @@ CONTROL_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Place:
+class RankContext:
     """Where a rank is built: its settings, folder, device and fellow ranks, rank 0's queue of
-    events, and the stack that closes what was opened."""
+    events, and the stack that closes what was opened. ``tick``: of the controller."""
 
     config: Config
     folder: Path
@@ -170,6 +175,7 @@ class Place:
     ranks: Ranks
     events: queue.SimpleQueue[ev.Event]
     stack: ExitStack
+    tick: timedelta = timedelta(seconds=1)
 
 
 def run_rank(config: Config) -> int:
@@ -224,353 +230,387 @@ def _run(
         collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    place = Place(config, folder, device, ranks, stop.events, stack)
+    context = RankContext(config, folder, device, ranks, stop.events, stack)
     with Heartbeat(folder, me.local_rank).steady():
-        outside, facts = _meet_network(place, wanted=lambda: not stop.wanted)
-    if facts.problem:
+        services, info = _connect(context, wanted=lambda: not stop.wanted)
+    if info.problem:
         return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
-    status, reason = Miner(place, facts, outside).run()
+    status, reason = build_rank(context, info, services).run()
     with suppress(RuntimeError):  # the others may be gone already
         ranks.close()
     return status, reason
 
 
-def _meet_network(place: Place, *, wanted: Callable[[], bool]) -> tuple[Outside | None, Facts]:
+def _connect(
+    context: RankContext, *, wanted: Callable[[], bool]
+) -> tuple[Services | None, StartupInfo]:
     """The network first, and only on rank 0: what is wrong shows before a model is built."""
-    ranks = place.ranks
+    config, folder, ranks = context.config, context.folder, context.ranks
     if ranks.rank != 0:
-        return None, services.on_this_node(
-            place.config, place.folder, ranks, Facts(**ranks.share("start", None))
-        )
+        shared = StartupInfo(**ranks.share("start", None))
+        return None, services.on_this_node(config, folder, ranks, shared)
     try:
-        outside = services.connect(place.config, place.folder, place.stack, wanted=wanted)
+        opened = services.connect(config, folder, context.stack, wanted=wanted)
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
         ranks.share("start", {"problem": str(error) or "stopped"})
         raise
-    ranks.share("start", asdict(outside.facts))
-    return outside, outside.facts
+    ranks.share("start", asdict(opened.info))
+    return opened, opened.info
 
 
 # --- every rank ---------------------------------------------------------------------------------
 
 
-class Miner:
-    """One rank, built top to bottom and ready to run. ``outside``: rank 0's, else None.
+@dataclass(frozen=True)
+class Training:
+    """What every rank trains with. ``kept``: what this rank left in its checkpoint, empty after a
+    fresh start; ``first_block``: what a fresh start trains on first, else 0."""
 
-    Raises ConfigError, NetworkFailure.
-    """
+    trainer: Trainer
+    checkpointer: Checkpointer
+    data: DataPipeline
+    kept: Mapping[str, Any]
+    first_block: int
 
-    def __init__(self, place: Place, facts: Facts, outside: Outside | None) -> None:
-        from distributed_training.data.block_builder import WorkerSpec
-        from distributed_training.data.pipeline import DataPipeline
-        from distributed_training.training.checkpoint import Checkpointer
-        from distributed_training.training.collectives import Layout
-        from distributed_training.training.trainer import Trainer
 
-        config, ranks, device = place.config, place.ranks, place.device
-        alive = Heartbeat(place.folder, ranks.local_rank)
+@dataclass(frozen=True)
+class Rank:
+    """One rank, ready to run. ``rank_zero``: what rank 0 has besides, else None."""
 
-        # training
-        self.trainer = Trainer(
-            settings=config.training,
-            model_config=facts.model_config,
-            device=device,
-            layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
-            utilization=utilization_of(device),
-            run_folder=place.folder,
-        )
-        self.checkpointer = Checkpointer(
-            trainer=self.trainer,
-            folder=place.folder / "checkpoints",
-            keep=config.miner.keep_checkpoints,
-            owner=facts.hotkey,
-        )
-        alive()
-
-        # data
-        self.data = DataPipeline(
-            WorkerSpec(
-                settings=config.data,
-                uid=facts.uid,
-                rank=ranks.rank,
-                world_size=ranks.world_size,
-                sequence_length=config.training.sequence_length,
-                tokenizer_path=Path(facts.tokenizer_path),
-                eos_id=facts.eos_id,
-                folder=place.folder / "data",
-                vocabulary=int(facts.model_config["vocab_size"]),
-            ),
-            micro_batch_size=self.trainer.micro_batch_size,
-            device=device,
-        )
-        place.stack.callback(self.data.close)
-
-        # where it stood: what this rank kept in its checkpoint, empty after a fresh start
-        self.kept = self._resume(facts, outside.global_folder if outside else None)
-        self.data.load_state_dict(self.kept.get("data", {}))
-        self.first_block = 0 if self.kept else facts.first_block
-        if self.first_block:
-            self.data.request(self.first_block)  # prepared while the swarm comes
-        alive()
-
-        # what rank 0 has besides
-        self.rank_zero = RankZero(place, self, facts, outside) if outside else None
-        swarm = self.rank_zero.swarm if self.rank_zero else None
-        buffers = swarm.buffers if swarm else None
-        self.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
-        self.loop = MinerLoop(
-            ranks=ranks,
-            trainer=self.trainer,
-            data=self.data,
-            checkpointer=self.checkpointer,
-            snapshots=place.folder / "snapshots",
-            controller=self.rank_zero.controller if self.rank_zero else None,
-            buffers=buffers,
-            alive=alive,
-        )
-
-    def _resume(self, facts: Facts, global_folder: Path | None) -> dict[str, Any]:
-        """Weights: the checkpoint where it belongs to the global epoch, else the global state.
-
-        A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
-        validator's publication; comparing epochs later decides. So is any later one where the
-        global state is the newest on the disk, since the bucket did not answer.
-        """
-        restored, outer_step = self.checkpointer.restore(), facts.global_outer_step
-        if restored is not None:
-            progress, kept = restored
-            reached = progress.outer_step
-            if reached in (outer_step, outer_step + 1) or (
-                reached > outer_step and not facts.global_seen
-            ):
-                log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
-                return kept
-            log.info(lines.epochs_differ(reached, outer_step))
-        try:
-            self.trainer.load_global(
-                global_folder / "model.safetensors" if global_folder else None,
-                global_folder / "outer_optimizer.pt" if global_folder else None,
-                outer_step,
-            )
-        except ValueError as error:  # on all ranks alike; nothing has changed
-            if global_folder is not None:
-                refuse(global_folder, str(error))  # the next start waits for another one
-            if restored is None:
-                raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
-            log.warning(
-                "The global state cannot be loaded (%s). Training goes on without it.", error
-            )
-            return restored[1]
-        return {}
+    training: Training
+    rank_zero: RankZero | None
+    loop: MinerLoop
 
     def run(self) -> tuple[int, str]:
-        """Until stopped. Exit status and, on rank 0, the reason.
+        """Train until stopped. Return the exit status and, on rank 0, the reason.
 
         Rank 0 alone gives the miner's status. A rank that ends as ordered has not failed: another
-        status than 0 would have the launcher end rank 0 while it still closes what it has."""
-        if self.rank_zero is not None:
-            self.rank_zero.open_doors()
-        status = self.loop.run()
+        status than 0 would have the launcher end rank 0 while it still closes what it has.
+        """
         if self.rank_zero is None:
+            self.loop.run()
             return ExitStatus.STOPPED, ""
+        self.rank_zero.go_live()
+        status = self.loop.run()
         controller = self.rank_zero.controller
         controller.drain()  # what the last order came to is reported too
         return status, controller.state.stop_reason
 
 
+def build_rank(context: RankContext, info: StartupInfo, services: Services | None) -> Rank:
+    """Build one rank. ``services``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
+    alive = Heartbeat(context.folder, context.ranks.local_rank)
+    training = build_training(context, info, services, alive)
+    rank_zero = build_rank_zero(context, training, services) if services else None
+    swarm = rank_zero.swarm if rank_zero else None
+    buffers = swarm.buffers if swarm else None
+    training.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
+    loop = MinerLoop(
+        ranks=context.ranks,
+        trainer=training.trainer,
+        data=training.data,
+        checkpointer=training.checkpointer,
+        snapshots=context.folder / "snapshots",
+        controller=rank_zero.controller if rank_zero else None,
+        buffers=buffers,
+        alive=alive,
+    )
+    return Rank(training, rank_zero, loop)
+
+
+def build_training(
+    context: RankContext, info: StartupInfo, services: Services | None, alive: Callable[[], None]
+) -> Training:
+    """Build model and data, and go on from the last checkpoint or the global state."""
+    config, ranks, folder = context.config, context.ranks, context.folder
+    trainer = Trainer(
+        settings=config.training,
+        model_config=info.model_config,
+        device=context.device,
+        layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
+        utilization=utilization_of(context.device),
+        run_folder=folder,
+    )
+    checkpointer = Checkpointer(
+        trainer=trainer,
+        folder=folder / "checkpoints",
+        keep=config.miner.keep_checkpoints,
+        owner=info.hotkey,
+    )
+    alive()
+    data = DataPipeline(
+        WorkerSpec(
+            settings=config.data,
+            uid=info.uid,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            sequence_length=config.training.sequence_length,
+            tokenizer_path=Path(info.tokenizer_path),
+            eos_id=info.eos_id,
+            folder=folder / "data",
+            vocabulary=int(info.model_config["vocab_size"]),
+        ),
+        micro_batch_size=trainer.micro_batch_size,
+        device=context.device,
+    )
+    context.stack.callback(data.close)
+    kept = resume(trainer, checkpointer, info, services.global_folder if services else None)
+    data.load_state_dict(kept.get("data", {}))
+    first_block = 0 if kept else info.first_block
+    if first_block:
+        data.request(first_block)  # prepared while the swarm comes
+    alive()
+    return Training(trainer, checkpointer, data, kept, first_block)
+
+
+def resume(
+    trainer: Trainer, checkpointer: Checkpointer, info: StartupInfo, global_folder: Path | None
+) -> dict[str, Any]:
+    """Load the checkpoint where it belongs to the global epoch, else the global state. Return what
+    was kept in the checkpoint.
+
+    A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
+    validator's publication; comparing epochs later decides. So is any later one where the global
+    state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
+    """
+    restored, outer_step = checkpointer.restore(), info.global_outer_step
+    if restored is not None:
+        progress, kept = restored
+        reached = progress.outer_step
+        if reached in (outer_step, outer_step + 1) or (
+            reached > outer_step and not info.global_seen
+        ):
+            log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
+            return kept
+        log.info(lines.epochs_differ(reached, outer_step))
+    try:
+        trainer.load_global(
+            global_folder / "model.safetensors" if global_folder else None,
+            global_folder / "outer_optimizer.pt" if global_folder else None,
+            outer_step,
+        )
+    except ValueError as error:  # on all ranks alike; nothing has changed
+        if global_folder is not None:
+            refuse(global_folder, str(error))  # the next start waits for another one
+        if restored is None:
+            raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
+        log.warning("The global state cannot be loaded (%s). Training goes on without it.", error)
+        return restored[1]
+    return {}
+
+
 # --- rank 0 -------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class RankZero:
     """The controller with those who post events to it and those who subscribe to them."""
 
-    def __init__(self, place: Place, miner: Miner, facts: Facts, outside: Outside) -> None:
-        self._place, self._miner, self._outside = place, miner, outside
-        config, trainer, post = place.config, miner.trainer, place.events.put
-        opened = place.stack.enter_context
-        reload = config.miner.round_reload_timeout.total_seconds()
+    context: RankContext
+    services: Services
+    training: Training
+    swarm: HivemindSwarm
+    global_epoch: GlobalEpoch
+    blocks: BlockList
+    controller: Controller
+    server: SignedServer
+    record: Record
 
-        # who posts events, besides the loop itself and the signals
-        self.swarm = opened(closing(outside.open_swarm(trainer.schema)))
-        self.publisher = opened(closing(outside.open_publisher(place.folder / "snapshots")))
-        self.global_epoch = opened(closing(outside.watch(post, self._epoch_start)))
-
-        # who decides
-        unseen = not facts.global_seen
-        self.behind = unseen or trainer.outer_step != facts.global_outer_step
-        self.round_clock = outside.round_clock()
-        self.blocks = self._block_list()
-        self.controller = Controller(
-            state=MinerState(
-                mode=Mode.AWAITING_GLOBAL if self.behind else Mode.TRAINING,
-                outer_step=trainer.outer_step,
-                global_due=time.monotonic() + reload,
-                unpublished=unseen,
-                unseen=unseen,
-            ),
-            rules=Rules(
-                reload_seconds=reload,
-                checkpoint_steps=config.miner.checkpoint_steps,
-                checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
-            ),
-            events=place.events,
-            blocks=self.blocks,
-            averaging=Averaging(swarm=self.swarm, post=post),
-            global_epoch=self.global_epoch,
-        )
-        self.server = outside.open_server(
-            epoch=lambda: trainer.outer_step,
-            on_all_reduce=lambda request: post(ev.AllReduceCalled(request, time.monotonic())),
-            round_phase=lambda: (
-                "averaging" if self.controller.state.mode is Mode.AVERAGING else None
-            ),
-            round_due=self.round_clock.due,
-        )
-        place.stack.callback(self.server.close)
-
-        # who subscribes to them
-        self.schedule = outside.upload_schedule()
-        events = EventLog.from_settings(config.telemetry, place.folder)
-        self._record: Record = events.write if events else (lambda kind, **fields: None)
-        missed = MissedRounds(
-            outer_step=trainer.outer_step,
-            published_within=1.25 * config.miner.round_reload_timeout,
-        )
-        for see in (self._reporter().see, missed.see, self._publishing().see, self._tell_server):
-            self.controller.subscribe(see)
-
-    def open_doors(self) -> None:
+    def go_live(self) -> None:
         """From here on others find this miner, and it finds out about them."""
-        outside, miner, port = self._outside, self._miner, self.server.port
-        place = self._place
-        post = place.events.put
+        trainer, context, state = self.training.trainer, self.context, self.controller.state
         report_device(
-            place.config,
-            place.device,
-            micro_batch=miner.trainer.micro_batch_size,
-            world_size=place.ranks.world_size,
+            context.config,
+            context.device,
+            micro_batch=trainer.micro_batch_size,
+            world_size=context.ranks.world_size,
         )
-        self.publisher.publish_peer_id(self.swarm.peer_id)
+        self.services.uploader.publish_peer_id(self.swarm.peer_id)
         self.server.start()
-        outside.announce(port)
-        outside.follow_registration(
-            port,
-            lambda why, status: post(ev.StopRequested(why, status)),
-            self._place.stack,
-            round_missed=self.round_clock.missed,
+        self.services.announce(
+            self.server.port,
+            lambda why, status: context.events.put(ev.StopRequested(why, status)),
+            context.stack,
         )
         self.global_epoch.start()
-        if self.controller.state.unseen:
+        if state.unseen:
             self.global_epoch.compare_soon()
-        if miner.kept and not self.behind:
-            # Of the last round, perhaps.
-            self.global_epoch.compare_weights(miner.trainer.outer_step)
-        self._record(
+        if self.training.kept and state.mode is Mode.TRAINING:
+            self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
+        self.record(
             "start",
-            uid=outside.uid,
-            hotkey=outside.hotkey,
+            uid=self.services.info.uid,
+            hotkey=self.services.info.hotkey,
             peer_id=self.swarm.peer_id,
-            outer_step=miner.trainer.outer_step,
-            inner_step=miner.trainer.inner_step,
-            world_size=place.ranks.world_size,
-            resumed=bool(miner.kept),
+            outer_step=trainer.outer_step,
+            inner_step=trainer.inner_step,
+            world_size=context.ranks.world_size,
+            resumed=bool(self.training.kept),
         )
 
-    def _epoch_start(self) -> tuple[int, list[Rows]]:
-        """What the global weights are compared with: our outer step, rank 0's rows of its start."""
-        trainer = self._miner.trainer
-        return trainer.outer_step, [Rows(*rows) for rows in trainer.epoch_start_rows()]
 
-    def _block_list(self) -> BlockList:
-        trainer, data, kept = self._miner.trainer, self._miner.data, self._miner.kept
-        held = trainer.preview_micro_batches
-        blocks = BlockList(
-            chain_block=self._outside.chain.block,
-            data=data,
-            ranks=self._place.ranks,
-            micro_batch_size=trainer.micro_batch_size,
-            uid=self._outside.uid,
-            hold_back=held,
-            holds_back=data.holds_back(held),
-            recent=self.round_clock.half,
-        )
-        blocks.load_state_dict(
-            kept.get("rank_zero", {}).get("blocks", {}),
-            kept.get("data", {}),
-            exact=self._miner.checkpointer.exact,
-        )
-        if self._miner.first_block:
-            blocks.begin_with(self._miner.first_block)
-        blocks.newest_published = self._outside.published.newest_block
-        return blocks
+def build_rank_zero(context: RankContext, training: Training, services: Services) -> RankZero:
+    """Build what posts events, what decides, and what subscribes, in this order."""
+    config, trainer, info = context.config.miner, training.trainer, services.info
+    post, at_end = context.events.put, context.stack.callback
 
-    def _reporter(self) -> Reporter:
-        place, outside, opened = self._place, self._outside, self._place.stack.enter_context
-        config, on_gpu = place.config, place.device.type == "cuda"
-        trackers = open_trackers(
-            config.telemetry,
-            place.folder,
-            name=f"{config.miner.name}-{outside.uid}",
-            first_step=self._miner.trainer.total_inner_steps + 1,
-        )
-        machine = MachineGauges(
-            place.folder,
-            needed=self._bytes_needed()
-            + checkpoint_bytes(s for _, s in self._miner.trainer.schema),
-            gpus=place.ranks.local_world_size if on_gpu else 0,
-        )
-        metrics = Metrics(
-            trackers=[opened(closing(tracker)) for tracker in trackers],
-            file=MetricsFile(place.folder / "metrics.prom"),
-            counts={
-                "data": self._miner.data.counters,
-                "chain": outside.chain.counters,
-                "server": self.server.counters,
-            },
-            gauges={
-                "chain_age_seconds": lambda: outside.chain.age().total_seconds(),
-                "chain_block": outside.chain.block,
-                "block_list_newest_block": lambda: self.blocks.newest_trained,
-                "next_round_timestamp_seconds": lambda: unix_time(self.round_clock.expected_at()),
-                "dht_peers": self.swarm.known_peers,
-                "global_run": lambda: outside.global_bucket.run_seen,
-                **limits(
-                    self.schedule,
-                    newest=lambda: self.blocks.newest_published,
-                    chain_block=outside.chain.block,
-                    most_blocks=self.round_clock.half,
-                ),
-                **machine.single(),
-            },
-            by_rank=opened(closing(machine)).by_rank,
-        )
-        return Reporter(
-            record=self._record,
-            metrics=metrics,
-            schedule=self.schedule,
-            warnings=warnings_of(config, place.device),
-            bucket=outside.bucket,
-            reload_timeout=config.miner.round_reload_timeout,
-        )
+    # who posts events, besides the loop itself and the signals
+    swarm = services.open_swarm(trainer.schema)
+    at_end(swarm.close)
+    global_epoch = services.watch_global_bucket(
+        post, lambda: (trainer.outer_step, [Rows(*rows) for rows in trainer.epoch_start_rows()])
+    )
+    at_end(global_epoch.close)
 
-    def _bytes_needed(self) -> int:
-        return snapshot_bytes(shape for _, shape in self._miner.trainer.schema)
+    # who decides
+    blocks = _block_list(context, training, services)
+    unseen, reload = not info.global_seen, config.round_reload_timeout.total_seconds()
+    behind = unseen or trainer.outer_step != info.global_outer_step
+    controller = Controller(
+        state=MinerState(
+            mode=Mode.AWAITING_GLOBAL if behind else Mode.TRAINING,
+            outer_step=trainer.outer_step,
+            global_due=time.monotonic() + reload,
+            unpublished=unseen,
+            unseen=unseen,
+        ),
+        rules=Rules(
+            reload_seconds=reload,
+            checkpoint_steps=config.checkpoint_steps,
+            checkpoint_seconds=config.checkpoint_interval.total_seconds(),
+        ),
+        events=context.events,
+        blocks=blocks,
+        averaging=Averaging(swarm=swarm, post=post),
+        global_epoch=global_epoch,
+        tick=context.tick,
+    )
 
-    def _publishing(self) -> Publishing:
-        needed = self._bytes_needed()
-        return Publishing(
-            schedule=self.schedule,
-            round_clock=self.round_clock,
-            blocks=self.blocks,
-            publisher=self.publisher,
-            disk_problem=lambda: disk_allows(self._place.folder, needed),
-            world_size=self._miner.trainer.stream.layout.shards,
-        )
+    def called(request: RoundRequest) -> None:
+        log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
+        post(ev.AllReduceCalled(request, time.monotonic()))
 
-    def _tell_server(self, event: ev.Event, state: MinerState) -> None:
-        """Until it is told that a call led to nothing more, it answers that a round is running."""
+    def phase() -> str | None:
+        return "averaging" if controller.state.mode is Mode.AVERAGING else None
+
+    due = services.round_clock.due
+    server = services.open_server(MinerCallbacks(lambda: trainer.outer_step, called, phase, due))
+    at_end(server.close)
+
+    # who subscribes to them
+    events = EventLog.from_settings(context.config.telemetry, context.folder)
+    record: Record = events.write if events else (lambda kind, **fields: None)
+    rank_zero = RankZero(
+        context, services, training, swarm, global_epoch, blocks, controller, server, record
+    )
+    for see in _subscribers(rank_zero):
+        controller.subscribe(see)
+    return rank_zero
+
+
+def _block_list(context: RankContext, training: Training, services: Services) -> BlockList:
+    trainer, data, kept = training.trainer, training.data, training.kept
+    held = trainer.preview_micro_batches
+    blocks = BlockList(
+        chain_block=services.chain.block,
+        data=data,
+        ranks=context.ranks,
+        micro_batch_size=trainer.micro_batch_size,
+        uid=services.info.uid,
+        hold_back=held,
+        holds_back=data.holds_back(held),
+        recent=services.round_clock.half,
+    )
+    blocks.load_state_dict(
+        kept.get("rank_zero", {}).get("blocks", {}),
+        kept.get("data", {}),
+        exact=training.checkpointer.exact,
+    )
+    if training.first_block:
+        blocks.begin_with(training.first_block)
+    blocks.newest_published = services.published.newest_block
+    return blocks
+
+
+def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
+    """Return who is shown each event, in this order, after the block list."""
+    context, services = rank_zero.context, rank_zero.services
+    trainer, config = rank_zero.training.trainer, context.config
+    snapshot = snapshot_bytes(shape for _, shape in trainer.schema)
+    reporter = Reporter(
+        record=rank_zero.record,
+        metrics=_metrics(rank_zero, snapshot),
+        schedule=services.schedule,
+        warnings=warnings_of(config, context.device),
+        bucket=services.bucket,
+        reload_timeout=config.miner.round_reload_timeout,
+    )
+    missed = MissedRounds(
+        outer_step=trainer.outer_step,
+        published_within=1.25 * config.miner.round_reload_timeout,
+    )
+    publishing = Publishing(
+        schedule=services.schedule,
+        round_clock=services.round_clock,
+        blocks=rank_zero.blocks,
+        publisher=services.uploader,
+        disk_problem=lambda: services.disk_problem(snapshot),
+        world_size=trainer.stream.layout.shards,
+    )
+    return [reporter.see, missed.see, publishing.see, end_rounds_of(rank_zero.server)]
+
+
+def _metrics(rank_zero: RankZero, snapshot: int) -> Metrics:
+    """``snapshot``: bytes of one."""
+    context, services, blocks = rank_zero.context, rank_zero.services, rank_zero.blocks
+    trainer, opened = rank_zero.training.trainer, context.stack.enter_context
+    config, chain, clock = context.config, services.chain, services.round_clock
+    trackers = open_trackers(
+        config.telemetry,
+        context.folder,
+        name=f"{config.miner.name}-{services.info.uid}",
+        first_step=trainer.total_inner_steps + 1,
+    )
+    machine = MachineGauges(
+        context.folder,
+        needed=snapshot + checkpoint_bytes(shape for _, shape in trainer.schema),
+        gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
+    )
+    return Metrics(
+        trackers=[opened(closing(tracker)) for tracker in trackers],
+        file=services.metrics,
+        counts={
+            "data": rank_zero.training.data.counters,
+            "chain": chain.counters,
+            "server": rank_zero.server.counters,
+        },
+        gauges={
+            "chain_age_seconds": lambda: chain.age().total_seconds(),
+            "chain_block": chain.block,
+            "block_list_newest_block": lambda: blocks.newest_trained,
+            "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
+            "dht_peers": rank_zero.swarm.known_peers,
+            "global_run": lambda: services.global_bucket.run_seen,
+            **limits(
+                services.schedule,
+                newest=lambda: blocks.newest_published,
+                chain_block=chain.block,
+                most_blocks=clock.half,
+            ),
+            **machine.single(),
+        },
+        by_rank=opened(closing(machine)).by_rank,
+    )
+
+
+def end_rounds_of(server: SignedServer) -> Subscriber:
+    """Until it is told that a call led to nothing more, it answers that a round is running."""
+
+    def see(event: ev.Event, state: MinerState) -> None:
         match event:
             case ev.ModeChanged(before=Mode.AVERAGING):
-                self.server.round_ended()
+                server.round_ended()
             case ev.AllReduceCalled() if ignores_calls(state):
-                self.server.round_ended()
+                server.round_ended()
+
+    return see

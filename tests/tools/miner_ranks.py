@@ -1,13 +1,12 @@
 """One rank of a miner without a network: ``miner_ranks.py SCENARIO FOLDER``.
 
-The miner is the product's, built by its own ``start.Miner``. Only what is outside of it is here: a
+The rank is the product's, built by ``start.build_rank``. Only what is outside of it is here: a
 swarm that averages with nobody, a publisher that keeps what it is given, a chain whose next block
 is there when somebody asks for it.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
@@ -31,7 +30,7 @@ from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.miner.services import Facts, Published
+from distributed_training.miner.services import Published, StartupInfo
 from distributed_training.miner.state_machine import MinerState
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -145,17 +144,26 @@ class GlobalEpoch:
 
 
 class Network:
-    """In the place of ``network.Outside``, and of the chain in it."""
+    """In the place of ``services.Services``, and of the chain in it."""
 
-    uid, hotkey, bucket = 3, "5Miner", "mine"
-    global_folder = None
-    published = Published()
+    bucket, global_folder, published = "mine", None, Published()
+    global_bucket: Any = types.SimpleNamespace(run_seen=None)
 
-    def __init__(self, upload_steps: int) -> None:
-        self.chain = self
-        self.publisher, self.server = Publisher(), Server()
-        self.upload_steps = upload_steps
+    def __init__(self, folder: Path, info: StartupInfo) -> None:
+        self.chain, self.info = self, info
+        self.uploader, self.server = Publisher(), Server()
+        self.metrics = MetricsFile(folder / "metrics.prom", every=0.0)
+        self.no_room: str | None = None
         self.last_requested: Callable[[], int] = lambda: 0
+        self.schedule = UploadSchedule(
+            upload_steps=4,
+            minimum_inner_step=2,
+            age_limit=timedelta(hours=9),
+            slack=timedelta(0),
+        )
+        self.round_clock = RoundClock(
+            chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
+        )
 
     def block(self) -> int:
         return max(100, self.last_requested()) + 1
@@ -166,37 +174,20 @@ class Network:
     def age(self) -> timedelta:
         return timedelta(0)
 
-    global_bucket: Any = types.SimpleNamespace(run_seen=None)
+    def disk_problem(self, needed: int) -> str | None:
+        return self.no_room
 
     def open_swarm(self, schema: Any) -> Alone:
         self.swarm = Alone(schema)
         return self.swarm
 
-    def open_publisher(self, folder: Path) -> Publisher:
-        return self.publisher
-
-    def open_server(self, **called: Any) -> Server:
+    def open_server(self, callbacks: Any) -> Server:
         return self.server
 
-    def watch(self, *called: Any) -> GlobalEpoch:
+    def watch_global_bucket(self, *called: Any) -> GlobalEpoch:
         return GlobalEpoch()
 
-    def upload_schedule(self) -> UploadSchedule:
-        return UploadSchedule(
-            upload_steps=self.upload_steps,
-            minimum_inner_step=2,
-            age_limit=timedelta(hours=9),
-            slack=timedelta(0),
-        )
-
-    def round_clock(self) -> RoundClock:
-        return RoundClock(
-            chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
-        )
-
-    def announce(self, port: int) -> None: ...
-
-    def follow_registration(self, port: int, *called: Any, **asked: Any) -> None: ...
+    def announce(self, port: int, *called: Any) -> None: ...
 
 
 class Miner:
@@ -211,41 +202,40 @@ class Miner:
         on_micro_batch: Callable[[Miner], None] = lambda miner: None,
     ) -> None:
         self.folder = folder
-        self.disk_problem: str | None = None
         self.losses: list[float] = []
         self.waits: list[tuple[float, float]] = []  # of each step: for data, in all
         self.on_step, self.on_micro_batch = on_step, on_micro_batch
-        start.MetricsFile = functools.partial(MetricsFile, every=0.0)  # type: ignore[misc, assignment]
-        start.disk_allows = lambda folder, needed: self.disk_problem  # type: ignore[assignment]
         self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.stack = ExitStack()
         self.ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
         argv = [f"--{name}={value}" for name, value in FLAGS.items()]
-        network: Any = Network(upload_steps=4) if RANK == 0 else None
         tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
-        self.product = start.Miner(
-            start.Place(
+        info = StartupInfo(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, hotkey="5Miner")
+        network: Any = Network(folder, info) if RANK == 0 else None
+        self.product = start.build_rank(
+            start.RankContext(
                 config=load_config("miner", argv, environ={}, dotenv=None, check=False),
                 folder=folder,
                 device=torch.device("cpu"),
                 ranks=self.ranks,
                 events=self.events,
                 stack=self.stack,
+                tick=timedelta(milliseconds=1),
             ),
-            Facts(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, 0),
+            info,
             network,
         )
-        self.trainer, self.data = self.product.trainer, self.product.data
-        self.checkpointer, self.rank_zero = self.product.checkpointer, self.product.rank_zero
+        training, self.rank_zero = self.product.training, self.product.rank_zero
+        self.trainer, self.data = training.trainer, training.data
+        self.checkpointer, self.network = training.checkpointer, network
         if self.rank_zero is not None:
             blocks = self.blocks = self.rank_zero.blocks
             network.last_requested = lambda: blocks._last_requested
             self.swarm, self.publisher, self.server = (
                 network.swarm,
-                network.publisher,
+                network.uploader,
                 network.server,
             )
-            self.rank_zero.controller._tick = 0.001
             self.rank_zero.controller.subscribe(self.see)
 
     def see(self, event: ev.Event, state: MinerState) -> None:
@@ -492,12 +482,11 @@ def full_disk(folder: Path) -> None:
     def on_step(miner: Miner, step: int) -> None:
         if step == 6:
             assert not miner.publisher.submitted
-            miner.disk_problem = None
+            miner.network.no_room = None
         if step == 12:
             miner.stop()
 
     miner = Miner(folder, on_step=on_step)
-    miner.disk_problem = "the disk is full, says the test"
     take = miner.trainer.snapshot
 
     def snapshot(*arguments: Any, **fields: Any) -> Any:
@@ -508,6 +497,7 @@ def full_disk(folder: Path) -> None:
         return handle
 
     if RANK == 0:
+        miner.network.no_room = "the disk is full, says the test"
         miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
     miner.run("full_disk")
 

@@ -30,7 +30,7 @@ from distributed_training.miner.global_state import (
 )
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.run_folder import INSTANCE
-from distributed_training.miner.services import Facts
+from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
 from distributed_training.node import identity as node_chain
 from distributed_training.node.failures import Deregistered, HotkeyInUse, NetworkFailure
@@ -127,13 +127,13 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
         trainer=SimpleNamespace(load_global=load_global),
         checkpointer=SimpleNamespace(restore=lambda: restored),
     )
-    facts: Any = SimpleNamespace(global_outer_step=outer_step, global_seen=True)
+    info: Any = SimpleNamespace(global_outer_step=outer_step, global_seen=True)
     if checkpoint:
-        assert start.Miner._resume(miner, facts, folder) == {"kept": 1}
+        assert start.resume(miner.trainer, miner.checkpointer, info, folder) == {"kept": 1}
         assert restart() == (7, folder)
     else:
         with pytest.raises(NetworkFailure, match="cannot be trained on: layer"):
-            start.Miner._resume(miner, facts, folder)
+            start.resume(miner.trainer, miner.checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
         """While the start waits, the owner of the bucket publishes a good state."""
@@ -211,8 +211,12 @@ def test_from_the_disk_the_checkpoint_is_taken_unless_the_global_state_is_later(
         trainer=SimpleNamespace(load_global=lambda *given: loaded.append(given[2])),
         checkpointer=SimpleNamespace(restore=lambda: (Progress(reached, 5, 5), {"kept": 1})),
     )
-    facts = Facts(global_outer_step=10, global_seen=False)
-    assert bool(start.Miner._resume(miner, facts, tmp_path)) == kept == (not loaded)
+    info = StartupInfo(global_outer_step=10, global_seen=False)
+    assert (
+        bool(start.resume(miner.trainer, miner.checkpointer, info, tmp_path))
+        == kept
+        == (not loaded)
+    )
 
 
 def test_a_start_that_waits_says_so_every_five_minutes(
@@ -269,7 +273,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
-    assert start.Miner.run(other) == (0, "")
+    assert start.Rank.run(other) == (0, "")
 
 
 def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
@@ -503,15 +507,13 @@ class Server:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
     """Else it answers the validator that a round is running, until a restart."""
-    server = Server()
-    rank_zero: Any = SimpleNamespace(server=server)
+    server: Any = Server()
+    see = start.end_rounds_of(server)
     call = ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
     state = MinerState(mode=mode, outer_step=4)
-    start.RankZero._tell_server(rank_zero, call, state)
+    see(call, state)
     after, _ = decide(state, call, Rules(reload_seconds=60, checkpoint_steps=10))
     starts_a_round = after.mode is Mode.AVERAGING
     assert server.calls_over == (0 if starts_a_round else 1)
-    start.RankZero._tell_server(
-        rank_zero, ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL), after
-    )
+    see(ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL), after)
     assert server.calls_over == (1 if starts_a_round else 2)
