@@ -213,20 +213,22 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
     threading.Thread(target=watch, name="starter-watch", daemon=True).start()
 
 
-def process_folder(prefix: str) -> str:
+def process_folder(prefix: str, base: str | None = None) -> str:
     """Make a temporary folder of this process, and remove those of processes that were killed.
+    ``base``: where; None: where temporary files are.
 
     Other containers, and other machines on a network disk, may use the same place, and their
     processes are not seen from here. So each folder holds a lock that lives as long as its process,
     and the kernel's boot id: only a folder of this kernel whose lock is free is removed.
     """
     kernel = _boot_id()
-    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+    base = base or tempfile.gettempdir()
+    for old in Path(base).glob(f"{prefix}*"):
         with contextlib.suppress(OSError), (old / _OWNER).open("r+") as owner:
             if kernel and owner.read() == kernel:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the process lives
                 shutil.rmtree(old, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
+    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=base)
     owner = (Path(folder) / _OWNER).open("w")
     with contextlib.suppress(OSError):  # a disk without locks: then nothing is removed there
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)

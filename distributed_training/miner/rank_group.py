@@ -12,6 +12,7 @@ before it starts (:func:`rank_environment_defaults`).
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import logging
 import multiprocessing
@@ -65,6 +66,7 @@ PRELOAD = (
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVER_ENDED = 255  # what multiprocessing says of a rank whose server cannot tell its status
+_STORE_BYTES = 4 << 20  # at 50 bytes a block and rank: 10,000 blocks of eight ranks
 _TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 
@@ -248,7 +250,8 @@ class RankGroup:
         """multiprocessing makes its folder where it is told to, once: a launcher that was killed
         could not remove it, and so the next one finds it."""
         if not self._scratch:
-            tempfile.tempdir = self._scratch = process_folder("dt-")  # sockets: paths must be short
+            # Sockets lie there, whose paths must be short.
+            tempfile.tempdir = self._scratch = process_folder("dt-", scratch_base())
             multiprocessing.util.get_temp_dir()
             tempfile.tempdir = None
             # After multiprocessing has removed its own (exit priority -100).
@@ -300,6 +303,28 @@ class RankGroup:
 
     def reap(self) -> None:
         reap_orphans(spare=() if self._server is None else (self._server,))
+
+
+def scratch_base(memory: str = "/dev/shm") -> str:
+    """Return where the ranks' store can lie: ``memory``, or else where temporary files are.
+
+    A full disk, or one without locks, would fail each start of several ranks. Raises OSError."""
+    try:
+        _probe(memory)
+    except OSError as error:
+        base = tempfile.gettempdir()
+        log.info("%s cannot be used (%s): the ranks meet in %s", memory, error.strerror, base)
+        _probe(base)
+        return base
+    return memory
+
+
+def _probe(base: str) -> None:
+    """Raise OSError if ``base`` has no locks, or no room for the store of a long run."""
+    with tempfile.TemporaryFile(dir=base) as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.write(bytes(_STORE_BYTES))
+        file.flush()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.processes import Mark
 from distributed_training.config import load_config
-from distributed_training.miner import run_folder
+from distributed_training.miner import rank_group, run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
 from distributed_training.miner.run_folder import INSTANCE
@@ -104,6 +106,34 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
     monkeypatch.delenv(name)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
     assert name not in rank_environment_defaults(ranks=1)
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.ENOLCK, None])
+def test_the_ranks_meet_where_there_are_locks_and_room(
+    fault: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    memory, disk = tmp_path / "memory", tmp_path / "disk"
+    memory.mkdir()
+    disk.mkdir()
+    probe = rank_group._probe
+
+    def probed(base: str) -> None:
+        if fault and base == str(memory):
+            raise OSError(fault, os.strerror(fault))
+        probe(base)
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(rank_group, "_probe", probed)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    assert rank_group.scratch_base(str(memory)) == str(disk if fault else memory)
+    assert len(caplog.records) == (fault is not None)
+    assert not [*memory.iterdir(), *disk.iterdir()]
+    with pytest.raises(OSError, match="No such file"):
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk"))
+        rank_group.scratch_base(str(tmp_path / "no memory"))
 
 
 def test_rank_environment() -> None:
