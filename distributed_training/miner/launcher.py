@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import logging
 import math
 import os
@@ -44,6 +43,7 @@ from distributed_training.common.processes import (
     send,
 )
 from distributed_training.config import Config, ConfigError, describe
+from distributed_training.config.settings import MinerSettings
 from distributed_training.diagnostics.checks import refuse_model, start_checks
 from distributed_training.diagnostics.nvml import visible_gpu_count
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
@@ -199,19 +199,8 @@ def _train(
         program=program,
     )
     log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
-    watchdog = functools.partial(
-        Watchdog, folder, world_size=ranks, limit=config.miner.hang_timeout
-    )
-    return _Supervisor(
-        group=group,
-        folder=folder,
-        mark=mark,
-        signals=signals,
-        stop_timeout=config.miner.stop_timeout,
-        watchdog=watchdog,
-        outages=outages,
-        nodes=join_nodes(config, ranks=ranks, remembered=gpus),
-    ).run()
+    nodes = join_nodes(config, ranks=ranks, remembered=gpus)
+    return _Supervisor(config.miner, folder, mark, group, signals, outages, nodes).run()
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -322,27 +311,25 @@ def _who_kills(seconds: int, environ: Mapping[str, str] = os.environ) -> tuple[s
 
 
 class _Supervisor:
-    """Runs the group until a stop, or until it failed too often. ``stop_timeout`` covers a stop up
-    to the point where the ranks are ended by force; see :func:`stop_limit`."""
+    """Runs the group until a stop, or until it failed too often. ``settings.stop_timeout`` covers
+    a stop up to the point where the ranks are ended by force; see :func:`stop_limit`."""
 
     def __init__(
         self,
-        *,
-        group: RankGroup,
+        settings: MinerSettings,
         folder: Path,
         mark: Mark,
+        group: RankGroup,
         signals: StopSignals,
-        stop_timeout: timedelta,
-        watchdog: Callable[[], Watchdog],
         outages: Outages,
-        nodes: Host | Guest | None = None,
+        nodes: Host | Guest | None,
     ) -> None:
         self._group = group
         self._folder = folder
         self._mark = mark
         self._signals = signals
-        self._stop_timeout = stop_timeout
-        self._new_watchdog = watchdog  # one for each start of the ranks
+        self._stop_timeout = settings.stop_timeout
+        self._hang_timeout = settings.hang_timeout
         self._outages = outages
         self._nodes = nodes
         self._regroup_at: float | None = None  # rank 0 was told, but all nodes start again
@@ -441,7 +428,8 @@ class _Supervisor:
 
     def _follow(self) -> None:
         """Until all ranks have ended, by themselves or by force."""
-        watchdog = self._new_watchdog()
+        ranks = self._group.world_size
+        watchdog = Watchdog(self._folder, world_size=ranks, limit=self._hang_timeout)
         patience: timedelta | None = None
         began, since = time.monotonic(), 0.0
         while running := self._group.running:

@@ -1,21 +1,14 @@
-"""A line between the launchers of two nodes: JSON both ways, and a beat each second.
-
-Silence tells that the machine at the other end is gone, where no connection breaks.
-
-What must be equal on all nodes of a miner: versions, model, all settings of the training.
-
-Under which addresses and through which interfaces the nodes of one miner reach each other.
-
-Everything between nodes goes through the interface of the rendezvous, unless gloo's or NCCL's own
-environment variable has gradients go through another.
-
-How the launchers of several machines agree on which ranks run.
+"""How the launchers of several machines agree on which ranks run.
 
 Node 0's launcher listens at ``--rdzv_endpoint``; every other launcher keeps one connection to it.
 Lines of JSON go both ways, at least one a second, so that silence tells that a machine is gone:
 
     node -> 0   hello (its number, what must be equal), ready (no rank runs), leave (to stop)
     0 -> node   refused (why), start (a :class:`Plan`), end (stop the ranks), over (exit status)
+
+Node 0 refuses a node whose versions, model or settings of the training differ from its own.
+Everything between nodes goes through the interface of ``--rdzv_endpoint``, unless gloo's or NCCL's
+own environment variable has gradients go through another.
 
 All ranks start and end together. Ranks that lost one of theirs cannot train; each launcher ends its
 own, says ``ready``, and node 0 begins anew from the last checkpoint with whom it has: all, or after
