@@ -45,7 +45,7 @@ LAUNCH = (
     "launcher.LINGER = timedelta(seconds=2)\n"
     "launcher.RESTARTS = int(os.environ['FAKE_RESTARTS'])\n"
     "slow = os.environ['FAKE_MODE'] == 'slow'\n"
-    "rank_group.PRELOAD = ('tests.tools.slow_import',) if slow else ()\n"
+    "rank_group.PRELOAD = ('tests.tools.' + ('slow_import' if slow else 'launcher_fake_rank'),)\n"
     "from distributed_training.miner.__main__ import main\n"
     "sys.exit(main(program='tests.tools.launcher_fake_rank'))\n"
 )
@@ -329,7 +329,7 @@ def test_ranks_that_hang_before_their_first_boundary_start_again(
 
 @pytest.mark.long
 def test_a_server_that_forks_no_ranks_is_replaced(launched: Callable[..., Launched]) -> None:
-    run = launched("run", restarts=5, flags=("--neuron.hang_timeout", "2"))
+    run = launched("run", restarts=5, flags=("--neuron.hang_timeout", "4"))
     run.wait_ready()
 
     def stop_server() -> None:
