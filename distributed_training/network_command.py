@@ -1,6 +1,7 @@
-"""Found a network, sign its file, look at one.
+"""Found a network, join one, sign its file, look at it.
 
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
+    dt-network join FILE|URL [wallet flags]
     dt-network sign FILE [--wallets FOLDER]
     dt-network show FILE|URL
 
@@ -20,15 +21,24 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from distributed_training.chain.base import ChainError
+from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
-from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged, schema
 from distributed_training.config.types import File, Text
 from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten
+from distributed_training.protocol.names import miner_bucket
+
+if TYPE_CHECKING:
+    from distributed_training.chain.identity import Wallet
+    from distributed_training.config.settings import ChainSettings
 
 FILE = "network.toml"
 _MASTER = "master"  # name of the wallet
@@ -53,10 +63,20 @@ def build_parser() -> Parser:
     add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
     add("--store", type=text, metavar="URL", help="one S3 endpoint for all (default: R2, each his)")
+    add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
     sign = commands.add_parser("sign", help="sign a file again after a change")
     sign.add_argument("file", type=path)
     sign.add_argument("--wallets", type=path, help="folder of the master's wallet (beside it)")
+    join = commands.add_parser("join", help="take a uid with this wallet, and say what is missing")
+    join.add_argument("place", type=text)
+    for part, default in (
+        ("path", "~/.bittensor/wallets"),
+        ("name", "default"),
+        ("hotkey", "default"),
+    ):
+        variable = f"BT_WALLET_{part.upper()}"
+        join.add_argument(f"--wallet.{part}", default=os.environ.get(variable, default))
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
     return parser
@@ -76,9 +96,12 @@ def _assignment(word: str) -> tuple[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
-        {"init": _init, "sign": _sign, "show": _show}[options.command](options)
+        {"init": _init, "join": _join, "sign": _sign, "show": _show}[options.command](options)
     except ConfigError as error:
         return exit_with(error)
+    except ChainError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return ExitStatus.FAULT
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     return 0
@@ -249,8 +272,83 @@ def _sign(options: argparse.Namespace) -> None:
     _show(argparse.Namespace(place=str(path)), rules=False)
 
 
+def _join(options: argparse.Namespace) -> None:
+    """Raises ConfigError; ChainError for a registry that is away or refuses."""
+    given = vars(options)
+    names = ("path", "name", "hotkey")
+    wallet_flags = [w for n in names for w in (f"--wallet.{n}", given[f"wallet.{n}"])]
+    config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
+    assert config.network is not None
+    print(config.network.line)
+    hotkey = _hotkey(config.chain)
+    print(f"hotkey {hotkey.ss58}")
+    if config.network.head.chain == "bittensor":
+        wallet = f"--wallet.name {given['wallet.name']} --wallet.hotkey {given['wallet.hotkey']}"
+        print(
+            "if dt-doctor with the flags below finds the network there, register on the machine "
+            f"with the coldkey: btcli subnet register --netuid {config.chain.netuid} {wallet}"
+        )
+        bucket = f"{config.store.global_model_name}-<uid>"
+    else:
+        uid = _take_uid(config, hotkey)
+        print(f"uid {uid}")
+        bucket = miner_bucket(config.store.global_model_name, uid)
+    missing = [
+        setting.env
+        for setting in schema("miner")
+        if setting.env in _KEYS and config.get(setting.name) is None
+    ]
+    flags = shlex.join(["--network", options.place, *wallet_flags])
+    print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
+    if missing:
+        print(f"missing in .env: {', '.join(filter(None, missing))}")
+    print(f"then: dt-doctor {flags}\nand:  dt-miner {flags}")
+
+
+_KEYS = {
+    "R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY",
+    "R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY",
+}  # fmt: skip
+
+
+def _hotkey(settings: ChainSettings) -> Wallet:
+    """Return the wallet of the flags; make its hotkey if there is none. Raises ConfigError."""
+    from distributed_training.chain.identity import create_wallet, load_wallet
+
+    folder = Path(settings.wallet_path).expanduser()
+    exists = (folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey).exists()
+    if not exists and settings.wallet_hotkey == "default":
+        print(f"making a hotkey in {folder / settings.wallet_name}: keep a copy of it")
+        return create_wallet(folder, settings.wallet_name)
+    return load_wallet(settings)
+
+
+def _take_uid(config: Config, wallet: Wallet) -> int:
+    """Return the uid that the registry has, or gives now. Raises ChainError."""
+    from distributed_training.chain.base import ChainUnavailable
+    from distributed_training.chain.registry import RegistryChain
+
+    url = config.chain.registry_url
+    with closing(
+        RegistryChain(
+            url=str(url),
+            wallet=wallet,
+            master=config.miner.master_ss58_address,
+            invitation=config.chain.invitation,
+        )
+    ) as chain:
+        if not chain.wait_ready(timedelta(seconds=30)):
+            raise ChainUnavailable(
+                f"the registry at {url} does not answer, so no uid was taken: check the network, "
+                "or ask the founder"
+            )
+        uid = chain.uid(wallet.ss58)
+        return chain.register() if uid is None else uid
+
+
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
-    config = load_config("miner", ["--network", options.place], check=False)
+    given = ["--network", str(options.place)]
+    config = load_config("miner", given, environ={}, dotenv=None, check=False)
     assert config.network is not None
     print(config.network.line)
     if rules:
@@ -259,23 +357,33 @@ def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
 
 
 def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
+    file, wallets = (
+        folder / FILE,
+        ["--wallet.path", str(folder / "wallets"), "--wallet.name", _MASTER],
+    )
+    least = min(2, options.miners)
     validator = [
-        *("--network", str(folder / FILE), "--neuron.run_folder", str(folder / "validator")),
-        *("--wallet.path", str(folder / "wallets"), "--wallet.name", _MASTER),
-        *("--neuron.initial_peers", "none", "--dht.port", str(options.dht_port)),
-        *("--dht.ip", options.host),
+        *("--network", str(file), "--neuron.run_folder", str(folder / "validator"), *wallets),
+        *("--neuron.initial_peers", "none"),  # it is the first peer itself
+        *("--dht.port", str(options.dht_port), "--dht.ip", options.host),
+        *("--validator.alive_wanted", str(options.miners)),
+        *("--validator.alive_least", str(least), "--validator.minimum_peers", str(least + 1)),
     ]
     lines = [
-        f"\n{folder / FILE} is for everybody who joins: publish it, for example over https.",
-        f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.\n",
-        "On this machine, with the keys of the global bucket in .env:",
+        f"\n{file} is for everybody who joins: publish it, for example over https.",
+        f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
     ]
     if options.registry is not None:
-        lines.append(f"  dt-registry serve --network {shlex.quote(str(folder / FILE))}")
+        serve = ["--network", str(file), "--folder", str(folder / "registry")]
+        invite = ["--url", options.registry, "--uses", "5", *wallets]
+        lines += [
+            f"\nThe registry, behind {options.registry}:\n  dt-registry serve {shlex.join(serve)}",
+            f"an invitation for five who join:\n  dt-registry invite {shlex.join(invite)}",
+        ]
     lines += [
+        "\nThe validator, with the keys of the global bucket in .env:",
         f"  dt-validator {shlex.join(validator)}",
-        "On every other machine:",
-        f"  dt-network show {FILE} && dt-miner --network {FILE}",
+        f"\nEvery other machine:\n  dt-network join {FILE}\n  dt-miner --network {FILE}",
     ]
     return "\n".join(lines)
 
