@@ -58,9 +58,14 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
         wait_for(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
 
 
+def few_newcomers(monkeypatch, *, burst: int) -> None:
+    defaults = admission_module.Admission.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "newcomers", (0.01, burst))
+
+
 def test_a_flood_from_everywhere_leaves_validators_in(monkeypatch) -> None:
     # However long the flood takes: those let in are the burst.
-    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
+    few_newcomers(monkeypatch, burst=admission_module.NEWCOMERS_BURST)
     with world(SETTINGS) as made:
         assert is_alive_from(made, "127.0.0.77") == 200
         strangers = [f"127.1.{i // 250}.{i % 250 + 1}" for i in range(400)]
@@ -86,8 +91,7 @@ def is_alive_from(made: World, source: str) -> int:
 
 
 def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path, monkeypatch):
-    monkeypatch.setattr(admission_module, "NEWCOMERS_BURST", 5)
-    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
+    few_newcomers(monkeypatch, burst=5)
     with world(SETTINGS, tmp_path) as made:
         assert is_alive_from(made, "127.0.0.77") == 200
     with world(SETTINGS, tmp_path) as made:
@@ -97,8 +101,7 @@ def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path,
 
 
 def test_a_validator_that_serves_an_endpoint_is_served_in_a_flood(monkeypatch) -> None:
-    monkeypatch.setattr(admission_module, "NEWCOMERS_BURST", 5)
-    monkeypatch.setattr(admission_module, "NEWCOMERS_PER_SECOND", 0.01)
+    few_newcomers(monkeypatch, burst=5)
     monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.02)
     with world(SETTINGS) as made:
         flood(made)
