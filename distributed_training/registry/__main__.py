@@ -220,12 +220,8 @@ def _take_network(given: argparse.Namespace) -> None:
     given.name = given.name or network.head.name
     given.master = given.master or network.values["chain.master_hotkey"]
     given.most_uids = given.most_uids or network.head.max_uids
-<<<<<<< ours
     pace = network.values.get("round.seconds_per_block")
     given.seconds_per_block = given.seconds_per_block or pace
-=======
-    given.seconds_per_block = given.seconds_per_block or network.values["round.seconds_per_block"]
->>>>>>> theirs
 
 
 def backup(given: argparse.Namespace) -> int:

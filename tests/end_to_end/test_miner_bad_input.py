@@ -158,7 +158,7 @@ def test_ports_in_use(world: World) -> None:
 def test_a_hotkey_that_is_not_registered(world: World) -> None:
     create_wallet(world.folder / "wallets", "stranger")
     run = world.refused("--wallet.name", "stranger")
-    assert_tried_again(run, "not registered", "btcli subnet register")
+    assert_tried_again(run, "not registered", "dt-registry register")
     assert leaves_nothing(world)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import subprocess
@@ -11,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training import network_command
 from distributed_training.config import loader
 from distributed_training.config.loader import schema
 from distributed_training.doctor.command import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
+from distributed_training.registry.__main__ import parser as registry_parser
+from distributed_training.scoring import export
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +29,10 @@ PAGES = sorted(
     or path.stem
     in (
         "operator-guide",
+        "found-a-network",
+        "network-file",
+        "registry",
+        "model",
         "several-machines",
         "tuning",
         "troubleshooting",
@@ -68,7 +76,7 @@ def help_of(script: str) -> str:
 
 
 def test_there_are_pages_with_commands() -> None:
-    assert len(PAGES) == 8
+    assert len(PAGES) == 12
     assert sum(len(commands(page)) for page in PAGES) > 15
 
 
@@ -97,14 +105,27 @@ def test_scripts_and_files_exist(page: Path) -> None:
                 assert word == "app.config.override.js" or (ROOT / word).exists(), text
 
 
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a program and of its commands."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {flag for command in action.choices.values() for flag in options_of(command)}
+    return found
+
+
 @pages
 def test_flags_exist(page: Path) -> None:
     known = schema("miner")
     ours = set(build_parser()._option_string_actions)
     doctors = set(doctor_parser()._option_string_actions)
+    for program in (export.build_parser(), network_command.build_parser(), registry_parser()):
+        ours |= options_of(program)
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
-            if flag in ("help", "version") or text.startswith(("npm ", "git ", "btcli ")):
+            if flag in ("help", "version") or text.startswith(
+                ("npm ", "git ", "btcli ", "lm_eval ")
+            ):
                 continue
             script = re.search(r"(?:scripts|neurons)/\w+(?=\.(?:py|sh))", text)
             if script and script[0] not in ("neurons/miner", "neurons/validator"):
