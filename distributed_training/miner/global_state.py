@@ -193,6 +193,11 @@ class GlobalBucket:
             raise GlobalRefusedError(folder, problem)
         return folder
 
+    def fetch_inner_optimizer(self, outer_step: int, destination: Path) -> Path | None:
+        """Return the folder of that epoch's inner optimizer shards, None if it has none."""
+        with _unavailable():
+            return self.follow().fetch_inner_optimizer(outer_step, destination)
+
     def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
         """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
         with _unavailable():

@@ -33,6 +33,7 @@ from distributed_training.miner.global_state import (
     open_global_bucket,
     pause,
 )
+from distributed_training.miner.newcomer import fetch_inner_optimizer
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import buckets, identity
@@ -113,6 +114,7 @@ class Services:
     schedule: UploadSchedule
     uploader: Uploader
     metrics: MetricsFile
+    inner_folder: Path | None = None  # shards that a first start takes over
 
     @property
     def chain(self) -> Chain:
@@ -204,6 +206,11 @@ def connect(
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
     model = model_config(global_folder)
     log.info("%s", model_line(model, outer_step))
+    inner_folder = None
+    if not resumes:
+        inner_folder = fetch_inner_optimizer(
+            config, global_bucket, outer_step, bucket=bucket, folder=folder
+        )
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
@@ -239,6 +246,7 @@ def connect(
         ),
         uploader=uploader,
         metrics=MetricsFile(folder / "metrics.prom"),
+        inner_folder=inner_folder,
     )
 
 

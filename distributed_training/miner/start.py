@@ -46,7 +46,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
 from distributed_training.training.trainer import Trainer
 
-from . import services
+from . import newcomer, services
 from . import state_machine as ev
 from .block_list import BlockList
 from .controller import Averaging, Controller, Subscriber
@@ -354,7 +354,13 @@ def build_training(
         device=context.device,
     )
     context.stack.callback(data.close)
-    kept = resume(trainer, checkpointer, info, services.global_folder if services else None)
+    kept = resume(
+        trainer,
+        checkpointer,
+        info,
+        services.global_folder if services else None,
+        services.inner_folder if services else None,
+    )
     data.load_state_dict(kept.get("data", {}))
     first_block = 0 if kept else info.first_block
     if first_block:
@@ -364,10 +370,14 @@ def build_training(
 
 
 def resume(
-    trainer: Trainer, checkpointer: Checkpointer, info: StartupInfo, global_folder: Path | None
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    info: StartupInfo,
+    global_folder: Path | None,
+    inner_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint where it belongs to the global epoch, else the global state. Return what
-    was kept in the checkpoint.
+    """Load the checkpoint where it belongs to the global epoch, else the global state, and without
+    any checkpoint the inner optimizer of others too. Return what was kept in the checkpoint.
 
     A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
     validator's publication; comparing epochs later decides. So is any later one where the global
@@ -396,6 +406,8 @@ def resume(
             raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
         log.warning("The global state cannot be loaded (%s). Training goes on without it.", error)
         return restored[1]
+    if restored is None:
+        newcomer.begin(trainer, inner_folder)
     return {}
 
 

@@ -22,7 +22,7 @@ import reprlib
 import struct
 import zipfile
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -156,9 +156,13 @@ class Name:
 
 @dataclass(frozen=True)
 class Made:
-    """Stands for what a call would have made; takes whatever a pickle does to it."""
+    """Stands for what a call would have made; takes whatever a pickle does to it.
+
+    ``arguments``: of the call. They may hold one another many times over, so nothing prints them.
+    """
 
     by: str
+    arguments: tuple[Any, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -320,7 +324,7 @@ class _Reader(_Unpickler):
         if any(isinstance(a, tuple) and len(a) > _MOST_DIMENSIONS for a in arguments):
             raise PtFileError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
         empty = what.full == "collections.OrderedDict" and not arguments
-        self.stack.append({} if empty else Made(what.full))
+        self.stack.append({} if empty else Made(what.full, arguments))
 
     def _build(self) -> None:  # sets attributes, which nobody asks for
         self.stack.pop()

@@ -266,6 +266,18 @@ class BucketReader:
                 _put_in_place(aside, final)
             return final
 
+    def fetch_inner_optimizer(self, outer_step: int, destination: Path) -> Path | None:
+        """As :meth:`fetch`, the shards of the inner optimizer, one of each rank; None if they are
+        not all there."""
+        objects = self._store.list_objects(f"{keys.epoch_folder(outer_step)}/")
+        there = {each.key.partition("/")[2] for each in objects}
+        counts = {found[1] for name in there if (found := keys.parse_inner_optimizer(name))}
+        for count in sorted(counts):
+            names = [keys.inner_optimizer(rank, count) for rank in range(count)]
+            if there.issuperset(names):
+                return self.fetch(outer_step, destination, names)
+        return None
+
     def _fetch(
         self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int
     ) -> None:

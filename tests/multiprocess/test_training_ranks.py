@@ -112,6 +112,10 @@ def test_a_preview_is_what_the_published_file_does(world_size: int, tmp_path: Pa
     Ranks("preview", world_size, tmp_path).finish()
 
 
+def test_ranks_take_over_the_inner_optimizer_of_others(tmp_path: Path) -> None:
+    Ranks("inner_optimizer", 2, tmp_path).finish()
+
+
 @pytest.mark.timeout(120)
 def test_ranks_that_know_different_sizes_measure_together(tmp_path: Path) -> None:
     Ranks("unlike_gpus", 2, tmp_path).finish()

@@ -146,7 +146,7 @@ class GlobalEpoch:
 class Network:
     """In the place of ``services.Services``, and of the chain in it."""
 
-    bucket, global_folder, published = "mine", None, Published()
+    bucket, global_folder, inner_folder, published = "mine", None, None, Published()
     global_bucket: Any = types.SimpleNamespace(run_seen=None)
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:

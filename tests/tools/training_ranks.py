@@ -26,6 +26,7 @@ from distributed_training.training import outer_step
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
+from distributed_training.training.inner_state import take_over
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
@@ -330,6 +331,30 @@ def preview(folder: Path) -> None:
     after = made.preview(handle)
     assert after is not None and after < 0
     same(now, made.outer.current())
+
+
+def inner_optimizer(folder: Path) -> None:
+    """Ranks take over what ranks published; rank 0 alone has the files."""
+    donor, made = (trainer(rank=RANK, world_size=WORLD) for _ in range(2))
+    train(donor, 0, 3)
+    donor.total_inner_steps = 4000
+    progress = Progress(0, 3, 4000, [7])
+    handle = donor.snapshot(folder / "shards", progress=progress, block=9, last_loss=1.0)
+    handle.wait(timedelta(seconds=60))
+    dist.barrier()
+    facts = take_over(made, folder / "shards" if RANK == 0 else None)
+    assert facts is not None and (facts.steps, facts.finished_steps) == (3, 4000)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        same(getattr(donor.optimizer, kind), getattr(made.optimizer, kind))
+    dist.barrier()
+    if RANK == 0:
+        (folder / "shards" / "inner_optimizer.rank0002-of-2.pt").unlink()
+    try:
+        take_over(made, folder / "shards" if RANK == 0 else None)
+    except ValueError as error:
+        assert "one inner optimizer of each rank" in str(error)
+    else:
+        raise AssertionError("half of the shards were taken over")
 
 
 def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:

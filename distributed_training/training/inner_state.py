@@ -1,0 +1,193 @@
+"""Another miner's inner optimizer: moments and schedule, from the shards that its ranks published.
+
+``inner_optimizer.rankRRRR-of-W.pt`` holds the rows that one rank of W had (protocol page, section
+3). Their number and dtype are the writer's; a moment is put together from all files and cut anew to
+the rows of the reader. Nothing in a file can run: pickles are read with inert values in place of
+tensors (:mod:`..protocol.pt_file`), and numbers as bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.pt_file import Made, PtContent, Storage, read_pt
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+_DTYPES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_MOST_STEPS = 10**9
+
+
+@dataclass(frozen=True)
+class InnerFacts:
+    """``steps``: AdamW's, for its bias correction; ``finished_steps``: the schedule's, never reset;
+    ``peak``: the highest learning rate of the schedule, None if the file does not say."""
+
+    steps: int
+    finished_steps: int
+    peak: float | None
+
+
+class InnerState:
+    """The shards in ``folder``, of any number of ranks. Raises ValueError, in one line, if they are
+    not whole or of another model; of the moments only the description is read so far."""
+
+    def __init__(self, folder: Path, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+        self._paths = _shards_in(folder)
+        self._schema = schema
+        try:
+            self._files = [read_pt(path) for path in self._paths]
+            self.facts = self._facts(self._files[0])
+            for name, shape in schema:
+                for kind in MOMENTS:
+                    self._parts(kind, name, shape)
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            StopIteration,
+        ) as error:
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(
+                f"{folder} holds no inner optimizer of this model ({why:.200})"
+            ) from None
+
+    def moment(self, kind: str, index: int) -> Tensor:
+        """The whole float32 moment ``kind`` of a parameter. Raises ValueError, OSError."""
+        name, shape = self._schema[index]
+        whole = torch.empty(shape, dtype=torch.float32)
+        first = 0
+        for number, (storage, offset, size) in enumerate(self._parts(kind, name, shape)):
+            rows = self._read(number, storage)[offset : offset + math.prod(size)].view(size)
+            whole[first : first + size[0]] = rows
+            first += size[0]
+        if not bool(torch.isfinite(whole).all()) or (
+            kind == MOMENTS[1] and bool((whole < 0).any())
+        ):
+            raise ValueError(f"{kind} of {name} is no moment of AdamW: NaN, Inf or below 0")
+        return whole
+
+    def _read(self, number: int, storage: Storage) -> Tensor:
+        if not storage.count:
+            return torch.empty(0, dtype=_DTYPES[storage.kind])
+        with zipfile.ZipFile(self._paths[number]) as archive:
+            data = archive.read(self._files[number].members[storage.key])
+        return torch.frombuffer(bytearray(data), dtype=_DTYPES[storage.kind])
+
+    def _facts(self, file: PtContent) -> InnerFacts:
+        content = file.content
+        schedule = content["scheduler_state"]
+        finished = schedule["last_epoch"]
+        rates = schedule.get("base_lrs") or [None]
+        step = content["optimizer_state_dict"]["state"][self._schema[0][0]]["step"]
+        if isinstance(step, Made):
+            storage, offset, _ = _tensor(step)
+            step = float(self._read(0, storage)[offset])
+        for count in (finished, step):
+            if type(count) not in (int, float) or not 0 <= count <= _MOST_STEPS:
+                raise TypeError(f"{count!r:.40} is no number of inner steps")
+        peak = rates[0] if type(rates[0]) is float and 0 < rates[0] < 10 else None
+        return InnerFacts(int(step), int(finished), peak)
+
+    def _parts(
+        self, kind: str, name: str, shape: tuple[int, ...]
+    ) -> list[tuple[Storage, int, tuple[int, ...]]]:
+        """Of each file: where the rows of a moment lie, and their shape. Raises TypeError."""
+        parts = []
+        for file in self._files:
+            entry = file.content["optimizer_state_dict"]["state"][name]
+            parts.append(_tensor(entry[kind]))
+        if sum(size[0] for *_, size in parts) != shape[0] or any(
+            size[1:] != shape[1:] for *_, size in parts
+        ):
+            raise TypeError(f"{kind} of {name} does not have the shape {shape}")
+        return parts
+
+
+def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
+    """Moments and place in the schedule := those of the shards in rank 0's ``folder``; None if it
+    gives none. Collective.
+
+    Raises ValueError on all ranks alike if they are not of this model; nothing has changed then.
+    """
+    stream, state, problem = trainer.stream, None, None
+    if stream.rank == 0 and folder is not None:
+        try:
+            state = InnerState(folder, trainer.schema)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if (problem := stream.first_error(problem)) is not None:
+        raise ValueError(problem)
+    facts = cast("InnerFacts | None", stream.from_rank_0(state and state.facts))
+    if facts is None:
+        return None
+    moments = {
+        kind: [_own_rows(trainer, state, kind, index) for index in range(len(trainer.schema))]
+        for kind in MOMENTS
+    }
+    trainer.optimizer.load_state_dict({"steps": facts.steps, **moments})
+    trainer.total_inner_steps = facts.finished_steps
+    return facts
+
+
+def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int) -> Tensor:
+    shard, stream, whole, problem = trainer.sharded.shards[index], trainer.stream, None, None
+    if state is not None:
+        try:
+            whole = state.moment(kind, index)
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if (problem := stream.first_error(problem)) is not None:
+        raise ValueError(problem)
+    rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
+    stream.scatter(shard.shape, whole, rows)
+    return rows
+
+
+def _shards_in(folder: Path) -> list[Path]:
+    """The files of all ranks, in their order. Raises ValueError if some are missing."""
+    found = {
+        shard: path for path in folder.iterdir() if (shard := keys.parse_inner_optimizer(path.name))
+    }
+    count = len(found)
+    if not count or sorted(found) != [(rank, count) for rank in range(count)]:
+        raise ValueError(f"{folder} does not hold one inner optimizer of each rank")
+    return [found[rank, count] for rank in range(count)]
+
+
+def _tensor(value: Any) -> tuple[Storage, int, tuple[int, ...]]:
+    """Storage, first element and shape of a contiguous tensor, or of a DTensor's local one. Raises
+    TypeError."""
+    if isinstance(value, Made) and value.by.endswith("._rebuild_from_type_v2"):
+        state = value.arguments[
+            3
+        ]  # attributes, or a pair of them and of slots, where DTensor's are
+        parts = state if isinstance(state, tuple) else (state,)
+        value = next(part["_local_tensor"] for part in parts if part)
+    if not isinstance(value, Made) or not value.by.endswith("._rebuild_tensor_v2"):
+        raise TypeError("a moment is no tensor")
+    storage, offset, size, stride = value.arguments[:4]
+    if not all(type(number) is int and number >= 0 for number in (offset, *size, *stride)):
+        raise TypeError("a moment has an impossible place")
+    contiguous, elements = [], 1
+    for length in reversed(size):
+        contiguous.append(elements)
+        elements *= length
+    inside = offset + elements <= storage.count
+    plain = elements <= 1 or tuple(stride) == tuple(reversed(contiguous))
+    if storage.kind not in _DTYPES or not (inside and plain):
+        raise TypeError(f"a moment of {storage.kind} does not lie there in rows")
+    return storage, offset, tuple(size)

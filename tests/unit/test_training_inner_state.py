@@ -1,0 +1,144 @@
+"""The inner optimizer of others: any number of files, float32 or bf16; what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.miner import newcomer
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import Progress
+from distributed_training.training.collectives import row_range
+from distributed_training.training.inner_state import take_over
+from distributed_training.training.trainer import Trainer
+from tests.tools.training_world import train, trainer
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
+
+
+@pytest.fixture(scope="module")
+def donor(process_group: None) -> Trainer:
+    """Three steps of a world of one."""
+    made = trainer()
+    train(made, 0, 3)
+    made.total_inner_steps = 4000  # of the network
+    return made
+
+
+def write(
+    donor: Trainer,
+    folder: Path,
+    count: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    spoil: Callable[[dict[str, Any]], None] = lambda content: None,
+) -> Path:
+    """The donor's state as ``count`` ranks would write it; ``spoil``: the first file."""
+    folder.mkdir(exist_ok=True)
+    moments = zip(donor.schema, donor.optimizer.exp_avg, donor.optimizer.exp_avg_sq, strict=True)
+    whole = {name: (first.to(dtype), second.to(dtype)) for (name, _), first, second in moments}
+    for rank in range(count):
+        state = {}
+        for name, pair in whole.items():
+            low, high = row_range(len(pair[0]), count, rank)
+            rows = [moment[low:high].clone() for moment in pair]
+            state[name] = {"step": torch.tensor(3.0), "exp_avg": rows[0], "exp_avg_sq": rows[1]}
+        content = {
+            "optimizer_state_dict": {"state": state, "param_groups": []},
+            "scheduler_state": donor.schedule.published_state(4000),
+        }
+        if rank == 0:
+            spoil(content)
+        torch.save(content, folder / keys.inner_optimizer(rank, count))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 4, 7])
+def test_moments_and_schedule_are_those_of_the_files(
+    donor: Trainer, count: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    made = trainer()
+    facts = take_over(made, write(donor, tmp_path / "shards", count, dtype))
+    assert facts is not None and (facts.steps, facts.finished_steps) == (3, 4000)
+    assert facts.peak == donor.schedule.peak
+    assert (made.optimizer.step_count, made.total_inner_steps) == (3, 4000)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        for ours, theirs in zip(
+            getattr(made.optimizer, kind), getattr(donor.optimizer, kind), strict=True
+        ):
+            assert torch.equal(ours, theirs.to(dtype).float())
+    assert made.schedule.published_state(made.total_inner_steps)["last_epoch"] == 4000
+
+
+def test_what_a_miner_publishes_another_takes_over(donor: Trainer, tmp_path: Path) -> None:
+    """DTensors, as torch 2.5.1 writes them."""
+    progress = Progress(3, 3, 4000, [1])
+    donor.snapshot(tmp_path, progress=progress, block=1, last_loss=1.0).wait(timedelta(seconds=30))
+    made = trainer()
+    facts = take_over(made, tmp_path)
+    assert facts is not None and facts.finished_steps == 4000
+    for ours, theirs in zip(made.optimizer.exp_avg_sq, donor.optimizer.exp_avg_sq, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def first_moments(content: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, dict[str, Any]] = content["optimizer_state_dict"]["state"]
+    return next(iter(state.values()))
+
+
+def not_finite(content: dict[str, Any]) -> None:
+    first_moments(content)["exp_avg"][0] = float("nan")
+
+
+def below_zero(content: dict[str, Any]) -> None:
+    first_moments(content)["exp_avg_sq"][0] = -1.0
+
+
+def transposed(content: dict[str, Any]) -> None:
+    moments = first_moments(content)
+    moments["exp_avg"] = moments["exp_avg"].t()
+
+
+def of_another_model(content: dict[str, Any]) -> None:
+    moments = first_moments(content)
+    moments["exp_avg"] = moments["exp_avg"][:-1]
+
+
+def without_steps(content: dict[str, Any]) -> None:
+    content["scheduler_state"]["last_epoch"] = -5
+
+
+@pytest.mark.parametrize(
+    "spoil", [not_finite, below_zero, transposed, of_another_model, without_steps]
+)
+def test_what_does_not_fit_changes_nothing_and_the_start_says_so(
+    donor: Trainer,
+    spoil: Callable[[dict[str, Any]], None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = trainer(warmup_steps=10)
+    newcomer.begin(made, write(donor, tmp_path / "shards", 2, spoil=spoil))
+    assert (made.optimizer.step_count, made.total_inner_steps) == (0, 0)
+    assert not any(moment.any() for moment in made.optimizer.exp_avg)
+    (line,) = [r.getMessage() for r in caplog.records if r.name.endswith("newcomer")]
+    assert "the learning rate rises for 10 inner steps; --neuron.begin_at_peak" in line
+
+
+def test_a_missing_file_is_refused(donor: Trainer, tmp_path: Path) -> None:
+    folder = write(donor, tmp_path, 3)
+    (folder / keys.inner_optimizer(1, 3)).unlink()
+    with pytest.raises(ValueError, match="one inner optimizer of each rank"):
+        take_over(trainer(), folder)
+
+
+def test_without_any_the_flag_begins_at_the_peak() -> None:
+    made = trainer(warmup_steps=10, begin_at_peak=True)
+    newcomer.begin(made, None)
+    assert made.schedule.rate(made.total_inner_steps) == made.schedule.peak
