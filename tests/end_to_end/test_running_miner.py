@@ -114,7 +114,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     away = [
         process
         for process in subnet.mark.processes()
-        if any(name in " ".join(process.cmdline()) for name in ("object_store", ".registry"))
+        if any(name in " ".join(process.cmdline()) for name in ("object_store", "distributed_training.registry"))
     ]
     assert len(away) == 2
     starts, steps = len(list(read_events(miner.plan.events, "start"))), len(miner.state.losses)
