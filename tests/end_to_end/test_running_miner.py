@@ -111,10 +111,11 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     )
     subnet.kill_miner(0)
     last = list(read_events(miner.plan.events, "step"))[-1]
+    servers = ("object_store", "distributed_training.registry")
     away = [
         process
         for process in subnet.mark.processes()
-        if any(name in " ".join(process.cmdline()) for name in ("object_store", "distributed_training.registry"))
+        if any(name in " ".join(process.cmdline()) for name in servers)
     ]
     assert len(away) == 2
     starts, steps = len(list(read_events(miner.plan.events, "start"))), len(miner.state.losses)
