@@ -63,7 +63,7 @@ MODULES = (
     "bench.gpu_parts",
     "bench.gpu_miner_parts",
     "tests.tools.cuda_checks",
-    "distributed_training.diagnostics.report",
+    "distributed_training.health.report",
 )
 
 

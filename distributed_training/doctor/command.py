@@ -23,11 +23,10 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -35,101 +34,59 @@ from rich.text import Text
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
-from distributed_training.config import Config, ConfigError, exit_with, load_config, problems
+from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
-from distributed_training.diagnostics.checks import Check, ProbeError, check_gpus, failed
-from distributed_training.doctor import machine
-from distributed_training.doctor.measure import measure
-from distributed_training.doctor.reach import check_nodes, host_and_port, probe
-from distributed_training.doctor.speed import StepEstimate, check_batch, check_speed
+from distributed_training.doctor.measure import check_step_time
+from distributed_training.health import machine
+from distributed_training.health.machine import Entry, Examination
+from distributed_training.health.reach import host_and_port, probe
 from distributed_training.miner.launcher import default_ranks
+from distributed_training.miner.run_folder import mark_of
+from distributed_training.protocol.types import Check
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal
 
 
-@dataclass(frozen=True)
-class Examination:
-    """``flags``: as the miner is started. ``model``: a ``config.json`` and where it comes from.
-    ``offline``: nothing is asked of the network. ``tell``: called before what takes long."""
+def examine(
+    examination: Examination, flags: Sequence[str], *, show: Callable[[str], None]
+) -> list[Check]:
+    """Make all checks. Each reports what went wrong itself, so there is nothing to catch.
 
-    config: Config
-    flags: Sequence[str]
-    ranks: int
-    model: tuple[dict[str, Any], str]
-    offline: bool
-    uid: int | None
-    tell: Callable[[str], None]
-
-    def run(self) -> list[Check]:
-        """Not the callers' to catch: every check says what went wrong itself."""
-        config, training = self.config, self.config.training
-        checks = [_configuration(line) for line in problems(config)] or [
-            Check("configuration", "ok", f"preset {config.preset}, {self.ranks} rank(s)")
-        ]
-        checks += [machine.check_python(), machine.check_torch()]
-        checks += check_gpus(wanted=self.ranks, device=config.miner.device)
-        micro = training.local_batch_size_train
-        known = micro if isinstance(micro, int) else None
-        effective = training.local_batch_size_train_effective
-        checks.append(check_batch(micro_batch=known, effective=effective, world_size=self.ranks))
-        shape, size = self._size()
-        checks.append(size)
-        if shape is not None:
-            checks += machine.memory_checks(config, shape, ranks=self.ranks, micro_batch=known or 1)
-        checks += machine.disk_checks(config, shape)
-        on_gpu = config.miner.device != "cpu" and machine.gpu_bytes() is not None
-        checks += [
-            machine.check_descriptors(config.chain.max_connections),
-            machine.check_shared_memory(ranks=self.ranks, gpu=on_gpu),
-            *machine.check_ports(config),
-            *check_nodes(config, offline=self.offline),
-        ]
-        if not config.nodes.leads:
-            checks.append(Check("network", "skip", "node 0 alone asks chain, bucket and peers"))
-        elif self.offline:
-            checks.append(Check("network", "skip", "--offline: chain, bucket, data are not asked"))
-        else:
-            # Here: --help and a refusal are not to wait for torch and the chain's client.
-            from distributed_training.doctor.network_checks import outside_checks
-
-            checks += outside_checks(config, uid=self.uid, shape=shape, tell=self.tell)
-        return checks + self._measure(machine.cannot_train(checks))
-
-    def _size(self) -> tuple[ModelShape | None, Check]:
-        content, origin = self.model
-        try:
-            shape = ModelShape.from_config(content)
-        except ValueError as error:
-            remedy = "give --model with the config.json of a Llama-like model"
-            return None, Check("model", "warn", f"{origin}: {error}: size not known", remedy)
-        return shape, Check("model", "ok", f"{shape.parameters / 1e6:.1f} M parameters ({origin})")
-
-    def _measure(self, obstacle: str) -> list[Check]:
-        settings = self.config.diagnostics
-        if settings.measure <= timedelta(0):
-            return [Check("step time", "skip", "not measured: --diagnostics.measure 0")]
-        if obstacle:
-            return [Check("step time", "skip", f"not measured: {obstacle} failed above")]
-        seconds = settings.measure.total_seconds()
-        self.tell(f"measuring for {seconds:.0f} s, after the model was built")
-        try:
-            measured = measure(self.flags, ranks=self.ranks, model=self.model[0], seconds=seconds)
-        except (ProbeError, OSError) as error:
-            remedy = "mend what failed above; --diagnostics.measure 0 leaves the measurement out"
-            return [Check("step time", "fail", str(error), remedy)]
-        estimate = StepEstimate(
-            micro_batch_seconds=measured["micro_batch_seconds"],
-            micro_batches=measured["micro_batches"],
-            upload_steps=self.config.get("neuron.upload_steps"),
-            minimum_inner_step=self.config.get("neuron.minimum_valid_inner_step"),
-        )
-        return check_speed(estimate, slow_step=settings.slow_step)
+    ``flags``: as the miner is started. ``show`` gets a line before what takes long.
+    """
+    entries = [*machine.CHECKS, *_outside(examination)]
+    entries.append(Entry(lambda e: check_step_time(e, flags, show=show)))
+    for entry in entries:
+        if entry.note:
+            show(entry.note)
+        examination.found += entry.check(examination)
+    return examination.found
 
 
-def _configuration(line: str) -> Check:
-    cause, _, remedy = line.rpartition(": ")
-    return Check("configuration", "fail", cause or line, remedy if cause else "")
+def _outside(examination: Examination) -> Sequence[Entry]:
+    """Return the checks that ask others, or one that tells why these are left out."""
+    if not examination.config.nodes.leads:
+        reason = "node 0 alone asks chain, bucket and peers"
+    elif examination.offline:
+        reason = "--offline: chain, bucket, data are not asked"
+    else:
+        # Here: --help and a refusal are not to wait for torch and the chain's client.
+        from distributed_training.health import outside
+
+        return outside.CHECKS
+    return [Entry(lambda e: [Check("network", "skip", reason)])]
+
+
+def listening_ports(run_folder: Path) -> frozenset[int]:
+    """Return the ports that the processes of a running miner listen at."""
+    mark, ports = mark_of(run_folder), set()
+    for process in mark.processes() if mark is not None else []:
+        with contextlib.suppress(psutil.Error):
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                    ports.add(connection.laddr.port)
+    return frozenset(ports)
 
 
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
@@ -189,14 +146,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config("miner", flags, check=False)
         examination = Examination(
             config=config,
-            flags=flags,
             ranks=config.miner.nproc_per_node or default_ranks(config),
             model=model_config(config, options.model),
             offline=options.offline,
             uid=options.uid,
-            tell=lambda text: print(f"… {text}", file=sys.stderr, flush=True),
+            own_ports=listening_ports(config.run_folder),
         )
-        return report(examination.run(), as_json=options.json)
+        return report(examine(examination, flags, show=_show), as_json=options.json)
     except ConfigError as error:
         return exit_with(error)
     except KeyboardInterrupt:
@@ -206,11 +162,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.disable(logging.NOTSET)
 
 
+def _show(note: str) -> None:
+    print(f"… {note}", file=sys.stderr, flush=True)
+
+
 def report(checks: Sequence[Check], *, as_json: bool) -> int:
     """Print them; the exit status."""
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-        return int(failed(checks))
+        return int(any(check.status == "fail" for check in checks))
     table = Table("", "check", "finding", box=None, pad_edge=False)
     for check in checks:
         mark, style = _MARKS[check.status]
@@ -226,4 +186,4 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
         f"{count['ok']} ok, {count['warn']} warnings, {count['skip']} skipped, "
         f"{count['fail']} failed"
     )
-    return int(failed(checks))
+    return int(any(check.status == "fail" for check in checks))

@@ -44,8 +44,8 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.settings import MinerSettings
-from distributed_training.diagnostics.checks import refuse_model, start_checks
-from distributed_training.diagnostics.nvml import visible_gpu_count
+from distributed_training.health.machine import refuse_model, start_checks
+from distributed_training.health.nvml import visible_gpu_count
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
     INSTANCE,
@@ -189,7 +189,7 @@ def _train(
     ranks = config.miner.nproc_per_node or default_ranks(config, gpus)
     mark = Mark(INSTANCE, secrets.token_hex(16))
     write_instance(folder, mark, gpus=gpus)
-    _check_machine(config, folder, ranks=ranks)
+    _check_machine(config, ranks=ranks)
     group = RankGroup(
         config=config,
         world_size=ranks,
@@ -265,9 +265,9 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
 
-def _check_machine(config: Config, folder: Path, *, ranks: int) -> None:
+def _check_machine(config: Config, *, ranks: int) -> None:
     """Raise ConfigError for what a look at the machine can refuse before a rank is started."""
-    for check in start_checks(config, folder=folder, ranks=ranks):
+    for check in start_checks(config, ranks=ranks):
         if check.status == "fail" and config.diagnostics.start_check:
             raise ConfigError(check.line)
         if check.status != "ok":

@@ -25,8 +25,8 @@ from typing import TypeVar
 import psutil
 
 from distributed_training import __version__
-from distributed_training.diagnostics.checks import host_bytes
-from distributed_training.diagnostics.nvml import NvmlSampler
+from distributed_training.health.machine import host_bytes
+from distributed_training.health.nvml import NvmlSampler
 from distributed_training.protocol import lines, names
 from distributed_training.protocol.types import (
     AllReduceFault,

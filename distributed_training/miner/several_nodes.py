@@ -23,7 +23,6 @@ launchers meet here, without torch; ranks then meet in c10d's TCPStore as on one
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -36,8 +35,6 @@ from datetime import timedelta
 from importlib.metadata import version
 from typing import Any, cast
 
-import psutil
-
 from distributed_training import __version__
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.exits import ExitStatus
@@ -45,7 +42,8 @@ from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
-from distributed_training.diagnostics.nvml import visible_gpu_count
+from distributed_training.health.nvml import visible_gpu_count
+from distributed_training.health.reach import VARIABLES, address_of, interface_of
 
 _BEAT = 1.0  # seconds
 _LONGEST = 65536  # bytes of a message
@@ -160,40 +158,6 @@ def difference(mine: Mapping[str, str], other: Mapping[str, str]) -> str | None:
                 "one model together: give all nodes the same flags and versions"
             )
     return None
-
-
-#: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
-VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def address_of(endpoint: str) -> tuple[str, int]:
-    """IP address and port of ``HOST:PORT``. Raises ConfigError for a host nobody knows."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint}: the host cannot be resolved ({error.strerror}), so the "
-            "nodes cannot meet: give node 0's IP address"
-        ) from None
-    address = str(family[0][4][0])
-    if ":" in address and ipaddress.ip_address(address).is_link_local:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint} is a link-local address, which names another machine on "
-            "each interface, so the nodes cannot meet: give another address of node 0"
-        )
-    return address, int(port)
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine that has ``address``."""
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    raise ConfigError(
-        f"no network interface of this machine has the address {address}, so the other nodes could "
-        "not reach it: give --rdzv_endpoint an address of node 0, and run node 0 there"
-    )
 
 
 log = logging.getLogger(__name__)

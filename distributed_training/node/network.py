@@ -15,10 +15,10 @@ from datetime import timedelta
 from distributed_training.chain.base import Chain, ChainError, Neuron, find
 from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.config import Config
-from distributed_training.diagnostics.checks import Check
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.node.failures import NetworkFailure, WrongNetwork
 from distributed_training.protocol import keys
+from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import StoreError
 
 log = logging.getLogger(__name__)

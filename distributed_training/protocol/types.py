@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Literal
 
 
 @dataclass(frozen=True, order=True)
@@ -149,3 +150,19 @@ class Progress:
 
     def revision(self, run: int) -> Revision:
         return Revision(run, self.outer_step, self.inner_step)
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was looked at, what was found (or why it was not looked at), and the command or flag
+    that fixes it."""
+
+    name: str
+    status: Literal["ok", "warn", "fail", "skip"]
+    finding: str
+    remedy: str = ""
+
+    @property
+    def line(self) -> str:
+        """As one error line."""
+        return f"{self.finding}: {self.remedy}" if self.remedy else self.finding

@@ -17,8 +17,8 @@ import pytest
 
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import report
-from distributed_training.doctor.network_checks import check_chain_clock
-from distributed_training.doctor.reach import host_and_port, probe
+from distributed_training.health.outside import check_chain_clock
+from distributed_training.health.reach import host_and_port, probe
 
 pytestmark = pytest.mark.timeout(300)
 

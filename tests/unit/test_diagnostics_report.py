@@ -8,7 +8,7 @@ import torch
 
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import DiagnosticsSettings
-from distributed_training.diagnostics.report import (
+from distributed_training.health.report import (
     CudaState,
     accumulation_steps,
     cuda_state,

@@ -20,7 +20,7 @@ from distributed_training.chain.identity import create_wallet
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import ConfigError, load_config
-from distributed_training.diagnostics import checks
+from distributed_training.health import machine
 from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.run_folder import remembered_gpus
@@ -188,8 +188,8 @@ def full_disk(*_: object) -> Any:
     return Usage(10**12, 10**12, 0)
 
 
-def port_in_use(*_: object, **__: object) -> list[checks.Check]:
-    return [checks.Check("port", "fail", "port 8091 is in use", "stop what listens")]
+def port_in_use(*_: object, **__: object) -> list[machine.Check]:
+    return [machine.Check("port", "fail", "port 8091 is in use", "stop what listens")]
 
 
 def no_hotkey(*_: object) -> None:
@@ -203,7 +203,7 @@ def lost_disk(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
     ("where", "name", "refuses", "line"),
     [
-        (checks.shutil, "disk_usage", full_disk, "0.0 GB free in"),
+        (machine.shutil, "disk_usage", full_disk, "0.0 GB free in"),
         (launcher, "start_checks", port_in_use, "port 8091 is in use: stop what listens"),
         (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),

@@ -20,10 +20,10 @@ pytestmark = pytest.mark.timeout(60)
 def test_a_doctor_that_is_interrupted_says_so_and_nothing_else(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **named: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor.Examination, "run", interrupted)
+    monkeypatch.setattr(doctor, "examine", interrupted)
     assert doctor.main(["--preset", "local", "--offline"]) == 130
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("interrupted, so nothing is known")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -19,19 +18,21 @@ from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import load_wallet
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics.checks import Check, ProbeError, run_probe
-from distributed_training.doctor.speed import MAXIMUM_UPLOAD_AGE
-from distributed_training.node.buckets import commitment_text
+from distributed_training.health.machine import Entry, Examination
+from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import follow_chain, seconds_per_block
 from distributed_training.node.network import check_global_state, check_network
 from distributed_training.protocol.names import miner_bucket
-from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, StoreError, endpoint_of
+from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
+from distributed_training.protocol.types import Check
+from distributed_training.store.s3 import S3ObjectStore, StoreError, endpoint_of
 from distributed_training.swarm.supervisor import address_of, any_reachable
 from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
+_STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
 _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
 
@@ -40,27 +41,17 @@ _DATA_REMEDY = "check the network, --data.source and --data.rows_url"
 _TOKENIZER_REMEDY = "check the network and --neuron.global_tokenizer_name"
 
 
-def outside_checks(
-    config: Config, *, uid: int | None, shape: ModelShape | None, tell: Callable[[str], None]
-) -> list[Check]:
-    """``uid``: as the operator gave it; else the chain tells."""
-    tell("asking the chain, and the store for its clock")
-    checks, registered = chain_checks(config)
-    checks.append(check_clock(config))
-    uid = registered if uid is None else uid
-    tell("asking for bucket, tokenizer and data")
-    if uid is None:
-        reason = "its name ends in the uid, which is not known: give --uid N"
-        checks += [Check(name, "skip", reason) for name in ("bucket", "line")]
-    else:
-        checks += bucket_checks(config, uid, shape)
-    return [
-        *checks,
-        check_bootstrap(config),
-        check_calls(config.run_folder / "metrics.prom"),
-        run_probe("tokenizer", lambda: probe_tokenizer(config), remedy=_TOKENIZER_REMEDY),
-        run_probe("data", lambda: probe_data(config), remedy=_DATA_REMEDY),
-    ]
+class ProbeError(Exception):
+    """A probe found what it checks broken. The text is the finding."""
+
+
+def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
+    """``probe`` returns its finding, or raises what a start raises, ProbeError or OSError."""
+    try:
+        return Check(name, "ok", probe())
+    except (ProbeError, ConfigError, NetworkFailure, StoreError, OSError) as error:
+        finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
+        return Check(name, "fail", finding, remedy)
 
 
 # --- clock and chain ------------------------------------------------------------------------------
@@ -101,6 +92,13 @@ def _judge_clock(name: str, finding: str, beyond: float, allowed: timedelta) -> 
     wrong = f"{finding}; validators' calls, signed with their time, would be refused"
     remedy = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
     return Check(name, "fail" if far else "warn", wrong if far else finding, remedy)
+
+
+def _chain(examination: Examination) -> list[Check]:
+    checks, uid = chain_checks(examination.config)
+    if examination.uid is None:  # else the operator gave it
+        examination.uid = uid
+    return checks
 
 
 def chain_checks(config: Config) -> tuple[list[Check], int | None]:
@@ -218,35 +216,37 @@ def check_calls(metrics: Path) -> Check:
 # --- bucket and line ------------------------------------------------------------------------------
 
 
-def bucket_checks(config: Config, uid: int, shape: ModelShape | None) -> list[Check]:
-    """Keys and permissions, then how long a publication takes on this line."""
+def bucket_checks(examination: Examination) -> list[Check]:
+    """Check keys and permissions, then how long an upload takes on this network link."""
+    config, uid = examination.config, examination.uid
+    if uid is None:
+        reason = "its name ends in the uid, which is not known: give --uid N"
+        return [Check(name, "skip", reason) for name in ("bucket", "line")]
     name = miner_bucket(config.miner.global_model_name, uid)
     bucket = run_probe("bucket", lambda: probe_bucket(config, name), remedy=_KEYS_REMEDY)
     if bucket.status == "fail":
         return [bucket, Check("line", "skip", "not measured: bucket failed")]
-    return [bucket, check_line(config, name, shape)]
+    return [bucket, check_line(config, name, examination.shape)]
 
 
 def probe_bucket(config: Config, bucket: str) -> str:
-    """Write, read back and delete a small object; the reading key must not be able to write, since
-    it is published on the chain. Raises ProbeError."""
-    key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
-    try:
-        writer = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
-        reader = S3ObjectStore.from_settings(config.store, bucket=bucket, write=False)
+    """Check the bucket as a start does; then write, read back and delete a small object.
+
+    Raises ConfigError, NetworkFailure, StoreError, ProbeError.
+    """
+    with (
+        closing(open_own(config.store, bucket)) as writer,
+        closing(open_own(config.store, bucket, write=False)) as reader,
+    ):
+        check_own(writer, timeout=_STORE_TIMEOUT)
+        own_commitment(config.store, bucket)  # the read key cannot write, since all may have it
+        key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
         writer.put(key, content)
         try:
             if reader.get(key, limit=64) != content:
                 raise ProbeError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
-            with contextlib.suppress(AccessDeniedError):
-                reader.put(key, content)
-                raise ProbeError(
-                    f"{bucket}: the key R2_READ may also write, and everybody reads it on the chain"
-                )
         finally:
             writer.delete([key])
-    except (StoreError, ValueError) as error:
-        raise ProbeError(str(error)) from None
     return f"{bucket}: R2_WRITE writes, R2_READ only reads"
 
 
@@ -265,7 +265,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     if shape is None:
         return Check("line", "ok", finding)
     seconds = snapshot_bytes(shape.tensors) / speed
-    limit, end = MAXIMUM_UPLOAD_AGE, "validators refuse it"
+    limit, end = UPLOAD_AGE_LIMIT, "validators refuse it"
     if config.store.longest_transfer < limit:
         limit, end = config.store.longest_transfer, "--r2.file_deadline gives it up"
     finding += f": a publication takes about {seconds / 60:.0f} min"
@@ -325,3 +325,19 @@ def probe_data(config: Config) -> str:
     seconds = time.monotonic() - start
     rows = sum(table.values())
     return f"{len(table)} configs, {rows} rows; a page of {len(texts)} rows in {seconds:.1f} s"
+
+
+#: In the order in which they are made, after those of the machine.
+CHECKS: Sequence[Entry] = (
+    Entry(_chain, note="asking the chain, and the store for its clock"),
+    Entry(lambda e: [check_clock(e.config)]),
+    Entry(bucket_checks, note="asking for bucket, tokenizer and data"),
+    Entry(lambda e: [check_bootstrap(e.config)]),
+    Entry(lambda e: [check_calls(e.config.run_folder / "metrics.prom")]),
+    Entry(
+        lambda e: [
+            run_probe("tokenizer", lambda: probe_tokenizer(e.config), remedy=_TOKENIZER_REMEDY)
+        ]
+    ),
+    Entry(lambda e: [run_probe("data", lambda: probe_data(e.config), remedy=_DATA_REMEDY)]),
+)

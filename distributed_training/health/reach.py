@@ -12,13 +12,17 @@ import random
 import socket
 from datetime import timedelta
 
+import psutil
+
 from distributed_training.config import Config, ConfigError
-from distributed_training.diagnostics.checks import Check
-from distributed_training.miner.several_nodes import VARIABLES, address_of, interface_of
+from distributed_training.protocol.types import Check
 
 _TIMEOUT = timedelta(seconds=5)
 _P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled
 _REQUEST = b"GET /IsAlive HTTP/1.1\r\nHost: probe\r\nConnection: close\r\n\r\n"
+
+#: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def host_and_port(text: str) -> tuple[str, int]:
@@ -85,6 +89,36 @@ def _read(connection: socket.socket) -> bytes:
 
 
 # --- the nodes of one miner ---------------------------------------------------------------------
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """IP address and port of ``HOST:PORT``. Raises ConfigError for a host nobody knows."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"--rdzv_endpoint {endpoint}: the host cannot be resolved ({error.strerror}), so the "
+            "nodes cannot meet: give node 0's IP address"
+        ) from None
+    address = str(family[0][4][0])
+    if ":" in address and ipaddress.ip_address(address).is_link_local:
+        raise ConfigError(
+            f"--rdzv_endpoint {endpoint} is a link-local address, which names another machine on "
+            "each interface, so the nodes cannot meet: give another address of node 0"
+        )
+    return address, int(port)
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has ``address``."""
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in entries):
+            return name
+    raise ConfigError(
+        f"no network interface of this machine has the address {address}, so the other nodes could "
+        "not reach it: give --rdzv_endpoint an address of node 0, and run node 0 there"
+    )
 
 
 def check_nodes(config: Config, *, offline: bool) -> list[Check]:

@@ -1,0 +1,11 @@
+"""What can be known of a machine and of its surroundings, before and while it trains.
+
+    machine.py    the list of checks of this machine; those of it that a start makes too
+    reach.py      another machine's port; whether the nodes of one miner can meet
+    outside.py    the list of checks of clock, chain, bucket, peers and data
+    report.py     the GPU block at start, the warnings after a step
+    nvml.py       GPUs as the driver sees them
+
+Each check ends as ``ok``, ``warn``, ``fail`` or ``skip`` with a reason; a failure names the command
+that fixes it. ``python -m distributed_training doctor`` makes all of them.
+"""

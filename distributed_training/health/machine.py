@@ -1,0 +1,511 @@
+"""The checks of this machine: the doctor makes all of them, a miner's start those marked so.
+
+Nothing here needs a network; torch is imported for its own check alone. What a model takes is known
+by ``common.memory``, the one model of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distributed_training.common.memory import (
+    Arrangement,
+    DeviceMemory,
+    HostMemory,
+    ModelShape,
+    device_memory,
+    disk_space,
+    host_memory,
+    loss_chunk,
+)
+from distributed_training.config import Config, ConfigError, problems
+from distributed_training.health.nvml import NvmlSampler, driver_version, visible_gpu_count
+from distributed_training.health.reach import check_nodes
+from distributed_training.health.report import accumulation_steps
+from distributed_training.protocol.types import Check
+
+_SPEED_BYTES = 128 * 1024 * 1024
+_CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
+_SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
+_DESCRIPTORS = 1024  # files, shards and connections besides those of the signed server
+_TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
+
+
+@dataclass
+class Examination:
+    """A miner as its configuration would start it here, and what was found so far.
+
+    ``model``: a ``config.json``, and where it comes from; without it disk is asked for the minimum.
+    ``offline``: nothing is asked of the network. ``own_ports``: a running miner of this run folder
+    listens there. The check of the model sets ``shape``, that of the chain ``uid``.
+    """
+
+    config: Config
+    ranks: int
+    model: tuple[dict[str, Any], str] | None = None
+    offline: bool = False
+    uid: int | None = None
+    own_ports: frozenset[int] = frozenset()
+    shape: ModelShape | None = None
+    found: list[Check] = field(default_factory=list)
+
+    @property
+    def micro_batch(self) -> int | None:
+        """Return the sequences of a micro-batch; None for ``auto``."""
+        wanted = self.config.training.local_batch_size_train
+        return wanted if isinstance(wanted, int) else None
+
+    def failed(self, *names: str) -> str:
+        """Return the first check that failed whose name begins with one of these, or nothing."""
+        return next(
+            (c.name for c in self.found if c.status == "fail" and c.name.startswith(names)), ""
+        )
+
+
+class Entry(NamedTuple):
+    """A check of a list. It may have several findings, as of several GPUs.
+
+    ``at_start``: a miner's start makes it too. ``note``: shown before what takes long.
+    """
+
+    check: Callable[[Examination], Iterable[Check]]
+    at_start: bool = False
+    note: str = ""
+
+
+def start_checks(config: Config, *, ranks: int) -> list[Check]:
+    """What a look at the machine tells before anything is started: no torch, no network, < 1 s.
+
+    The miner's launcher refuses to start on a failure unless ``--diagnostics.start_check false``.
+    """
+    start = Examination(config, ranks)
+    return [check for entry in CHECKS if entry.at_start for check in entry.check(start)]
+
+
+# --- configuration, python, batch ---------------------------------------------------------------
+
+
+def check_configuration(config: Config, *, ranks: int) -> list[Check]:
+    """Check what the settings themselves can refuse."""
+    found = []
+    for line in problems(config):
+        cause, _, remedy = line.rpartition(": ")
+        found.append(Check("configuration", "fail", cause or line, remedy if cause else ""))
+    return found or [Check("configuration", "ok", f"preset {config.preset}, {ranks} rank(s)")]
+
+
+def check_python() -> Check:
+    return Check("python", "ok", f"{platform.python_version()}, {os.cpu_count()} cores")
+
+
+def check_torch(*, gpus: int | None = None) -> Check:
+    """The torch build against what the driver shows. ``gpus``: visible by NVML, None to look."""
+    seen = visible_gpu_count() if gpus is None else gpus
+    try:
+        import torch
+    except ImportError as error:
+        return Check("torch", "fail", f"torch cannot be imported ({error})", "make setup")
+    build = f"torch {torch.__version__}"
+    build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
+    if seen and not torch.version.cuda:
+        finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
+        return Check("torch", "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
+    if seen and not torch.cuda.is_available():
+        finding = f"{build} cannot use the {seen} GPU(s) of driver {driver_version() or '?'}"
+        remedy = (
+            "upgrade the NVIDIA driver (nvidia-smi shows its CUDA version), or install a torch "
+            "built for it"
+        )
+        return Check("torch", "fail", finding, remedy)
+    return Check("torch", "ok", build)
+
+
+def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> Check:
+    """``micro_batch`` None: it will be measured at start (``auto``)."""
+    name = "batch"
+    if micro_batch is None:
+        return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
+    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
+    actual = steps * micro_batch * world_size
+    finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {world_size} rank(s)"
+    if micro_batch > effective:
+        finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
+        remedy = f"give --neuron.local_batch_size_train {effective} or less"
+        return Check(name, "fail", finding, remedy)
+    if actual != effective:
+        remedy = f"give --neuron.local_batch_size_train_effective {actual}"
+        return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)
+    return Check(name, "ok", finding)
+
+
+def check_model(examination: Examination) -> list[Check]:
+    """Check that the model's size is known, and note it."""
+    content, origin = examination.model or ({}, "no model")
+    try:
+        examination.shape = shape = ModelShape.from_config(content)
+    except ValueError as error:
+        remedy = "give --model with the config.json of a Llama-like model"
+        return [Check("model", "warn", f"{origin}: {error}: size not known", remedy)]
+    return [Check("model", "ok", f"{shape.parameters / 1e6:.1f} M parameters ({origin})")]
+
+
+# --- gpus and memory ----------------------------------------------------------------------------
+
+
+def check_gpus(*, wanted: int, device: str) -> list[Check]:
+    """``wanted``: ranks. ``device``: ``--neuron.device``."""
+    count = visible_gpu_count()
+    if device == "cpu":
+        return [Check("gpu", "ok", "not used: --neuron.device cpu")]
+    if count == 0:
+        finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
+        if device == "cuda":
+            remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
+            return [Check("gpu", "fail", finding, remedy)]
+        remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        return [Check("gpu", "warn", finding, remedy)]
+    if wanted > count:
+        finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
+        remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
+        return [Check("gpu", "fail", finding, remedy)]
+    return [_check_gpu(index) for index in range(wanted)]
+
+
+def _check_gpu(index: int) -> Check:
+    name = f"gpu {index}"
+    sampler = NvmlSampler.open(index)
+    sample = sampler.sample() if sampler else None
+    if sampler:
+        sampler.close()
+    if sample is None:
+        return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
+    used, total = sample.memory_used_gb, sample.memory_total_gb
+    finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+    if used > 0.1 * total:
+        return Check(name, "warn", finding, "another program holds memory: nvidia-smi shows which")
+    return Check(name, "ok", finding)
+
+
+def gpu_bytes(config: Config) -> int | None:
+    """Return the memory of the first GPU; None if none is used, or the driver does not say."""
+    sampler = None if config.miner.device == "cpu" else NvmlSampler.open(0)
+    if sampler is None:
+        return None
+    with sampler:
+        sample = sampler.sample()
+    return round(sample.memory_total_gb * 1e9) if sample else None
+
+
+def host_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
+    counts, at which the kernel kills. ``root``: of /proc and /sys.
+    """
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    return min((there, *_memory_limits(root)))
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Yield the limits of the own control group and of those above it, of both versions."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:  # "0::/path", or by version 1 "4:memory:/path"
+        controllers, _, path = group.partition(":")[2].partition(":")
+        if not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, and the limit lies at the mount.
+        own = mount / path.strip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+            try:
+                yield int((folder / name).read_text())
+            except (OSError, ValueError):  # no such file; "max"
+                continue
+
+
+def memory_checks(examination: Examination) -> list[Check]:
+    """Check device and host memory against what this model takes with these flags."""
+    shape, training = examination.shape, examination.config.training
+    if shape is None:
+        return []
+    gpu = gpu_bytes(examination.config)
+    how = Arrangement(
+        world_size=examination.ranks,
+        micro_batch=examination.micro_batch or 1,
+        sequence_length=training.sequence_length,
+        checkpointing=training.activation_checkpointing,  # type: ignore[arg-type]
+        keep_unsharded=training.keep_unsharded == "on",
+        reduce_at_last=training.gradient_sync == "last",
+        offload_optimizer=training.offload_optimizer == "on",
+        cuda=gpu is not None,
+        loss_chunk=loss_chunk(gpu),
+    )
+    return check_memory(
+        device_memory(shape, how),
+        host_memory(shape, how),
+        device_bytes=gpu,
+        host_bytes=host_bytes(),
+    )
+
+
+def check_memory(
+    device: DeviceMemory, host: HostMemory, *, device_bytes: int | None, host_bytes: int | None
+) -> list[Check]:
+    """The estimates against what is there; ``device_bytes`` None without a GPU."""
+    checks = []
+    if device_bytes is not None:
+        remedy = (
+            "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
+            "--neuron.offload_optimizer on, or more GPUs"
+        )
+        checks.append(_fits("gpu memory", device.total, device_bytes, remedy))
+    if host_bytes is not None:
+        remedy = (
+            "use a machine with more memory, raise the memory limit of the Slurm job, container or "
+            "systemd unit, or give --neuron.offload_optimizer off if it is on"
+        )
+        checks.append(_fits("host memory", host.needed, host_bytes, remedy))
+    return checks
+
+
+def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
+    finding = f"about {needed / 1e9:.1f} of {there / 1e9:.1f} GB needed"
+    if needed > _TOO_MUCH * there:
+        return Check(name, "fail", f"{finding}, so training would run out of memory", remedy)
+    if needed > 0.9 * there:
+        return Check(name, "warn", f"{finding}: tight", remedy)
+    return Check(name, "ok", finding)
+
+
+def refuse_model(config: Config, *, ranks: int) -> None:
+    """Raise ConfigError where the model of the network's file is larger than this machine can hold,
+    whatever the flags: the smallest micro-batch, all recomputed, AdamW's state where there is room.
+
+    ``ranks``: of this machine, which has a copy of the model. Without a known size or memory,
+    nothing is refused; nor within a sixth, since the estimate is no more exact.
+    """
+    network = config.network
+    if network is None or network.model is None or not config.diagnostics.start_check:
+        return
+    try:
+        shape = ModelShape.from_config(network.model)
+    except ValueError:
+        return
+    gpu, host = gpu_bytes(config), host_bytes()
+    tight = []  # what each way of doing it lacks
+    for at_last, offload in itertools.product((False, True), (False, True)):
+        how = Arrangement(
+            world_size=ranks,
+            micro_batch=1,
+            sequence_length=config.training.sequence_length,
+            checkpointing="full",
+            reduce_at_last=at_last,
+            offload_optimizer=offload,
+            cuda=gpu is not None,
+        )
+        needs = [("host memory", host_memory(shape, how).needed, host)]
+        if gpu is not None:
+            needs.append(("GPU memory", device_memory(shape, how).total, gpu))
+        lacks = [n for n in needs if n[2] is not None and n[1] > _TOO_MUCH * n[2]]
+        if not lacks:
+            return
+        tight.append(lacks[0])
+    kind, needed, there = min(tight, key=lambda lack: lack[1])
+    raise ConfigError(
+        f"--network {network.place}: its model of {shape.parameters / 1e9:.2f} B parameters needs "
+        f"about {needed / 1e9:.0f} GB of {kind} and this machine has {(there or 0) / 1e9:.0f}, so "
+        "nothing was started: use a larger machine or more GPUs, or join a network with a smaller "
+        "model"
+    )
+
+
+# --- disk ---------------------------------------------------------------------------------------
+
+
+def check_room(examination: Examination) -> list[Check]:
+    """Check for room: the minimum and, where the model is known, all that a miner of it keeps."""
+    config, shape = examination.config, examination.shape
+    needed = round(config.diagnostics.minimum_disk_gb * 1e9)
+    folder = config.run_folder.absolute()
+    if shape is not None:
+        most = disk_space(shape, keep_checkpoints=config.miner.keep_checkpoints).total
+        needed += max(0, most - bytes_under(folder))
+    return [check_disk(folder, needed_bytes=needed)]
+
+
+def bytes_under(folder: Path) -> int:
+    """What this miner has there already: it needs no further room."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
+            total += path.lstat().st_size
+    return total
+
+
+def check_disk(folder: Path, *, needed_bytes: int) -> Check:
+    """Whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
+    place = _existing(folder)
+    free = shutil.disk_usage(place).free
+    finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
+    if not os.access(place, os.W_OK):
+        finding = f"{place} cannot be written by this user, so nothing could be saved"
+        return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
+    if free < needed_bytes:
+        finding += ", so checkpoints and uploads would fail"
+        remedy = (
+            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere"
+        )
+        return Check("disk", "fail", finding, remedy)
+    if free < 2 * needed_bytes:
+        return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
+    return Check("disk", "ok", finding)
+
+
+def _existing(folder: Path) -> Path:
+    """Return ``folder``, or the nearest above it that is there."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
+def check_disk_speed(examination: Examination) -> Check:
+    """Write and sync 128 MiB, against a checkpoint that is written within a stop."""
+    folder, shape = examination.config.run_folder, examination.shape
+    stop_timeout = examination.config.miner.stop_timeout
+    if shape is None:
+        return Check("disk speed", "skip", "the model's size is not known")
+    if examination.failed("disk"):
+        return Check("disk speed", "skip", "not measured: disk failed")
+    place = _existing(folder)
+    if shutil.disk_usage(place).free < 2 * _SPEED_BYTES:
+        return Check("disk speed", "skip", f"too little room in {place} to measure it")
+    block, began = os.urandom(1 << 20), time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            for _ in range(_SPEED_BYTES // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        remedy = "give --neuron.run_folder a folder of yours with room"
+        return Check("disk speed", "fail", f"{place} cannot be written ({error.strerror})", remedy)
+    speed = _SPEED_BYTES / (time.perf_counter() - began)
+    seconds = _CHECKPOINT_BYTES * shape.parameters / speed
+    finding = f"{speed / 1e6:.0f} MB/s, so a checkpoint takes about {seconds:.0f} s to write"
+    if seconds < 0.8 * stop_timeout.total_seconds():
+        return Check("disk speed", "ok", finding)
+    finding += f"; a stop may take {stop_timeout.total_seconds():.0f} s, and ends the ranks then"
+    remedy = f"give --neuron.stop_timeout {round(1.5 * seconds) + 10}s, or a faster disk"
+    return Check("disk speed", "warn", finding, remedy)
+
+
+# --- what the kernel allows ---------------------------------------------------------------------
+
+
+def check_descriptors(connections: int) -> Check:
+    """``connections``: the most that the signed server keeps open. The launcher takes the hard
+    limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _DESCRIPTORS + connections
+    if hard == resource.RLIM_INFINITY or hard >= needed:
+        return Check("descriptors", "ok", f"{hard} open files allowed")
+    return Check(
+        "descriptors",
+        "warn",
+        f"{hard} open files allowed, {needed} may be needed",
+        "LimitNOFILE=65536 in the unit of pm2 or the miner, or raise the hard limit of nofile in "
+        "/etc/security/limits.conf",
+    )
+
+
+def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
+    if not gpu or ranks < 2:
+        return Check("shared memory", "skip", "only ranks on several GPUs use /dev/shm")
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError as error:
+        return Check("shared memory", "skip", f"there is no /dev/shm ({error.strerror})")
+    finding = f"{free / 1e9:.1f} GB free in /dev/shm"
+    if free >= _SHARED_MEMORY:
+        return Check("shared memory", "ok", finding)
+    remedy = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
+    return Check("shared memory", "warn", f"{finding}; NCCL wants about 1 GB", remedy)
+
+
+def check_port(flag: str, port: int) -> Check:
+    """Whether ``port`` can be listened on, at all addresses of this machine."""
+    name = f"port {flag}"
+    if port == 0:
+        return Check(name, "ok", "a free one is taken")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # skip TIME_WAIT
+        try:
+            probe.bind(("0.0.0.0", port))
+            probe.listen(1)
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            why = "in use" if in_use else (error.strerror or "not usable")
+            finding = f"port {port} (--{flag}) is {why}, so peers could not reach this miner"
+            remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
+            return Check(name, "fail", finding, f"{remedy}another port")
+    return Check(name, "ok", f"{port} is free")
+
+
+def check_ports(config: Config, *, own: frozenset[int]) -> list[Check]:
+    """Check that the miner's ports can be listened on. One that a running miner of this run folder
+    holds is as it should be."""
+    ports = {"axon.port": config.chain.axon_port, "dht.port": config.swarm.dht_port}
+    return [
+        Check(f"port {name}", "ok", f"{port}: the running miner listens there")
+        if port in own
+        else check_port(name, port)
+        for name, port in ports.items()
+    ]
+
+
+#: In the order in which they are made; some need what an earlier one found.
+CHECKS: Sequence[Entry] = (
+    Entry(lambda e: check_configuration(e.config, ranks=e.ranks)),
+    Entry(lambda e: [check_python(), check_torch()]),
+    Entry(lambda e: check_gpus(wanted=e.ranks, device=e.config.miner.device), at_start=True),
+    Entry(
+        lambda e: [
+            check_batch(
+                micro_batch=e.micro_batch,
+                effective=e.config.training.local_batch_size_train_effective,
+                world_size=e.ranks,
+            )
+        ]
+    ),
+    Entry(check_model),
+    Entry(memory_checks),
+    Entry(check_room, at_start=True),
+    Entry(lambda e: [check_disk_speed(e)]),
+    Entry(lambda e: [check_descriptors(e.config.chain.max_connections)]),
+    Entry(lambda e: [check_shared_memory(ranks=e.ranks, gpu=gpu_bytes(e.config) is not None)]),
+    Entry(lambda e: check_ports(e.config, own=e.own_ports), at_start=True),
+    Entry(lambda e: check_nodes(e.config, offline=e.offline)),
+)
