@@ -18,7 +18,7 @@ from torch import Tensor
 from bench.arena_levers import LEVERS
 from bench.freshness import LEAD, STEPS_OF_A_BLOCK, World, our_miner, public_miner
 from bench.small_model import EFFECTIVE, MICRO, new_trainer
-from distributed_training.protocol import keys, names, schedule
+from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
@@ -275,7 +275,7 @@ class Bucket:
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         if key == keys.ROOT_METADATA and self._root is not None:
-            place = Revision(names.RUN, self._root.outer_step, self._root.inner_step)
+            place = Revision(5, self._root.outer_step, self._root.inner_step)
             return Metadata.of(place, "").to_json()
         if key.endswith(keys.CONFIG) and self._upload is not None:
             return ConfigExtras(self._upload.blocks, self._upload.inner_step).merge_into({})

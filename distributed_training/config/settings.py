@@ -509,6 +509,8 @@ class StoreSettings:
         "neuron.global_model_name", network="store.global_bucket"
     )
     """bucket of the global model; a miner's own bucket is this name and its uid"""
+    run: int = flag("neuron.run_number", network="run", ge=1, le=1_000_000)
+    """number of the run in the metadata of each upload"""
     upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
     """publish at most every so many inner steps"""
     minimum_valid_inner_step: int = flag(

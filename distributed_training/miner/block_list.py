@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.protocol import names
 from distributed_training.protocol.types import Progress, Revision
 
 from . import state_machine as ev
@@ -56,6 +55,7 @@ class BlockList:
         data: DataPipeline,
         ranks: Ranks,
         micro_batch_size: int,
+        run: int,
         uid: int = 0,
         hold_back: int = 0,
         holds_back: bool = False,
@@ -67,6 +67,7 @@ class BlockList:
         self._data = data
         self._ranks = ranks
         self._micro_batch_size = micro_batch_size
+        self._run = run
         self._uid = uid
         self._held = hold_back * micro_batch_size
         self._to_hold_back = 0 if holds_back else self._held
@@ -253,7 +254,7 @@ class BlockList:
                 self.step_dropped()
                 self._to_hold_back = self._held
             case ev.SnapshotTaken(progress=progress):
-                self.snapshot_taken(progress.revision(names.RUN))
+                self.snapshot_taken(progress.revision(self._run))
             case ev.SnapshotFailed(revision=Revision() as revision):
                 self.publication_ended(revision, ok=False)
             case ev.PublicationEnded(report=publication):

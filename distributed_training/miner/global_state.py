@@ -148,9 +148,10 @@ class GlobalBucket:
     which nobody has to hear of.
     """
 
-    def __init__(self, *, open_bucket: Callable[[], BucketReader], folder: Path) -> None:
+    def __init__(self, *, open_bucket: Callable[[], BucketReader], folder: Path, run: int) -> None:
         self._open_bucket = open_bucket
         self._bucket: BucketReader | None = None
+        self._run = run
         self.run_seen: int | None = None  # of the bucket, when it was last looked at
         self._folder = folder
 
@@ -180,7 +181,7 @@ class GlobalBucket:
             if metadata is None:
                 raise GlobalEmptyError("the global bucket is empty so far")
             self.run_seen = metadata.run
-            return check_run(metadata).outer_step
+            return check_run(metadata, self._run).outer_step
 
     def fetch(self, outer_step: int) -> Path:
         """Return the folder of that epoch's config.json, model.safetensors and outer_optimizer.pt,
@@ -236,7 +237,11 @@ def open_global_bucket(
     Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
     master, most = config.miner.master_ss58_address, config.store.longest_transfer
     peers = PeerBuckets(config.store, chain, small=_ANSWER, large=most)
-    bucket = GlobalBucket(open_bucket=lambda: peers.of_master(master), folder=folder / "global")
+    bucket = GlobalBucket(
+        open_bucket=lambda: peers.of_master(master),
+        folder=folder / "global",
+        run=config.store.run,
+    )
     waiting = _Waiting("if for long: is --neuron.master_ss58_address the subnet's?")
     while True:
         try:

@@ -27,7 +27,7 @@ import psutil
 from distributed_training import __version__
 from distributed_training.health.machine import host_bytes
 from distributed_training.health.nvml import NvmlSampler
-from distributed_training.protocol import lines, names
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,
     Progress,
@@ -197,7 +197,6 @@ class Metrics:
         for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
             file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
         file.registry.labelled("build_info", "version", {__version__: 1.0})
-        file.registry.set("protocol_run", names.RUN)
         for name in ("start", "last_step"):
             file.registry.set(f"{name}_timestamp_seconds", time.time())
         file.registry.set("registered", 1)  # a start that waits for a uid writes 0

@@ -353,7 +353,7 @@ def _registered_again(
     longest = config.miner.deregistered_wait.total_seconds()
     metrics = MetricsFile(folder / "metrics.prom", every=60.0)
     metrics.registry.set("registered", 0)
-    metrics.registry.set("protocol_run", names.RUN)
+    metrics.registry.set("protocol_run", config.store.run)
     say, ask, keep = (
         Throttle(every.total_seconds(), clock=lambda: time.monotonic())
         for every in (SAY_AGAIN, ASK_ANOTHER, KEEP)

@@ -528,6 +528,7 @@ def _block_list(context: RankContext, training: Training, services: Services) ->
         data=data,
         ranks=context.ranks,
         micro_batch_size=trainer.micro_batch_size,
+        run=context.config.store.run,
         uid=services.info.uid,
         hold_back=held,
         holds_back=data.holds_back(held),
@@ -568,6 +569,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         publisher=services.uploader,
         disk_problem=lambda: services.disk_problem(snapshot),
         world_size=trainer.stream.layout.shards,
+        run=config.store.run,
     )
     return [reporter.see, missed.see, publishing.see, end_rounds_of(rank_zero.server)]
 
@@ -588,6 +590,7 @@ def _metrics(rank_zero: RankZero, snapshot: int) -> Metrics:
         needed=snapshot + checkpoint_bytes(shape for _, shape in trainer.schema),
         gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
     )
+    services.metrics.registry.set("protocol_run", config.store.run)
     return Metrics(
         trackers=[opened(closing(tracker)) for tracker in trackers],
         file=services.metrics,

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.protocol import keys, lines, names
+from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Revision, StepReport
 from distributed_training.store.s3 import IntegrityError
 from distributed_training.store.snapshot_folder import read_config
@@ -59,6 +59,7 @@ class Publishing:
         publisher: Uploader,
         disk_problem: Callable[[], str | None],
         world_size: int,
+        run: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule = schedule
@@ -67,6 +68,7 @@ class Publishing:
         self._publisher = publisher
         self._disk_problem = disk_problem
         self._world_size = world_size
+        self._run = run
         self._clock = clock
         self._taken: ev.SnapshotTaken | None = None  # until it was previewed
         self._taken_at = 0.0
@@ -149,14 +151,14 @@ class Publishing:
 
     def _give_up(self, problem: str, kind: Literal["write", "unchecked"] = "write") -> ev.Event:
         assert self._taken is not None
-        folder, revision = self._taken.handle.folder, self._taken.progress.revision(names.RUN)
+        folder, revision = self._taken.handle.folder, self._taken.progress.revision(self._run)
         self._taken = None
         shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         return ev.SnapshotFailed(problem, revision, kind)
 
     def _submit(self, preview: ev.Previewed) -> ev.Event:
         assert self._taken is not None
-        folder, revision = self._taken.handle.folder, self._taken.progress.revision(names.RUN)
+        folder, revision = self._taken.handle.folder, self._taken.progress.revision(self._run)
         checked, now = preview.delta is not None, self._clock()
         if not checked:
             kept = self._published_checked == revision.outer_step

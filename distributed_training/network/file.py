@@ -25,7 +25,6 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from distributed_training.common.memory import ModelShape
-from distributed_training.protocol.names import RUN
 
 FORMAT = 1
 BUILT_IN = Path(__file__).parents[1] / "networks" / "dstrbtd-sn38.toml"
@@ -56,7 +55,6 @@ class Head:
     format: Annotated[Literal[1], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
-    run: Annotated[int, Field(alias="run", ge=RUN, le=RUN)]
     chain: Annotated[Literal["bittensor", "registry"], Field(alias="chain.kind")]
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
@@ -66,7 +64,7 @@ class Head:
 
 
 HEAD_KEYS = {
-    "format", "name", "version", "run", "chain.kind", "model.parameters", "model.config",
+    "format", "name", "version", "chain.kind", "model.parameters", "model.config",
     "model.config_file", "store.miner_bucket", "limits.max_uids", "signature",
 }  # fmt: skip
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-RUN = 5  # in the metadata of each upload
-
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
 
 

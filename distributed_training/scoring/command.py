@@ -214,9 +214,10 @@ def find_sources(
                 "depends on its uid: give one --uid"
             )
         if options.folder and options.global_folder:
-            return in_folders(options.folder, options.global_folder, uids[0]), uids
+            folders = (options.folder, options.global_folder)
+            return in_folders(*folders, uids[0], run=config.store.run), uids
         if options.folder:
-            instead[uids[0]] = folder_reader(options.folder)
+            instead[uids[0]] = folder_reader(options.folder, run=config.store.run)
         else:
             instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
     hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting

@@ -46,7 +46,7 @@ from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
-from distributed_training.protocol import keys, names, schedule
+from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.scoring import RESET, ScoreBoard
@@ -96,11 +96,13 @@ class FolderStore:
 
     ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
     a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
-    else the newest ``epoch-N/metadata.json``, else what the files say of themselves.
+    else the newest ``epoch-N/metadata.json``, else what the files say of themselves; of which run
+    they are they do not say: ``run``.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: int) -> None:
         self._folder = folder
+        self._run = run
         self.bucket = str(folder)
 
     def root(self) -> Metadata | None:
@@ -118,7 +120,7 @@ class FolderStore:
         outer_step = said.get("outer_step") if isinstance(said, dict) else None
         if type(outer_step) is not int or outer_step < 0:
             raise IntegrityError(f"{gradients} does not say of which outer step it is")
-        return Metadata(names.RUN, outer_step, read_config(config).inner_step, "")
+        return Metadata(self._run, outer_step, read_config(config).inner_step, "")
 
     def head(self, key: str) -> ObjectInfo | None:
         path = self._path(key)
@@ -164,9 +166,9 @@ def _store_errors(path: Path) -> Iterator[None]:
         raise StoreError(f"{path}: {error.strerror}") from None
 
 
-def folder_reader(folder: Path) -> BucketReader:
+def folder_reader(folder: Path, *, run: int = 0) -> BucketReader:
     """Return a reader of a folder that is laid out like a bucket, see :class:`FolderStore`."""
-    return BucketReader(cast(S3ObjectStore, FolderStore(folder)))
+    return BucketReader(cast(S3ObjectStore, FolderStore(folder, run)))
 
 
 log = logging.getLogger(__name__)
@@ -195,6 +197,7 @@ def read_judged(
     bucket: BucketReader,
     folder: Path,
     *,
+    run: int,
     block: int,
     bpa: int,
     bpa_later: int,
@@ -212,7 +215,7 @@ def read_judged(
         root = bucket.metadata()
         if root is None:
             raise NotJudgeable(f"{bucket.name} is empty: nothing was published yet")
-        check_run(root)
+        check_run(root, run)
         if bpa_later and root.outer_step > 0:
             bpa = bpa_later
         config, extras = bucket.config(root.outer_step)
@@ -673,10 +676,10 @@ def on_chain(
     )
 
 
-def in_folders(upload: Path, global_state: Path, uid: int) -> Sources:
+def in_folders(upload: Path, global_state: Path, uid: int, *, run: int) -> Sources:
     """An upload in a folder against a global state in a folder, without any network. "Now" is when
     its newest block was trained. Raises ConfigError."""
-    reader, state = folder_reader(upload), folder_reader(global_state)
+    reader, state = folder_reader(upload, run=run), folder_reader(global_state)
     try:
         root = reader.metadata()
         if root is None:
@@ -743,6 +746,7 @@ class Session:
         return read_judged(
             bucket,
             self._folder / "global",
+            run=self._config.store.run,
             block=block,
             bpa=settings.blocks_per_allreduce,
             bpa_later=settings.blocks_per_allreduce_later,

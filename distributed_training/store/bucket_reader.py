@@ -36,7 +36,7 @@ from distributed_training.common.files import (
     write_json,
     write_state,
 )
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
     MAX_METADATA_BYTES,
@@ -102,12 +102,12 @@ class StateUnavailable(StoreError):
     """The state asked for is not there, not whole or not sound; the text says which."""
 
 
-def check_run(metadata: Metadata) -> Metadata:
-    """Return ``metadata`` of the global bucket; StoreError if it is of another run."""
-    if metadata.run != names.RUN:
+def check_run(metadata: Metadata, run: int) -> Metadata:
+    """Return ``metadata`` of the global bucket; StoreError if it is of another run than ``run``."""
+    if metadata.run != run:
         raise StoreError(
-            f"the global bucket is of run {metadata.run}, this program of run {names.RUN}: update "
-            "it, or name another bucket with --neuron.global_model_name"
+            f"the global bucket is of run {metadata.run}, this network of run {run}: take its "
+            "newest file (or update the program), or correct --neuron.global_model_name"
         )
     return metadata
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config.types import ConfigError
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
@@ -103,9 +103,9 @@ class GlobalPublisher:
     """Writes the global bucket, and reads it back at a start.
 
     ``folder``: local copies, ``epoch-N/`` each, and the journal of uploads, by which a restarted
-    validator goes on with a large file where it was. ``keep_epochs``: outer steps left in the
-    bucket; the present one and the one before are always left. ``deadline`` covers one publication
-    with its retries.
+    validator goes on with a large file where it was. ``run``: its number in the metadata.
+    ``keep_epochs``: outer steps left in the bucket; the present one and the one before are always
+    left. ``deadline`` covers one publication with its retries.
     """
 
     def __init__(
@@ -113,12 +113,14 @@ class GlobalPublisher:
         *,
         store: S3ObjectStore,
         folder: Path,
+        run: int,
         keep_epochs: int = 3,
         deadline: timedelta = timedelta(minutes=30),
     ) -> None:
         self._store = store
         self._bucket = BucketReader(store)
         self._folder = folder
+        self.run = run
         self._keep_epochs = max(KEPT_EPOCHS, keep_epochs)
         self._deadline = deadline
 
@@ -132,7 +134,7 @@ class GlobalPublisher:
             root = self._bucket.metadata()
             if root is None:
                 return None
-            outer_step = check_run(root).outer_step
+            outer_step = check_run(root, self.run).outer_step
             return GlobalState.read(self._bucket.fetch(outer_step, self._folder), outer_step)
         except (StateUnavailable, ValueError) as error:
             raise GlobalStateError(
@@ -147,7 +149,7 @@ class GlobalPublisher:
         reason; the root is then unchanged unless writing it was what failed.
         """
         began = time.monotonic()
-        revision = Revision(names.RUN, state.outer_step, 0)
+        revision = Revision(self.run, state.outer_step, 0)
         folder = self._write(state)
         journal, deadline = Journal(self._folder / "uploads.json"), deadline_in(self._deadline)
         reason = ""
@@ -178,7 +180,7 @@ class GlobalPublisher:
         """Write this process's peer id into the root metadata; nothing else changes.
 
         Raises StoreError."""
-        metadata = Metadata.of(Revision(names.RUN, outer_step, 0), peer_id)
+        metadata = Metadata.of(Revision(self.run, outer_step, 0), peer_id)
         self._put(keys.ROOT_METADATA, metadata.to_json())
 
     def weights(self, outer_step: int, schema: Schema) -> list[Tensor]:

@@ -156,9 +156,12 @@ def build(
     """
     settings = config.validator
     events = EventLog.from_settings(config.telemetry, folder)
-    run = Run(folder, events.write if events else _record_nothing, stop)
+    run = Run(folder, events.write if events else _record_nothing, stop, config.store.run)
     publisher = GlobalPublisher(
-        store=parts.store, folder=folder / "global", keep_epochs=config.store.keep_epochs
+        store=parts.store,
+        folder=folder / "global",
+        run=run.number,
+        keep_epochs=config.store.keep_epochs,
     )
     found = publisher.load()
     model_config = found.model_config if found else _new_model(config, parts)

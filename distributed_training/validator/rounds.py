@@ -23,7 +23,7 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import MOST_CALLED, SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -41,11 +41,13 @@ from distributed_training.swarm import HivemindSwarm
 @dataclass(frozen=True)
 class Run:
     """``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
-    ``events``); ``stop`` is set when the program should end."""
+    ``events``); ``stop`` is set when the program should end; ``number``: the run's, in the metadata
+    of each upload."""
 
     folder: Path
     record: Callable[..., None]
     stop: threading.Event
+    number: int
 
 
 log = logging.getLogger(__name__)
@@ -108,6 +110,7 @@ class RoundCaller:
         self._caller = caller
         self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
         self._stop = run.stop
+        self._number = run.number
 
     @property
     def peer_id(self) -> str:
@@ -233,7 +236,7 @@ class RoundCaller:
 
     def _checkpoint(self, state: GlobalState, candidate: _Candidate) -> list[Tensor]:
         inner_step = candidate.metadata.inner_step
-        expected = Revision(names.RUN, state.outer_step, inner_step)
+        expected = Revision(self._number, state.outer_step, inner_step)
         if inner_step == 0:
             raise ValueError("it has not published an inner step")
         metadata = candidate.bucket.metadata(state.outer_step)

@@ -22,7 +22,7 @@ from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.signals import Stopped
-from distributed_training.protocol import lines, names, schedule
+from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.training.nesterov import nesterov_sgd
@@ -118,7 +118,7 @@ class Validator:
         self._told_loss(state.outer_step, self._loss, self._loss)
         log.info(
             "Global state %d.%d.0, held-out loss %.4f",
-            names.RUN,
+            self._publisher.run,
             state.outer_step,
             self._loss,
         )

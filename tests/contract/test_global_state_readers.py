@@ -11,7 +11,7 @@ import pytest
 
 from distributed_training.miner.global_state import GlobalBucket, GlobalUnavailableError
 from distributed_training.node.global_state import GlobalState
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.score_preview import NotJudgeable, read_judged
@@ -33,17 +33,17 @@ STEP = 3
 
 def by_miner(store: Any, folder: Path) -> object:
     reader = BucketReader(store, large=timedelta(seconds=30), concurrency=1)
-    bucket = GlobalBucket(open_bucket=lambda: reader, folder=folder)
+    bucket = GlobalBucket(open_bucket=lambda: reader, folder=folder, run=5)
     return bucket.fetch(bucket.outer_step())
 
 
 def by_preview(store: Any, folder: Path) -> object:
     reader = BucketReader(store, large=timedelta(seconds=30), concurrency=1)
-    return read_judged(reader, folder, block=10**6, bpa=60, bpa_later=0)
+    return read_judged(reader, folder, run=5, block=10**6, bpa=60, bpa_later=0)
 
 
 def by_validator(store: Any, folder: Path) -> object:
-    return GlobalPublisher(store=store, folder=folder).load()
+    return GlobalPublisher(store=store, folder=folder, run=5).load()
 
 
 Read = Callable[[Any, Path], object]
@@ -71,11 +71,12 @@ def store(tmp_path: Path) -> MemoryObjectStore:
         mu=0.9,
         last_allreduce_block=100,
     )
-    assert GlobalPublisher(store=store, folder=tmp_path / "publisher").publish(state, PEER).ok
+    publisher = GlobalPublisher(store=store, folder=tmp_path / "publisher", run=5)
+    assert publisher.publish(state, PEER).ok
     return store
 
 
-def metadata(run: int = names.RUN, outer_step: int = STEP) -> bytes:
+def metadata(run: int = 5, outer_step: int = STEP) -> bytes:
     return Metadata.of(Revision(run, outer_step, 0), PEER).to_json()
 
 
@@ -83,7 +84,7 @@ def metadata(run: int = names.RUN, outer_step: int = STEP) -> bytes:
     ("key", "data", "words"),
     [
         (keys.ROOT_METADATA, b"{", "metadata.json is not JSON"),
-        (keys.ROOT_METADATA, metadata(run=4), "of run 4, this program of run 5"),
+        (keys.ROOT_METADATA, metadata(run=4), "of run 4, this network of run 5"),
         (keys.ROOT_METADATA, metadata(outer_step=9), "outer step 9|epoch-9"),
         (keys.epoch_key(STEP, keys.METADATA), None, "no whole outer step 3"),
         (keys.epoch_key(STEP, keys.METADATA), metadata(outer_step=2), "but 5.2.0"),

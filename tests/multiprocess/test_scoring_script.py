@@ -104,7 +104,7 @@ class Subnet:
         store.put("epoch-0/gradients.pt", file.getvalue())
         extras = ConfigExtras((block,), steps)
         store.put("epoch-0/config.json", extras.merge_into(self.state.model_config))
-        metadata = Metadata.of(Revision(names.RUN, 0, steps), "")
+        metadata = Metadata.of(Revision(5, 0, steps), "")
         store.put(keys.ROOT_METADATA, metadata.to_json())
 
 
@@ -174,7 +174,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         last_allreduce_block=chain.block(),
     )
     store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
-    publisher = GlobalPublisher(store=store, folder=folder / "global")
+    publisher = GlobalPublisher(store=store, folder=folder / "global", run=5)
     assert publisher.publish(state, "").ok
     pages = PageReader.from_settings(
         config, open_source(config.data), TextTokenizer(path, eos_id=eos)

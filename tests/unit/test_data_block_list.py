@@ -59,6 +59,7 @@ class BlockListMachine(RuleBasedStateMachine):
             data=OneRank(),  # type: ignore[arg-type]
             ranks=OneRank(),  # type: ignore[arg-type]
             micro_batch_size=MICRO_BATCH,
+            run=5,
             recent=lambda: 200,
             patience=0.0,
         )
@@ -190,6 +191,7 @@ class Run:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=MICRO_BATCH,
+            run=5,
             recent=lambda: 200,
         )
         self.cursor: dict[str, int] = {}

@@ -57,6 +57,7 @@ class World:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=micro_batch,
+            run=5,
             uid=uid,
             recent=lambda: recent,
             clock=lambda: self.now,

@@ -127,7 +127,7 @@ def bucket(state: dict[str, torch.Tensor], folder: Path) -> GlobalBucket:
     store.put(keys.epoch_key(4, keys.MODEL), save(state, metadata={"format": "pt"}))
     store.put(keys.ROOT_METADATA, Metadata.of(Revision(5, 4, 0), "").to_json())
     reader = BucketReader(store, large=timedelta(seconds=2))
-    return GlobalBucket(open_bucket=lambda: reader, folder=folder)
+    return GlobalBucket(open_bucket=lambda: reader, folder=folder, run=5)
 
 
 def test_the_bucket_compares_by_ranges(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from distributed_training.config import load_config
 from distributed_training.miner import newcomer
 from distributed_training.miner.global_state import GlobalBucket
 from distributed_training.node import buckets
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
@@ -55,14 +55,14 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
     theirs, own = MemoryObjectStore("global", before=before), MemoryObjectStore("own")
     for store, outer_step, count in ((theirs, 7, in_global), (own, 5, in_own)):
         publish_state(store, outer_step)
-        root = Metadata.of(Revision(names.RUN, outer_step, 0), "")
+        root = Metadata.of(Revision(5, outer_step, 0), "")
         store.put(keys.ROOT_METADATA, root.to_json())
         put_shards(store, outer_step, count, tmp_path)
     monkeypatch.setattr(buckets, "open_own", lambda settings, bucket: own)
     reader = BucketReader(theirs, large=timedelta(seconds=1))
     found = newcomer.fetch_inner_optimizer(
         load_config("miner", [], environ={}, dotenv=None, check=False),
-        GlobalBucket(open_bucket=lambda: reader, folder=tmp_path / "global"),
+        GlobalBucket(open_bucket=lambda: reader, folder=tmp_path / "global", run=5),
         7,
         bucket="own",
         folder=tmp_path,

@@ -106,6 +106,7 @@ class Rig:
             publisher=self.publisher,
             disk_problem=lambda: self.disk,
             world_size=2,
+            run=5,
             clock=lambda: self.now,
         )
 

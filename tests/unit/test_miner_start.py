@@ -34,7 +34,7 @@ from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
 from distributed_training.node import identity as node_chain
 from distributed_training.node.failures import Deregistered, HotkeyInUse, NetworkFailure
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Progress, Revision, RoundRequest
 from distributed_training.store.bucket_reader import BucketReader
@@ -109,11 +109,11 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
 
     store = MemoryObjectStore("global", before=before)
     files = publish_state(store, 7)
-    store.put(keys.ROOT_METADATA, Metadata.of(Revision(names.RUN, 7, 0), "").to_json())
+    store.put(keys.ROOT_METADATA, Metadata.of(Revision(5, 7, 0), "").to_json())
 
     def restart() -> tuple[int, Path]:
         reader = BucketReader(store, large=timedelta(seconds=60))
-        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path)
+        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)[:2]
 
     outer_step, folder = restart()
@@ -184,14 +184,14 @@ def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
 
     def begin() -> tuple[int, Path, bool]:
         reader = BucketReader(store, large=timedelta(seconds=1))
-        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path)
+        bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)
 
     monkeypatch.setattr(global_state, "pause", pause)
     store = MemoryObjectStore("global", before=before)
     for outer_step in (9, 10):
         publish_state(store, outer_step)
-        store.put(keys.ROOT_METADATA, Metadata.of(Revision(names.RUN, outer_step, 0), "").to_json())
+        store.put(keys.ROOT_METADATA, Metadata.of(Revision(5, outer_step, 0), "").to_json())
         assert begin() == (outer_step, tmp_path / f"epoch-{outer_step}", True)
     away = True
     if not starts:

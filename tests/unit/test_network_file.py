@@ -67,7 +67,8 @@ def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     assert config.network and config.swarm.run_id == config.network.digest[:12]
     assert config.chain.registry_url == "https://registry.example.org"
     assert config.miner.master_ss58_address == ALICE.ss58_address
-    assert config.store.global_model_name == "example-model" and config.swarm.min_group_size == 3
+    assert config.store.global_model_name == "example-model" and config.store.run == 5
+    assert config.swarm.min_group_size == 3
     assert config.sources["neuron.sequence_length"] == (
         f"training.sequence_length in {tmp_path / 'network.toml'}"
     )
@@ -116,7 +117,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         ('"45s"', '"9999s"', "9999s is more than 3600s"),
         ("max_uids = 256", "max_uids = 1", "limits.max_uids 1"),
         ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
-        ("run = 5 ", "run = 6 ", "run 6"),
+        ("run = 5 ", "run = 0 ", "0 is less than 1"),
         ("version = 1 ", "version = true ", "version True"),
         ("1_872_576 ", "4_000_000_000 ", "its model.config has 1872576"),
         ('{uid:03d}"', '{uid}"', "store.miner_bucket"),

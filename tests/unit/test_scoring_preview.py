@@ -61,7 +61,7 @@ def world(tmp_path: Path) -> World:
 
 def judged_of(world: World, **changes: Any) -> Judged:
     options: dict[str, Any] = {"block": world.chain.block(), "bpa": 60, "bpa_later": 0, **changes}
-    return read_judged(BucketReader(world.bucket), world.folder / "score", **options)
+    return read_judged(BucketReader(world.bucket), world.folder / "score", run=5, **options)
 
 
 def preview(
@@ -357,10 +357,11 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
         for name in names:
             (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
             os.utime(folder / name, (0, 0))  # a copy that has lain here for long
-    sources = in_folders(upload, state, 17)
+    sources = in_folders(upload, state, 17, run=5)
     score_preview = read_judged(
         sources.global_bucket(),
         tmp_path / "score",
+        run=5,
         block=sources.block(),
         bpa=60,
         bpa_later=0,
@@ -379,7 +380,7 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
     assert found.compared == 1 and found.rows[0].standing is None
     assert found.rows[0].cause in (None, Cause.ASSIGNED_NOT_BETTER)
     with pytest.raises(ConfigError, match="--folder"):
-        in_folders(tmp_path / "none", state, 17)
+        in_folders(tmp_path / "none", state, 17, run=5)
 
 
 def test_who_is_looked_at() -> None:
