@@ -100,6 +100,8 @@ class ChainSettings:
         "chain.seconds_per_block", network="round.seconds_per_block", ge=0.01, le=3600
     )
     """seconds from one block of the chain to the next"""
+    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
+    """uids of the network, from 0 on: a registry gives no other, validators call no other"""
     poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
     """time between two looks at the current block"""
     neurons_interval: Duration = flag(
@@ -849,3 +851,5 @@ class ValidatorSettings:
     """seed of the random blocks; 0: from the system"""
     minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
     """uids with a permit and more stake than this are validators and not called"""
+    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
+    """uids of the network, from 0 on: a registry gives no other, validators call no other"""

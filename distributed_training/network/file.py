@@ -58,14 +58,13 @@ class Head:
     chain: Annotated[Literal["bittensor", "registry"], Field(alias="chain.kind")]
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
-    max_uids: Annotated[int, Field(alias="limits.max_uids", ge=2, le=4096)]
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "store.miner_bucket", "limits.max_uids", "signature",
+    "model.config_file", "store.miner_bucket", "signature",
 }  # fmt: skip
 
 

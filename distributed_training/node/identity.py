@@ -42,7 +42,7 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.common.backoff import doubling
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import Config
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
 from distributed_training.protocol import lines
@@ -174,6 +174,12 @@ def join_subnet(
         if absent is None:
             raise problem
         uid = absent(chain, wallet.ss58, problem)
+    if uid >= config.chain.max_uids:
+        raise ConfigError(
+            f"hotkey {wallet.ss58} has uid {uid} and this network's are below "
+            f"{config.chain.max_uids} (limits.max_uids of its file), {_UNREGISTERED[config.kind]}: "
+            "ask the founder for a file with a larger number, or for a lower uid"
+        )
     return Member(wallet, chain, uid)
 
 
@@ -278,13 +284,15 @@ def refuse_second_node(
         time.sleep(ask_again.total_seconds())
 
 
-def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float) -> list[Neuron]:
-    """Whom validators call and score: with an endpoint, and not a validator themselves, which is a
-    permit and more than ``minimum_stake``."""
+def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int) -> list[Neuron]:
+    """Whom validators call and score: with an endpoint, with a uid below ``max_uids``, and not a
+    validator themselves, which is a permit and more than ``minimum_stake``."""
     return [
         n
         for n in neurons
-        if n.port is not None and not (n.validator_permit and n.stake > minimum_stake)
+        if n.port is not None
+        and n.uid < max_uids
+        and not (n.validator_permit and n.stake > minimum_stake)
     ]
 
 

@@ -219,7 +219,7 @@ def _take_network(given: argparse.Namespace) -> None:
     assert network is not None  # it was named
     given.name = given.name or network.head.name
     given.master = given.master or network.values["chain.master_hotkey"]
-    given.most_uids = given.most_uids or network.head.max_uids
+    given.most_uids = given.most_uids or network.values["limits.max_uids"]
     pace = network.values.get("round.seconds_per_block")
     given.seconds_per_block = given.seconds_per_block or pace
 

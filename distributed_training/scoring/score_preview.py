@@ -655,12 +655,12 @@ def on_chain(
     chain = follow_chain(config.chain, stack, master=master)
     peers = PeerBuckets(config.store, chain, large=timeout)
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
-    stake = config.validator.minimum_stake
+    stake, most = config.validator.minimum_stake, config.chain.max_uids
     readers = instead or {}
 
     def miners() -> Sequence[Neuron]:
         # One that is not served yet can be read all the same.
-        known = miners_of(chain.neurons(), minimum_stake=stake)
+        known = miners_of(chain.neurons(), minimum_stake=stake, max_uids=most)
         return [*known, *(n for n in chain.neurons() if n.uid in readers and n not in known)]
 
     def global_bucket() -> BucketReader:

@@ -297,7 +297,11 @@ class Validator:
 
     def _miners(self) -> list[Neuron]:
         """Registered, with an endpoint, not us and not a validator; the ledger takes them in."""
-        found = miners_of(self._chain.neurons(), minimum_stake=self._settings.minimum_stake)
+        found = miners_of(
+            self._chain.neurons(),
+            minimum_stake=self._settings.minimum_stake,
+            max_uids=self._settings.max_uids,
+        )
         miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners

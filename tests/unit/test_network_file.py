@@ -115,7 +115,7 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("outer_momentum = 0.9", "outer_momentum = nan", "a date, nan or inf"),
         ("outer_momentum = 0.9", "outer_momentum = 2026-01-01", "a date, nan or inf"),
         ('"45s"', '"9999s"', "9999s is more than 3600s"),
-        ("max_uids = 256", "max_uids = 1", "limits.max_uids 1"),
+        ("max_uids = 256", "max_uids = 1", "1 is less than 2"),
         ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
         ("run = 5 ", "run = 0 ", "0 is less than 1"),
         ("version = 1 ", "version = true ", "version True"),

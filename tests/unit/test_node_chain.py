@@ -86,6 +86,16 @@ def test_two_reads_without_our_hotkey_are_believed(monkeypatch: pytest.MonkeyPat
         joined(Behind(stale=0, ledger=subnet()), monkeypatch)
 
 
+def test_a_uid_that_the_networks_file_does_not_have_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger = subnet()
+    ledger.most_uids = 1000
+    ledger.register(MINER.ss58, uid=256)
+    with pytest.raises(ConfigError, match=r"uid 256 and .* below 256 \(limits.max_uids"):
+        joined(Behind(stale=0, ledger=ledger), monkeypatch)
+
+
 def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
     """Status 1, after which the miner starts again; a hotkey that old blocks do show is there."""
     chain = Behind(stale=0, ledger=subnet())

@@ -81,7 +81,7 @@ def preview(
         age_limit=timedelta(seconds=4800),
         timeout=timedelta(seconds=timeout),
     )
-    neurons = miners_of(world.chain.neurons(), minimum_stake=40960)
+    neurons = miners_of(world.chain.neurons(), minimum_stake=40960, max_uids=256)
     return previewer.run(neurons, random_blocks=blocks, passes=passes)
 
 

@@ -233,6 +233,9 @@ def test_miners_of_another_outer_step_are_not_called(world: World) -> None:
 def test_validators_and_neurons_without_an_endpoint_are_not_asked(world: World) -> None:
     world.chain_ledger.register("other-validator", uid=7, stake=1e6, validator_permit=True)
     world.chain_ledger.register("silent", uid=8)
+    world.chain_ledger.most_uids = 1000
+    world.chain_ledger.register("beyond limits.max_uids", uid=256)
+    world.chain_ledger.serve("beyond limits.max_uids", "127.0.0.1", 1)
     assert {n.uid for n in world.validator._miners()} == {3, 17}
 
 
