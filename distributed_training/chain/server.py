@@ -91,6 +91,7 @@ class SignedServer:
         self._round: tuple[RoundRequest, float] | None = None  # accepted at (monotonic)
         self._round_lock = threading.Lock()
         self._counts: Counter[str] = Counter()
+        self._called_at: float | None = None
         self._refusals = RefusalLog()
         self._alive_lines = Throttle(LOG_INTERVAL, clock=monotonic)
         self._alive_calls: Counter[int | None] = Counter()  # since the last line
@@ -181,6 +182,10 @@ class SignedServer:
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
         counts["connections"] = self._admission.connections
         return counts
+
+    def called_at(self) -> float | None:
+        """Return when a caller with a validator's permit was last answered; None before."""
+        return self._called_at
 
     def _running(self) -> tuple[RoundRequest, float] | None:
         """The running round and for how many seconds; with the lock held."""
@@ -280,6 +285,7 @@ class SignedServer:
         if permit:
             # After all refusals: what makes an address trusted is an accepted call.
             self._trusted.add(head.address)
+            self._called_at = self._monotonic()
         return reply
 
     def _log_alive(self, uid: int | None) -> None:

@@ -33,6 +33,7 @@ from distributed_training.miner.global_state import (
     open_global_bucket,
     pause,
 )
+from distributed_training.miner.income import standing
 from distributed_training.miner.newcomer import fetch_inner_optimizer
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
@@ -302,10 +303,11 @@ def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published
 
 
 def identity_line(member: Member, *, netuid: int, bucket: str) -> str:
-    """Return who this miner is, for the log: before anything is downloaded."""
+    """Return who this miner is and what it earns, for the log: before anything is downloaded."""
+    found = standing(member.chain.neurons(), member.hotkey)
     return (
         f"Miner {__version__}: uid {member.uid}, hotkey {member.hotkey}, netuid {netuid}, "
-        f"bucket {bucket}"
+        f"bucket {bucket}{', ' + found.words if found else ''}"
     )
 
 

@@ -51,6 +51,7 @@ from . import state_machine as ev
 from .block_list import BlockList
 from .controller import Averaging, Controller, Subscriber
 from .global_state import GlobalEpoch, Rows, StopBeforeStart
+from .income import Income
 from .loop import MinerLoop
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
@@ -550,9 +551,25 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
     context, services = rank_zero.context, rank_zero.services
     trainer, config = rank_zero.training.trainer, context.config
     snapshot = snapshot_bytes(shape for _, shape in trainer.schema)
+    blocks, clock = rank_zero.blocks, services.round_clock
+    uploaded = limits(
+        services.schedule,
+        newest=lambda: blocks.newest_published,
+        chain_block=services.chain.block,
+        most_blocks=clock.half,
+    )
+    income = Income(
+        hotkey=services.info.hotkey,
+        chain=services.chain,
+        limits=uploaded,
+        called_at=rank_zero.server.called_at,
+        round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
+        patience=config.miner.round_reload_timeout.total_seconds(),
+        record=rank_zero.record,
+    )
     reporter = Reporter(
         record=rank_zero.record,
-        metrics=_metrics(rank_zero, snapshot),
+        metrics=_metrics(rank_zero, snapshot, {**uploaded, **income.gauges()}),
         schedule=services.schedule,
         warnings=warnings_of(config, context.device),
         bucket=services.bucket,
@@ -571,11 +588,14 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         world_size=trainer.stream.layout.shards,
         run=config.store.run,
     )
-    return [reporter.see, missed.see, publishing.see, end_rounds_of(rank_zero.server)]
+    ends_rounds = end_rounds_of(rank_zero.server)
+    return [income.see, reporter.see, missed.see, publishing.see, ends_rounds]
 
 
-def _metrics(rank_zero: RankZero, snapshot: int) -> Metrics:
-    """``snapshot``: bytes of one."""
+def _metrics(
+    rank_zero: RankZero, snapshot: int, measured: Mapping[str, Callable[[], float | None]]
+) -> Metrics:
+    """``snapshot``: bytes of one; ``measured``: of uploads and income, by metric."""
     context, services, blocks = rank_zero.context, rank_zero.services, rank_zero.blocks
     trainer, opened = rank_zero.training.trainer, context.stack.enter_context
     config, chain, clock = context.config, services.chain, services.round_clock
@@ -606,12 +626,7 @@ def _metrics(rank_zero: RankZero, snapshot: int) -> Metrics:
             "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
             "dht_peers": rank_zero.swarm.known_peers,
             "global_run": lambda: services.global_bucket.run_seen,
-            **limits(
-                services.schedule,
-                newest=lambda: blocks.newest_published,
-                chain_block=chain.block,
-                most_blocks=clock.half,
-            ),
+            **measured,
             **machine.single(),
         },
         by_rank=opened(closing(machine)).by_rank,

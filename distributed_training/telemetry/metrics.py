@@ -68,6 +68,12 @@ METRICS: Mapping[str, str] = {
     "block_list_age_blocks": "how far the newest published block is behind the chain",
     "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
     "block_list_blocks_left": "blocks until then, for the newest publication",
+    # income, as the chain shows it
+    "earning": "1 while the miner has an incentive and nothing would make its next score zero",
+    "incentive": "share of what the network pays, 0 to 1",
+    "emission": "that this gives per tempo, in the subnet's token",
+    "incentive_rank": "place among the miners by incentive, 1 is the highest",
+    "last_call_timestamp_seconds": "when a validator was last answered",
     # rounds
     "rounds_total": "finished all-reduce rounds, successful or not",
     "rounds_failed_total": "of them, without an outer step",

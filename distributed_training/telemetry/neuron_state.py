@@ -43,7 +43,7 @@ _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
 )
 #: Kinds of events that are kept as they were written.
-_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop")
+_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop", "income")
 
 
 @dataclass

@@ -129,7 +129,9 @@ def test_it_shows_what_happens_and_survives_a_restart(
         )
         assert "took part" in card(browser, "Last round")
         assert "too old for validators in" in card(browser, "Published")
-        assert "counts" in card(browser, "Score")
+        assert card(browser, "Income") == ""
+        events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
+        wait_for(lambda: "incentive 0.0120" in card(browser, "Income"), "what it earns")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
         assert len(browser.find_elements("css selector", "svg[role=img] polyline")) >= 4
@@ -203,14 +205,14 @@ def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path
     )
     with EventLog(folder / "events.jsonl") as events, closing(Page(folder)) as page:
         step(events, 7, loss=3.0)
+        events.write("income", verdict="nothing uploaded", words="in 83 min", bad=True)
         browser.get(page.url)
         wait_for(lambda: "nothing yet" in card(browser, "Published"), "the card")
         assert "83 min" in card(browser, "Published")
         bad = browser.execute_script(
             "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
         )
-        assert bad == ["Score", "Published"]
-        assert card(browser, "Score").split("\n\n") == ["Score", "zero", "nothing is published"]
+        assert bad == ["Income", "Published"]
 
 
 def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:

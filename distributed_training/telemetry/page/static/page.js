@@ -108,8 +108,9 @@ function cards(neuron) {
   const now = Date.now() / 1000;
   const running = runs(neuron);
   const made = [card("State", ...stateOf(neuron))];
-  const earned = earnings(neuron, gauge, now);
-  if (earned) made.push(card("Score", ...earned));
+  const verdict = income(neuron, gauge), score = judged(neuron);
+  if (verdict) made.push(card("Income", verdict[0], verdict[1], `wide ${verdict[2]}`));
+  if (score) made.push(card("Score", ...score));
   const steps = neuron.steps.length > 0;
   if (steps) {
     const since = Date.now() / 1000 - column("time");
@@ -184,19 +185,18 @@ function scoreOf(neuron) {  // where the validator is shown too
   return judge && judge.scores.scores[uidOf(neuron)];
 }
 
-function earnings(neuron, gauge, now) {  // the score, else whether the upload's age alone makes it zero
-  const judged = [...neurons.values()].map((n) => n.judged[uidOf(neuron)]).find(Boolean), score = scoreOf(neuron);
-  if (judged || score) {
-    const counted = judged ? `${judged.scored} of ${judged.passes} uploads scored` : "by the validator of this subnet";
-    const reset = judged && judged.last_reset ? `; last reset: ${judged.last_reset}` : "";
-    return [number(score && score.total, 3), counted + reset, judged && !judged.scored ? "bad" : ""];
-  }
-  const age = now - gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
-  if (!limit || !runs(neuron)) return undefined;
-  const why = gauge("registered") === 0 ? "the hotkey is not registered" : Number.isNaN(age) ? "nothing is published"
-    : age > limit ? "the upload is too old" : gauge("block_list_blocks_left") < 0 ? "the upload's blocks are too old" : "";
-  return why ? ["zero", why, "bad"]
-    : ["counts", `the upload is within validators' limits; the figure: scripts/score.py --uid ${uidOf(neuron) ?? "N"}`];
+function judged(neuron) {  // by a validator whose folder is shown too
+  const found = [...neurons.values()].map((n) => n.judged[uidOf(neuron)]).find(Boolean), score = scoreOf(neuron);
+  if (!found && !score) return undefined;
+  const counted = found ? `${found.scored} of ${found.passes} uploads scored` : "by the validator of this subnet";
+  const reset = found && found.last_reset ? `; last reset: ${found.last_reset}` : "";
+  return [number(score && score.total, 3), counted + reset, found && !found.scored ? "bad" : ""];
+}
+
+function income(neuron, gauge) {  // the miner's own verdict; while it waits for its uid, it has none
+  if (gauge("registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
+  const last = neuron.tables.income[neuron.tables.income.length - 1];
+  return last && [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : ""];
 }
 
 // --- curves -----------------------------------------------------------------------------------
@@ -326,7 +326,8 @@ function draw() {
   const neuron = neurons.get(shown);
   if (!neuron) return;
   const well = !lost && stateOf(neuron)[2] !== "bad";
-  $("title").textContent = neuron.name;
+  const start = neuron.tables.start[neuron.tables.start.length - 1] || {};
+  $("title").textContent = start.hotkey ? `${neuron.name}, uid ${start.uid}, ${start.hotkey}` : neuron.name;
   document.title = `${well ? "" : "⚠ "}${neuron.name}`;
   connection();
   cards(neuron);
@@ -357,7 +358,7 @@ function soon() {
 function follow() {
   const source = new EventSource("stream");
   const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
-    "held_out", "start", "stop", "gauges"];
+    "held_out", "start", "stop", "income", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
     heard = Date.now();

@@ -1,0 +1,274 @@
+"""Whether this miner earns, in one verdict, and what to do if it does not.
+
+Validators judge what a miner has uploaded and write weights to the chain. The chain turns them into
+*incentive*, the miner's share of what the network pays (0 to 1), and into *emission* per tempo. The
+incentive follows hours behind the cause. So the verdict looks first at what would make the next
+score zero, and only then at the incentive: a miner may still earn by what it has lost already.
+
+:class:`Income` subscribes to the event stream. It logs a line that begins with ``Income:`` when the
+verdict changes and once an hour, writes an ``income`` event, and gives the metrics their figures.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+
+from distributed_training.chain.base import Chain, ChainUnavailable, Neuron, find
+from distributed_training.common.backoff import Throttle
+from distributed_training.telemetry import unix_time
+
+from . import state_machine as ev
+from .state_machine import MinerState
+
+log = logging.getLogger(__name__)
+
+# In seconds: between two looks, as the metrics file is written; between two events and two lines
+# while the verdict stays.
+_LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
+
+
+class Verdict(StrEnum):
+    """In the order in which they are looked for."""
+
+    UNKNOWN = "unknown"
+    NOTHING_UPLOADED = "nothing uploaded"
+    RESET = "reset"
+    BEHIND = "behind the network"
+    NOT_CALLED = "not called"
+    EARNING = "earning"
+    NOT_YET = "not yet"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What the chain shows of one miner among the others.
+
+    ``rank`` is 1 for the highest incentive of ``miners`` neurons without a validator's permit;
+    equal ones share it. ``emission`` is per tempo, in the subnet's token. ``weights_block``: at
+    which a validator last set weights, 0 for never.
+    """
+
+    incentive: float
+    emission: float
+    rank: int
+    miners: int
+    weights_block: int
+
+    @property
+    def words(self) -> str:
+        return (
+            f"incentive {self.incentive:.4f}, rank {self.rank} of {self.miners} miners, "
+            f"emission {self.emission:.4g} per tempo"
+        )
+
+
+def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
+    """Return where ``hotkey`` stands; None if the chain does not show it."""
+    me = find(neurons, hotkey)
+    if me is None:
+        return None
+    miners = [n for n in neurons if not n.validator_permit or n is me]
+    return Standing(
+        incentive=me.incentive,
+        emission=me.emission,
+        rank=1 + sum(n.incentive > me.incentive for n in miners),
+        miners=len(miners),
+        weights_block=max((n.last_update for n in neurons if n.validator_permit), default=0),
+    )
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a verdict is made of; ages in seconds, None where there is none.
+
+    ``upload_age`` is that of the newest upload, ``blocks_left`` how many blocks its block list will
+    still count (negative: it does not). ``behind``: how long the network has been at a later outer
+    step. ``silent``: since a validator called, or since the start. ``patience``: how long a load of
+    the global state may take. ``round_period``: within it every validator calls.
+    """
+
+    standing: Standing | None
+    chain_block: int
+    running: float
+    upload_age: float | None
+    age_limit: float
+    blocks_left: float | None
+    behind: float | None
+    silent: float
+    patience: float
+    round_period: float
+
+
+def judge(facts: Facts) -> tuple[Verdict, str, bool]:
+    """Return the verdict, what to know or do in words, and whether an operator must act."""
+    standing = facts.standing
+    if standing is None:
+        return Verdict.UNKNOWN, "the chain does not show this hotkey now", False
+    verdict, words, bad = _in_the_way(facts) or _paid(facts, standing)
+    if standing.incentive > 0 and verdict is not Verdict.EARNING:
+        words += f". Still paid for earlier scores: {standing.words}"
+    return verdict, words, bad
+
+
+def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
+    """Return what makes the next score zero, if anything does."""
+    if facts.upload_age is None:
+        late = facts.running > facts.age_limit
+        words = f"nothing was uploaded in the {_span(facts.running)} since the start"
+        remedy = "; grep -iE 'UPLOAD BLOCKED|upload failed|snapshot' in the log for the cause"
+        return Verdict.NOTHING_UPLOADED, words + remedy * late, late
+    if facts.upload_age > facts.age_limit:
+        return (
+            Verdict.RESET,
+            f"the newest upload is {_span(facts.upload_age)} old, and validators take none older "
+            f"than {_span(facts.age_limit)}; grep -iE 'UPLOAD BLOCKED|upload failed' in the log",
+            True,
+        )
+    if facts.blocks_left is not None and facts.blocks_left < 0:
+        return (
+            Verdict.RESET,
+            f"the newest upload lists blocks that are {-facts.blocks_left:.0f} blocks too old for "
+            "validators; the next upload cures it; if it lasts, steps are too slow",
+            facts.behind is None,
+        )
+    if facts.behind is not None and facts.behind > facts.patience:
+        return (
+            Verdict.BEHIND,
+            f"the network has been at a later outer step for {_span(facts.behind)}; grep "
+            "'global state' in the log for why it is not loaded",
+            True,
+        )
+    if facts.silent > facts.round_period:
+        return (
+            Verdict.NOT_CALLED,
+            f"no validator has called for {_span(facts.silent)}: see from another machine whether "
+            "--axon.port is reached (python -m distributed_training doctor --probe IP:PORT)",
+            True,
+        )
+    return None
+
+
+def _paid(facts: Facts, standing: Standing) -> tuple[Verdict, str, bool]:
+    if standing.incentive > 0:
+        return Verdict.EARNING, standing.words, False
+    if not standing.weights_block:
+        return Verdict.NOT_YET, "uploads count; no validator has set weights yet", False
+    ago = max(0, facts.chain_block - standing.weights_block)
+    return (
+        Verdict.NOT_YET,
+        f"uploads count; the weights that validators set {ago} blocks ago give nothing to it yet "
+        "(python scripts/score.py --background scores the upload here)",
+        False,
+    )
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+class Income:
+    """Follow the verdict of one miner.
+
+    ``limits``: measures of the uploads by metric (``reporter.limits``). ``called_at``: moment of a
+    validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
+    :class:`Facts`.
+    """
+
+    def __init__(
+        self,
+        *,
+        hotkey: str,
+        chain: Chain,
+        limits: Mapping[str, Callable[[], float | None]],
+        called_at: Callable[[], float | None],
+        round_period: Callable[[], float],
+        patience: float,
+        record: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._hotkey = hotkey
+        self._chain = chain
+        self._limits = limits
+        self._called_at = called_at
+        self._round_period = round_period
+        self._patience = patience
+        self._record = record
+        self._clock = clock
+        self._began = clock()
+        self._behind_since: float | None = None
+        self._look, self._record_again, self._log_again = (
+            Throttle(every, clock=clock) for every in (_LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY)
+        )
+        self._standing: Standing | None = None
+        self._verdict = Verdict.UNKNOWN
+        self._bad = False
+
+    def see(self, event: ev.Event, state: MinerState) -> None:
+        match event:
+            case ev.GlobalEpochSeen(outer_step=seen):
+                if seen <= state.outer_step:
+                    self._behind_since = None
+                elif self._behind_since is None:
+                    self._behind_since = self._clock()
+            case ev.Loaded() | ev.OuterStepEnded(committed=True):
+                self._behind_since = None
+            case ev.Tick() if self._look():
+                self._judge()
+
+    def gauges(self) -> Mapping[str, Callable[[], float | None]]:
+        """Return what measures each metric of this subject."""
+
+        def of_standing(name: str) -> Callable[[], float | None]:
+            return lambda: getattr(self._standing, name, None)
+
+        def earning() -> float | None:
+            return None if self._verdict is Verdict.UNKNOWN else self._verdict is Verdict.EARNING
+
+        return {
+            "incentive": of_standing("incentive"),
+            "emission": of_standing("emission"),
+            "incentive_rank": of_standing("rank"),
+            "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
+            "earning": earning,
+        }
+
+    def _judge(self) -> None:
+        facts = self._facts()
+        if facts is None:
+            return
+        self._standing = facts.standing
+        verdict, words, bad = judge(facts)
+        changed = (verdict, bad) != (self._verdict, self._bad)
+        self._verdict, self._bad = verdict, bad
+        if self._log_again() or changed:
+            log.log(logging.WARNING if bad else logging.INFO, "Income: %s: %s", verdict, words)
+        if self._record_again() or changed:
+            found = asdict(facts.standing) if facts.standing else {}
+            self._record("income", verdict=verdict.value, words=words, bad=bad, **found)
+
+    def _facts(self) -> Facts | None:
+        """Return None while the chain has not answered once."""
+        now, called_at = self._clock(), self._called_at()
+        try:
+            neurons, block = self._chain.neurons(), self._chain.block()
+        except ChainUnavailable:
+            return None
+        return Facts(
+            standing=standing(neurons, self._hotkey),
+            chain_block=block,
+            running=now - self._began,
+            upload_age=self._limits["publication_age_seconds"](),
+            age_limit=self._limits["publication_age_limit_seconds"]() or math.inf,
+            blocks_left=self._limits["block_list_blocks_left"](),
+            behind=None if self._behind_since is None else now - self._behind_since,
+            silent=now - (self._began if called_at is None else called_at),
+            patience=self._patience,
+            round_period=self._round_period(),
+        )
