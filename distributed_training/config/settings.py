@@ -822,6 +822,11 @@ class ValidatorSettings:
         "validator.publication_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
     )
     """how long the publication of an outer step is tried again before the step is given up"""
+    inner_optimizer_budget: Duration = flag(
+        "validator.inner_optimizer_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
+    )
+    """how long the upload of a miner's inner optimizer may take, which newcomers take over; 0: none
+    is published, and public miners cannot join"""
 
     # the initial model, only when the global bucket is empty
     model_config: File | None = flag("validator.model_config", None)

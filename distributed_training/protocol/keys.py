@@ -14,6 +14,7 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 GRADIENTS = "gradients.pt"
 OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
+PUBLIC_RANKS = 4  # of the public network's inner optimizers
 SAFETENSORS_METADATA = {"format": "pt"}
 
 _EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]*)/(.+)")

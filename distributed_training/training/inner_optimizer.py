@@ -88,7 +88,35 @@ class CosineSchedule:
         }
 
 
+EPS = 1e-8  # of AdamW
 OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded (512 MiB)
+
+
+def published_group(
+    names: Sequence[str],
+    learning_rate: float,
+    peak: float,
+    *,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float = EPS,
+) -> dict[str, Any]:
+    """``param_groups[0]`` as the public network's files have it (protocol page, section 3)."""
+    return {
+        "lr": learning_rate,
+        "betas": betas,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "initial_lr": peak,
+        "params": list(names),
+    }
 
 
 class _Lane:
@@ -146,7 +174,7 @@ class InnerOptimizer:
         betas: tuple[float, float],
         weight_decay: float,
         offload: bool,
-        eps: float = 1e-8,
+        eps: float = EPS,
     ) -> None:
         self.betas, self.weight_decay, self.eps, self.offload = betas, weight_decay, eps, offload
         self._shards = list(shards)
@@ -300,19 +328,12 @@ class InnerOptimizer:
         self._leaving.finish()
 
     def published_group(self, names: Sequence[str], learning_rate: float, peak: float) -> dict:
-        """``param_groups[0]`` as the public network's files have it (protocol page, section 3)."""
-        return {
-            "lr": learning_rate,
-            "betas": self.betas,
-            "eps": self.eps,
-            "weight_decay": self.weight_decay,
-            "amsgrad": False,
-            "maximize": False,
-            "foreach": None,
-            "capturable": False,
-            "differentiable": False,
-            "fused": None,
-            "decoupled_weight_decay": True,
-            "initial_lr": peak,
-            "params": list(names),
-        }
+        """See :func:`published_group`."""
+        return published_group(
+            names,
+            learning_rate,
+            peak,
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+        )

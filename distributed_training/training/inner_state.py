@@ -89,18 +89,15 @@ class InnerState:
 
     def _facts(self, file: PtContent) -> InnerFacts:
         content = file.content
-        schedule = content["scheduler_state"]
-        finished = schedule["last_epoch"]
-        rates = schedule.get("base_lrs") or [None]
+        finished = finished_steps(file)
+        rates = content["scheduler_state"].get("base_lrs") or [None]
         step = content["optimizer_state_dict"]["state"][self._schema[0][0]]["step"]
         if isinstance(step, Made):
             storage, offset, _ = _tensor(step)
             step = float(self._read(0, storage)[offset])
-        for count in (finished, step):
-            if type(count) not in (int, float) or not 0 <= count <= _MOST_STEPS:
-                raise TypeError(f"{count!r:.40} is no number of inner steps")
+        _check_count(step)
         peak = rates[0] if type(rates[0]) is float and 0 < rates[0] < 10 else None
-        return InnerFacts(int(step), int(finished), peak)
+        return InnerFacts(int(step), finished, peak)
 
     def _parts(
         self, kind: str, name: str, shape: tuple[int, ...]
@@ -115,6 +112,21 @@ class InnerState:
         ):
             raise TypeError(f"{kind} of {name} does not have the shape {shape}")
         return parts
+
+
+def finished_steps(file: PtContent) -> int:
+    """Return the place in the learning rate's schedule. Raises ValueError."""
+    try:
+        finished = file.content["scheduler_state"]["last_epoch"]
+        _check_count(finished)
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError("its file names no place in the schedule") from None
+    return int(finished)
+
+
+def _check_count(count: Any) -> None:
+    if type(count) not in (int, float) or not 0 <= count <= _MOST_STEPS:
+        raise TypeError(f"{count!r:.40} is no number of inner steps")
 
 
 def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:

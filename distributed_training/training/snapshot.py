@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -110,10 +110,38 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+class RowsOfMesh:
+    """Stands for the mesh of ``ranks`` as ``rank`` sees it, where no such ranks run."""
+
+    ndim = 1
+    device_type = "cpu"
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.mesh = torch.arange(ranks, dtype=torch.int)
+        self._rank = rank
+
+    def _class(self) -> type:
+        return DeviceMesh
+
+    __class__ = property(_class)  # type: ignore[assignment]  # pickle compares it with its own
+
+    def get_coordinate(self) -> list[int]:
+        return [self._rank]
+
+
+class Described(Protocol):
+    """What a file of :func:`shard_content` needs of a parameter; ``shape`` of the whole."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
 def shard_content(
     *,
-    shards: Sequence[ParameterShard],
-    mesh: DeviceMesh,
+    shards: Sequence[Described],
+    mesh: DeviceMesh | RowsOfMesh,
     exp_avg: Sequence[Tensor],
     exp_avg_sq: Sequence[Tensor],
     steps: int,
@@ -124,10 +152,11 @@ def shard_content(
     """What one ``inner_optimizer.rank000R-of-W.pt`` holds. ``exp_avg``, ``exp_avg_sq``: host row
     blocks like the shards."""
 
-    def sharded(shard: ParameterShard, rows: Tensor) -> Tensor:
+    def sharded(shard: Described, rows: Tensor) -> Tensor:
         # Not DTensor.from_local: that would move host rows to the mesh's device.
-        meta = TensorMeta(torch.Size(shard.shape), shard.dtensor.stride(), torch.float32)
-        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        stride = torch.empty(shard.shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(shard.shape), stride, torch.float32)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)  # type: ignore[arg-type]
         return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
 
     entries = {}
@@ -156,7 +185,7 @@ class _Pickler(pickle.Pickler):
     """Writes the three classes whose state changed since torch 2.5.1 as that version does."""
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is DeviceMesh:
+        if type(obj) in (DeviceMesh, RowsOfMesh):
             state = _mesh_state(obj)
         elif type(obj) is DTensorSpec:
             state = {
@@ -169,10 +198,10 @@ class _Pickler(pickle.Pickler):
             state = {"dim": obj.dim}
         else:
             return NotImplemented
-        return copyreg.__newobj__, (type(obj),), state  # type: ignore[attr-defined]
+        return copyreg.__newobj__, (obj.__class__,), state  # type: ignore[attr-defined]
 
 
-def _mesh_state(mesh: DeviceMesh) -> dict[str, Any]:
+def _mesh_state(mesh: DeviceMesh | RowsOfMesh) -> dict[str, Any]:
     """A mesh of one dimension over all ranks. Validators compare it with theirs, by ranks, device
     type and names; theirs is of GPUs."""
     ranks = mesh.mesh.flatten().tolist()

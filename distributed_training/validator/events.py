@@ -13,6 +13,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
+``inner_optimizer``
+    outer_step (of the files that newcomers take over), uid (whose moments they are), finished_steps
+    (the place in the learning rate's schedule), seconds.
 ``upload_seen``
     uid, revision (tag in the miner's root metadata), outer_step (folder looked at), age_seconds.
     Once for each new revision.

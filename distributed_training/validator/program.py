@@ -56,6 +56,7 @@ from distributed_training.validator.global_state import (
     read_model_config,
     small_llama,
 )
+from distributed_training.validator.inner_optimizer import InnerPublisher
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Validator
@@ -171,6 +172,15 @@ def build(
     model = EvaluationModel(
         model_config=model_config, device=evaluation_device(config.miner.device), stop=stop
     )
+    inner_optimizer = InnerPublisher(
+        store=parts.store,
+        folder=folder / "inner-optimizer",
+        schema=schema,
+        training=config.training,
+        budget=settings.inner_optimizer_budget,
+        record=run.record,
+    )
+    stack.callback(inner_optimizer.close)
     validator = Validator(
         settings=settings,
         member=parts.member,
@@ -184,6 +194,7 @@ def build(
             run=run,
         ),
         publisher=publisher,
+        inner_optimizer=inner_optimizer,
         scorer=Scorer(
             settings=settings,
             open_bucket=parts.open_bucket,

@@ -37,6 +37,7 @@ from distributed_training.scoring.upload import (
 )
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator.global_state import GlobalPublisher
+from distributed_training.validator.inner_optimizer import Donor
 
 
 @dataclass
@@ -184,6 +185,8 @@ class Scorer:
         self._evaluator = evaluator
         self._rng = rng
         self._record = record
+        self.judged = -1  # outer step of the last pass
+        self.donors: list[Donor] = []  # who had a valid upload then, best first
 
     def score(
         self,
@@ -224,6 +227,8 @@ class Scorer:
             block=block,
             scores={str(uid): figures for uid, figures in scores.items()},
         )
+        self.judged = outer_step
+        self.donors = _donors(repositories, judgements, standings)
         return judgements
 
     def _choose(self, repositories: Sequence[Repository], standings: Standings) -> list[Repository]:
@@ -295,6 +300,15 @@ class Scorer:
                 outer_step=outer_step,
                 age_seconds=repository.age.total_seconds() if repository.age else None,
             )
+
+
+def _donors(
+    repositories: Sequence[Repository], judgements: Sequence[Judgement], standings: Standings
+) -> list[Donor]:
+    reset = {each.uid for each in judgements if each.random is None}
+    valid = [r for r in repositories if r.valid and r.cause is None and r.uid not in reset]
+    valid.sort(key=lambda r: standings.entries[r.uid].published, reverse=True)
+    return [Donor(r.uid, r.bucket) for r in valid if r.bucket is not None]
 
 
 def _line(judgement: Judgement, tag: str) -> str:

@@ -27,12 +27,14 @@ from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
+from distributed_training.validator.inner_optimizer import InnerPublisher
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
 from distributed_training.validator.scorer import Scorer, Standings
 
 log = logging.getLogger(__name__)
 
 PUBLICATION_RETRY = timedelta(seconds=2)
+LATE = 2 / 3  # of a period: from then on the next outer step's inner optimizer is made
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
 
 
@@ -47,6 +49,7 @@ class Validator:
         member: Member,
         rounds: RoundCaller,
         publisher: GlobalPublisher,
+        inner_optimizer: InnerPublisher,
         scorer: Scorer,
         standings: Standings,
         held_out_loss: Callable[[Sequence[Tensor]], float],
@@ -58,6 +61,7 @@ class Validator:
         self._chain = member.chain
         self._rounds = rounds
         self._publisher = publisher
+        self._inner_optimizer = inner_optimizer
         self._scorer = scorer
         self._held_out_loss = held_out_loss
         self._record = run.record
@@ -267,6 +271,13 @@ class Validator:
             interrupted=lambda: self._round_due(self._chain.block()),
         )
         self._save()
+        self._inner_optimizer.look(
+            state.outer_step,
+            self._scorer.donors,
+            judged=self._scorer.judged,
+            period=self.blocks_per_allreduce * (1 + self.standings.failed_rounds),
+            late=block - self.last_allreduce_block >= LATE * self.blocks_per_allreduce,
+        )
         return judgements
 
     def _set_weights(self, block: int) -> None:
