@@ -214,4 +214,7 @@ class GradientMetadata:
             raise PayloadError(
                 f"metadata of gradients.pt: loss is {reprlib.repr(loss)}, not a number"
             )
-        return cls(loss=float(loss), **values)
+        try:
+            return cls(loss=float(loss), **values)
+        except OverflowError:  # a whole number above any float
+            raise PayloadError("metadata of gradients.pt: loss is no number of nats") from None

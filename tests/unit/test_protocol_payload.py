@@ -57,6 +57,7 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda p: p.update(metadata={"block": 1}), "inner_step"),
         (lambda p: p["metadata"].update(block=-1), "block"),
         (lambda p: p["metadata"].update(loss="low"), "loss"),
+        (lambda p: p["metadata"].update(loss=10**400), "loss"),
         (lambda p: p.pop("model.a.weightvals"), "not both"),
         (lambda p: p["model.a.weightvals"].fill_(float("nan")), "NaN"),
         (lambda p: p["model.a.weightvals"].view(-1)[5].fill_(float("inf")), "NaN or Inf"),
