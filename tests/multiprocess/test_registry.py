@@ -479,7 +479,8 @@ class TestReading:
 class TestLimits:
     @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
     def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
-        limits = Limits(requests_per_address=1.0, requests_per_hotkey=0.5, proxy=proxy)
+        # A burst of one, and the next one after ten seconds: however slow the machine is.
+        limits = Limits(requests_per_address=0.1, requests_per_hotkey=0.5, proxy=proxy)
         with RegistryServer(tmp_path, limits=limits) as server:
 
             def ask(address: str) -> int | None:
@@ -490,9 +491,8 @@ class TestLimits:
                     return None  # closed unread
                 return got.status_code
 
-            answers = [ask("1.1.1.1") for _ in range(12)]
-            assert answers[:6] == [200] * 6
-            assert sum(answer in (429, None) for answer in answers) >= 3
+            assert ask("1.1.1.1") == 200
+            assert ask("1.1.1.1") in (429, None)
             assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
 
     def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
