@@ -47,6 +47,7 @@ _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _NONCES_KEPT = 86400.0  # seconds, of hotkeys that are not registered
 _FIRST_BLOCK = 1000
+_MOST_MADE = 32  # answers that a view keeps: pollers know one of the last few versions
 _KEPT = frozenset({"hotkey", "ip", "port", "stake", "validator_permit", "last_update"})
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -97,10 +98,14 @@ class View:
 
     def changes(self, known: int) -> bytes:
         """Return a JSON list of the rows that changed after version ``known``; -1: all."""
-        if known not in self.made:
+        answer = self.made.get(known)
+        if answer is None:
             rows = (text for changed, text in self.rows.values() if changed > known)
-            self.made[known] = f"[{','.join(rows)}]".encode()
-        return self.made[known]
+            answer = f"[{','.join(rows)}]".encode()
+            # Anybody may name any version: to keep them all would take gigabytes.
+            if len(self.made) < _MOST_MADE:
+                self.made[known] = answer
+        return answer
 
 
 def found(folder: Path, charter: Charter) -> None:
