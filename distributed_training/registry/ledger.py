@@ -174,7 +174,12 @@ class Ledger:
 
     def _remove(self, uid: int, *, commitment: bool = True) -> None:
         neuron = self.entries.pop(uid)
-        self.weights.pop(uid, None)
+        # Others' weights of this uid too: who gets it next has earned none of them.
+        self.weights = {
+            voter: {of: weight for of, weight in row.items() if of != uid}
+            for voter, row in self.weights.items()
+            if voter != uid
+        }
         self.since.pop(uid, None)
         self.earned.pop(uid, None)
         if commitment:

@@ -154,6 +154,13 @@ def test_weights_become_incentive(server: RegistryServer, tmp_path: Path) -> Non
                 assert own.register() == uid
         chain.set_weights({1: 3.0, 2: 1.0})
         wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.75, 0.25])
+        chain.expel(miners[0].ss58)
+        with chain_of(server.url, PEER) as own:
+            assert own.register() == 1
+        wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 0.0, 1.0])
+        server.stop()
+        server.start()
+        assert [n.incentive for n in server.registry.view.neurons] == [0.0, 0.0, 1.0]
 
 
 def test_when_all_uids_are_taken_the_least_earning_goes(tmp_path: Path) -> None:
