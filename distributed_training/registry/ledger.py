@@ -7,6 +7,7 @@ permits, and a neuron's incentive is the mean of the validators' weights.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import threading
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from distributed_training.chain.base import ChainError, Neuron, find
 
@@ -25,9 +26,20 @@ MAX_COMMITMENT = 128  # bytes, as on the public chain
 IMMUNITY = 4096
 _DAY = 86400.0
 
+
+def _plain_ip(text: str) -> str:
+    """Raise ValueError unless ``text`` is an IP address without a zone. Validators make a URL of
+    it, and programs print it."""
+    try:
+        ipaddress.ip_address("" if "%" in text else text)
+    except ValueError:
+        raise ValueError("this is no IP address") from None  # what was given is not repeated
+    return text
+
+
 Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Address = Annotated[str, Field(min_length=1, max_length=64)]
+Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
 
 

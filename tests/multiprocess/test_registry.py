@@ -115,6 +115,7 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         ("/register", b'{"uid": 256}'),
         ("/enroll", b'{"hotkey": "<script>"}'),
         ("/enroll", b'{"hotkey": "' + PEER.ss58.encode() + b'", "uid": 4096}'),
+        *(("/serve", b'{"ip": "%s", "port": 1}' % ip) for ip in (b"a/b?", b"fe80::1%a/", b"::x")),
         ("/expel", b'{"hotkey": "' + VALIDATOR.ss58.encode() + b'"}'),
         ("/invite", b'{"hashed": "secret", "uses": 1, "expires": 1}'),
     ],
