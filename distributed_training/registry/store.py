@@ -147,24 +147,32 @@ class Registry(Ledger):
 
     def __init__(self, folder: Path) -> None:
         self._lock_file = _lock(folder)
-        try:
-            self._db = _open(folder / FILE)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self.charter = Charter(**self._meta("charter"))
-        except BaseException:
-            self._lock_file.close()
-            raise
-        super().__init__(
-            seconds_per_block=self.charter.seconds_per_block, most_uids=self.charter.most_uids
-        )
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: known versions count within it only
         self.faults = 0  # writes that could not be stored
         self._stored: dict[int, dict[str, Any]] = {}  # slots as the file has them
         self._seen: dict[int, tuple[Any, ...]] = {}  # :meth:`_parts` after the last write
-        self._load()
-        self._start_clock()
+        try:
+            self._db = _open(folder / FILE)
+            self._begin()
+        except BaseException:
+            self._lock_file.close()
+            raise
+
+    def _begin(self) -> None:
+        """Go on from the file. Raises StoreFault."""
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self.charter = Charter(**self._meta("charter"))
+            super().__init__(
+                seconds_per_block=self.charter.seconds_per_block, most_uids=self.charter.most_uids
+            )
+            self._load()
+            self._start_clock()
+        except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
+            self._db.close()
+            raise _unusable(self.folder / FILE, error) from None
 
     @classmethod
     def at(cls, folder: Path, charter: Charter | None) -> Registry:
@@ -452,6 +460,13 @@ def _lock(folder: Path) -> Any:
     return file
 
 
+def _unusable(path: Path, error: Exception) -> StoreFault:
+    return StoreFault(
+        f"{path} cannot be read ({error}), so the registry does not start: put a backup in its "
+        "place with `dt-registry restore`"
+    )
+
+
 def _open(path: Path) -> sqlite3.Connection:
     """A connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
@@ -462,10 +477,7 @@ def _open(path: Path) -> sqlite3.Connection:
             for pragma in ("application_id", "user_version")
         )
     except sqlite3.Error as error:
-        raise StoreFault(
-            f"{path} cannot be read ({error}), so the registry does not start: put a backup in its "
-            "place with `dt-registry restore`"
-        ) from None
+        raise _unusable(path, error) from None
     if (application, schema) != (_APPLICATION, SCHEMA):
         db.close()
         raise ConfigError(

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -376,6 +377,26 @@ class TestKept:
             registry._db.execute("PRAGMA query_only = OFF")
             chain.commit("x")
             assert chain.commitment(PEER.ss58) == "x"
+
+    @pytest.mark.parametrize("bytes_at", [(100, 600), (0, 16), None])
+    def test_a_damaged_file_is_one_line_and_status_1(
+        self,
+        server: RegistryServer,
+        capsys: pytest.CaptureFixture[str],
+        bytes_at: tuple[int, int] | None,
+    ) -> None:
+        server.stop()
+        path = server.folder / store.FILE
+        if bytes_at is None:  # whole, and what is in it is not what this program writes
+            with closing(sqlite3.connect(path)) as db, db:
+                db.execute("UPDATE slots SET content = '{}'")
+        else:
+            first, count = bytes_at
+            data = path.read_bytes()
+            path.write_bytes(data[:first] + b"\xff" * count + data[first + count :])
+        assert program.main(["serve", "--folder", str(server.folder), "--port", "0"]) == 1
+        error = capsys.readouterr().err
+        assert "dt-registry restore" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
