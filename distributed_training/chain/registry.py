@@ -142,6 +142,8 @@ class RegistryChain(Chain):
     def _write(self, kind: str, fields: dict[str, Any]) -> Any:
         """What the registry returns; the state after the write is known then."""
         with self._writing(), self._lock:
+            if self._stop.is_set():
+                raise ChainError(f"{kind}: the chain was closed")
             try:
                 if self._seen is None:
                     self._look()  # whom to sign for
@@ -200,8 +202,11 @@ class RegistryChain(Chain):
     # reads
 
     def _poll(self) -> None:
-        with self._client:
+        try:
             self._poll_until_stopped(Backoff(first=self._interval, longest=_LONGEST_WAIT))
+        finally:
+            with self._lock:  # not in the middle of a write
+                self._client.close()
 
     def _poll_until_stopped(self, backoff: Backoff) -> None:
         while not self._stop.is_set():

@@ -232,6 +232,14 @@ class TestAdmission:
             chain.register()
 
 
+def test_a_write_after_the_end_is_a_refused_write(server: RegistryServer) -> None:
+    """A thread that writes the endpoint until it goes through outlives the chain at a stop."""
+    with chain_of(server.url, PEER) as chain:
+        chain.register()
+    with pytest.raises(ChainError, match="closed"):
+        chain.serve("1.2.3.4", 80)
+
+
 def test_a_server_that_is_away_costs_only_age(
     server: RegistryServer, caplog: pytest.LogCaptureFixture
 ) -> None:
