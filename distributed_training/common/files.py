@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -34,6 +35,9 @@ State = TypeVar("State")
 LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
 LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
 LONGEST_LINE = 1024 * 1024  # bytes
+
+FSTAB = Path("/etc/fstab")
+_OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def sync_folder(folder: Path) -> None:
@@ -193,3 +197,22 @@ def sha256_of(path: Path) -> str:
 def is_full(error: OSError) -> bool:
     """Whether the disk, or this user's part of it, has no room."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
+    """Return the mount point at or above ``folder`` that ``fstab`` names and is not mounted.
+
+    Nothing may be begun in its place: when the mount comes, what was there before is there again.
+    """
+    import psutil  # here: who only reads and writes files starts without it
+
+    try:
+        lines = [line.split() for line in (fstab or FSTAB).read_text().splitlines()]
+    except (OSError, ValueError):
+        return None
+    # A path may end with a slash, go through a link, or hold octal escapes.
+    named = (fields[1] for fields in lines if len(fields) >= 3)
+    wanted = {os.path.realpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
+    mounted = {os.path.realpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
+    place = folder.absolute().resolve()
+    return next((str(p) for p in (place, *place.parents) if str(p) in wanted - mounted), None)

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 from pydantic import SecretStr
 
-from distributed_training.common.files import write_bytes
+from distributed_training.common.files import FSTAB, late_mount, write_bytes
 from distributed_training.config import SETTINGS_FILE, Config, ConfigError, all_settings
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
 
-_OCTAL = re.compile(r"\\([0-7]{3})")
 _NO_MINERS_FILES = {"launcher.prom", "lost+found"}
 
 
-def make_run_folder(config: Config, *, fstab: Path = Path("/etc/fstab")) -> Path:
+def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
     """Return the folder of everything this node must not lose, absolute; make it and the others
     that flags name.
 
@@ -55,7 +51,7 @@ def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
         # What holds files is no empty mount point. The launcher's count of tries is no file of a
         # miner: it may have been written while the mount was away.
         filled = folder.is_dir() and any(p.name not in _NO_MINERS_FILES for p in folder.iterdir())
-        if not filled and (mount := _late_mount(folder, fstab)) is not None:
+        if not filled and (mount := late_mount(folder, fstab)) is not None:
             return f"is on {mount} of {fstab}, which is not mounted", f"mount {mount}"
         folder.mkdir(exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
@@ -68,20 +64,6 @@ def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
                 f"mount its disk, or mkdir -p {parent} if there is none",
             )
         return f"cannot be written ({error.strerror})", "give a folder of yours"
-
-
-def _late_mount(folder: Path, fstab: Path) -> str | None:
-    """Return the mount point at or above ``folder`` that ``fstab`` names and is not mounted."""
-    try:
-        lines = [line.split() for line in fstab.read_text().splitlines()]
-    except (OSError, ValueError):
-        return None
-    # A path may end with a slash, go through a link, or hold octal escapes.
-    named = (fields[1] for fields in lines if len(fields) >= 3)
-    wanted = {os.path.realpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
-    mounted = {os.path.realpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
-    place = folder.absolute().resolve()
-    return next((str(p) for p in (place, *place.parents) if str(p) in wanted - mounted), None)
 
 
 def write_settings(config: Config, folder: Path) -> None:

@@ -149,7 +149,7 @@ def serve(given: argparse.Namespace) -> int:
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
         except OSError as error:
-            raise ConfigError(
+            raise OSError(  # 1: an address may come late after a boot, and a port be free again
                 f"cannot listen on {host}:{given.port} ({error.strerror}), so nothing was started: "
                 "stop what uses the port, or give another --port or --host"
             ) from None
@@ -172,6 +172,7 @@ def serve(given: argparse.Namespace) -> int:
 
 def _registry(given: argparse.Namespace) -> Registry:
     """The registry of ``--folder``, founded if there is none. Raises ConfigError, StoreFault."""
+    from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
     if given.network is not None:
@@ -191,6 +192,11 @@ def _registry(given: argparse.Namespace) -> Registry:
         if given.admission is not None:
             registry.set_admission(given.admission)
         return registry
+    if (mount := late_mount(given.folder)) is not None:
+        raise store.StoreFault(
+            f"{given.folder} is on {mount} of {FSTAB}, which is not mounted, so a second registry "
+            f"would be founded in its place and everybody lose the uid: mount {mount}"
+        )
     if given.name is None or given.master is None:
         raise ConfigError(
             f"there is no registry in {given.folder}, so nothing was started: correct --folder, or "

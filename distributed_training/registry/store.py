@@ -142,8 +142,8 @@ def new_charter(
 
 
 class Registry(Ledger):
-    """The registry of ``folder``. Raises ConfigError if there is none or another process has it,
-    StoreFault if its file is damaged. Close it."""
+    """The registry of ``folder``. Close it. Raises ConfigError if there is none, StoreFault if
+    another process has it or its file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._lock_file = _lock(folder)
@@ -453,7 +453,7 @@ def _lock(folder: Path) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
-        raise ConfigError(
+        raise StoreFault(
             f"another process serves the registry in {folder}, so nothing was started: stop it, or "
             "give another --folder"
         ) from None

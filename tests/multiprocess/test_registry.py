@@ -26,6 +26,7 @@ from pydantic import SecretStr
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
+from distributed_training.common import files
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.service import Limits
@@ -333,7 +334,7 @@ class TestKept:
             chain.serve("5.6.7.8", 2)
             chain.commit("newer")
             assert late.register() == 2
-            assert program.main(["restore", "--folder", str(server.folder), str(copy)]) == 2
+            assert program.main(["restore", "--folder", str(server.folder), str(copy)]) == 1
             server.stop()
             kept = store.restore(copy, server.folder)
             assert kept is not None and kept.stat().st_size > 0
@@ -433,6 +434,29 @@ def test_what_the_program_refuses(
         status = end.code
     error = capsys.readouterr().err
     assert status == 2 and words in error and error.count("\n") == 1
+
+
+def test_what_the_outside_refuses_is_status_1_for_pm2_tries_again(
+    server: RegistryServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    serve = ["serve", "--folder", str(server.folder), "--port", str(server.port)]
+    assert program.main(serve) == 1  # it is being served
+    server.stop()
+    with socket.create_server(("127.0.0.1", server.port)):
+        assert program.main(serve) == 1
+    disk, fstab = tmp_path / "disk", tmp_path / "fstab"
+    disk.mkdir()
+    fstab.write_text(f"UUID=ab {disk} ext4 nofail 0 2\n")
+    monkeypatch.setattr(files, "FSTAB", fstab)
+    founding = ["--folder", str(disk / "registry"), "--name", "n", "--master", PEER.ss58]
+    assert program.main(["serve", *founding]) == 1
+    assert not list(disk.iterdir()), "no second registry is founded in a disk's place"
+    lines = capsys.readouterr().err.splitlines()
+    words = ("another process serves", "cannot listen on", f"lose the uid: mount {disk}")
+    assert len(lines) == 3 and all(w in line for w, line in zip(words, lines, strict=True)), lines
 
 
 @pytest.mark.slow
