@@ -19,6 +19,7 @@ of this program: it is tried again here for as long as it takes. Nothing here im
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import logging
 import math
@@ -32,7 +33,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.chain.identity import require_hotkey
-from distributed_training.common.backoff import Backoff
+from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.common.processes import (
@@ -89,7 +90,7 @@ STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"
 
 _POLL = timedelta(milliseconds=200)
-_LOOK = timedelta(seconds=20)  # at what the last checkpoint took
+_LOOK = 20.0  # seconds between two looks at what the last checkpoint took
 
 
 def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
@@ -310,6 +311,42 @@ def _who_kills(seconds: int, environ: Mapping[str, str] = os.environ) -> tuple[s
 # --- while it runs ------------------------------------------------------------------------------
 
 
+class Phase(enum.Enum):
+    """What can befall ranks that run; one start of them may enter several, each once.
+
+    ============= ========================== ============================== ====================
+    phase         entered when               does                           ended by force after
+    ============= ========================== ============================== ====================
+    ``STOPPING``  SIGINT, SIGTERM, SIGHUP    SIGTERM to rank 0, which       the stop limit, or a
+                                             decides for all                second Ctrl-C
+    ``FAILED``    a rank failed, and no      reports it, SIGTERM to the     ``TERMINATE_GRACE``,
+                  stop was asked for         others: they cannot train      unless ``STOPPING``
+    ``CLOSING``   a rank has ended                                          the stop limit
+    ``LINGERING`` rank 0 has ended                                          ``LINGER``
+    ``SAVING``    a node joins or leaves     SIGTERM to rank 0; then all    the stop limit
+                                             nodes start again
+    ``LOST``      ranks of other nodes are                                  ``TROUBLE_GRACE``
+                  gone
+    ``HUNG``      no beat of a rank within   stacks to a file, SIGKILL      at once
+                  --neuron.hang_timeout
+    ``FORCED``    the time of one is over    SIGTERM, then SIGKILL, to
+                                             the whole tree
+    ============= ========================== ============================== ====================
+
+    The stop limit is that of :func:`stop_limit`, read again each time: a checkpoint that ends
+    meanwhile may show that a stop needs longer.
+    """
+
+    STOPPING = enum.auto()
+    FAILED = enum.auto()
+    CLOSING = enum.auto()
+    LINGERING = enum.auto()
+    SAVING = enum.auto()
+    LOST = enum.auto()
+    HUNG = enum.auto()
+    FORCED = enum.auto()
+
+
 class _Supervisor:
     """Runs the group until a stop, or until it failed too often. ``settings.stop_timeout`` covers
     a stop up to the point where the ranks are ended by force; see :func:`stop_limit`."""
@@ -328,18 +365,14 @@ class _Supervisor:
         self._folder = folder
         self._mark = mark
         self._signals = signals
-        self._stop_timeout = settings.stop_timeout
-        self._hang_timeout = settings.hang_timeout
+        self._settings = settings
         self._outages = outages
         self._nodes = nodes
-        self._regroup_at: float | None = None  # rank 0 was told, but all nodes start again
-        self._trouble_at: float | None = None  # when ranks of other nodes ended
+        self._entered: dict[Phase, float] = {}  # since the ranks were started, and when
+        self._trouble = ""  # why ranks of other nodes are gone
         self._saved: int | None = None  # the last checkpoint when the ranks were started
-        self._told = False  # rank 0, that a stop is wanted
-        self._forced = False
-        self._hung = False
         self._failures: list[str] = []  # how ranks ended that did so by themselves
-        self._looked_at = -math.inf
+        self._looks = Throttle(_LOOK)
         self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
@@ -395,14 +428,12 @@ class _Supervisor:
         """Whether the ranks ended for another reason than a fault here, or it is node 0 that says
         what follows."""
         lost = nodes.ended(status)
-        ended = (self._regroup_at, self._trouble_at) != (None, None)  # by us, for other nodes' sake
-        return lost or (ended and status is ExitStatus.STOPPED)
+        for_others = self._entered.keys() & {Phase.SAVING, Phase.LOST}
+        return lost or (bool(for_others) and status is ExitStatus.STOPPED)
 
     def _run_once(self, plan: Plan | None) -> Ending:
         forget_ranks(self._folder)
-        self._told = self._forced = self._hung = False
-        self._failures = []
-        self._regroup_at = self._trouble_at = None
+        self._entered, self._failures = {}, []
         self._saved = checkpoint_time(self._folder)
         try:
             self._start(plan)
@@ -428,32 +459,117 @@ class _Supervisor:
 
     def _follow(self) -> None:
         """Until all ranks have ended, by themselves or by force."""
-        ranks = self._group.world_size
-        watchdog = Watchdog(self._folder, world_size=ranks, limit=self._hang_timeout)
-        patience: timedelta | None = None
-        began, since = time.monotonic(), 0.0
+        limit, began = self._settings.hang_timeout, time.monotonic()
+        watchdog = Watchdog(self._folder, world_size=self._group.world_size, limit=limit)
         while running := self._group.running:
-            now = time.monotonic()
             self._steady(began)
-            if self._late(now) or self._other_nodes(now):
+            self._enter_phases(running, watchdog)
+            if self._is(Phase.FORCED):
                 return
-            if not self._told and watchdog.hangs():
-                self._kill_hung()
-                return
-            self._check_stop_time(now)
-            before, patience = patience, self._patience(running)
-            if patience != before:
-                since = now
-                if self._group.endings and not self._told:
-                    self._report_failures()
-                    self._group.signal(signal.SIGTERM)  # they cannot train without it
-            if patience is not None and now - since > patience.total_seconds():
-                seconds = patience.total_seconds()
-                self._force(f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them")
-                return
+            self._check_stop_time()
             self._group.wait(_POLL)
-        if not self._told:
+        if not self._is(Phase.STOPPING):
             self._report_failures()
+
+    # --- the phases: the table above, row by row ------------------------------------------------
+
+    def _enter_phases(self, running: Sequence[int], watchdog: Watchdog) -> None:
+        if self._signals.asked_at is not None and self._enter(Phase.STOPPING):
+            self._pass_stop_on()
+        elif not self._is(Phase.STOPPING) and self._group.endings and self._enter(Phase.FAILED):
+            self._report_failures()
+            self._group.signal(signal.SIGTERM)
+        if len(running) < self._group.world_size:
+            self._enter(Phase.CLOSING)
+        if 0 not in running:
+            self._enter(Phase.LINGERING)
+        if self._nodes is not None:
+            self._follow_nodes(self._nodes)
+        if not self._is(Phase.STOPPING) and watchdog.hangs() and self._enter(Phase.HUNG):
+            self._kill_hung()
+        self._end_what_is_late()
+
+    def _is(self, phase: Phase) -> bool:
+        return phase in self._entered
+
+    def _enter(self, phase: Phase) -> bool:
+        """Return whether ``phase`` begins now."""
+        begins = phase not in self._entered
+        if begins:
+            self._entered[phase] = time.monotonic()
+        return begins
+
+    def _pass_stop_on(self) -> None:
+        limit = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
+        log.info("%s received: stopping (at most %.0f s)", self._signals.name, limit)
+        if isinstance(self._nodes, Guest) and self._listening:
+            self._nodes.leave()
+        else:
+            self._tell_rank_0()
+
+    def _tell_rank_0(self) -> None:
+        """Rank 0 decides for all. Before it listens there is nothing to save."""
+        self._group.signal(signal.SIGTERM, [0] if self._listening else None)
+
+    def _follow_nodes(self, nodes: Host | Guest) -> None:
+        if self._is(Phase.SAVING) or (self._is(Phase.STOPPING) and isinstance(nodes, Host)):
+            return
+        if (trouble := nodes.trouble()) is not None:
+            self._trouble = trouble
+            # A rank that lost a peer mostly ends by itself; one that is closing shall.
+            self._enter(Phase.LOST)
+        elif not self._is(Phase.LOST) and (
+            nodes.leaving or (nodes.joining and checkpoint_time(self._folder) != self._saved)
+        ):
+            self._enter(Phase.SAVING)
+            why = "A node leaves" if nodes.leaving else "A node joins"
+            log.info("%s: saving, then all nodes start again", why)
+            self._tell_rank_0()
+
+    def _end_what_is_late(self) -> None:
+        """End the ranks by force if a phase has lasted too long."""
+        if self._is(Phase.FORCED):
+            return
+        if self._signals.hurry:
+            self._force("Asked again; ending the ranks by force")
+            return
+        now = time.monotonic()
+        for phase, (limit, line) in self._limits().items():
+            if now - self._entered.get(phase, now) > limit.total_seconds():
+                self._force(line.replace("{}", f"{limit.total_seconds():.0f}"))
+                return
+
+    def _limits(self) -> dict[Phase, tuple[timedelta, str]]:
+        """Return how long each phase may last, and the line when it has lasted longer."""
+        stop = stop_limit(self._folder, self._settings.stop_timeout)
+        hang = "A rank ended {} s ago but other ranks hang; ending them"
+        gone = f"Ranks of other nodes are gone ({self._trouble}); ending those of this one"
+        limits = {
+            Phase.STOPPING: (stop, "Not stopped after {} s; ending the ranks by force"),
+            Phase.FAILED: (TERMINATE_GRACE, hang),
+            Phase.CLOSING: (stop, hang),
+            Phase.LINGERING: (LINGER, hang),
+            Phase.SAVING: (stop, "Not saved after {} s; ending the ranks by force"),
+            Phase.LOST: (TROUBLE_GRACE, gone),
+        }
+        if self._is(Phase.STOPPING):
+            del limits[Phase.FAILED]  # a stop has its own time
+        return limits
+
+    def _force(self, why: str) -> None:
+        log.warning("%s", why)
+        self._enter(Phase.FORCED)
+        self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=False)
+
+    def _kill_hung(self) -> None:
+        log.warning(
+            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout, or "
+            "no further in their start; "
+            "ending them. Where each process stood: %s",
+            self._folder / STACKS_FILE,
+        )
+        self._enter(Phase.FORCED)
+        self._group.kill()
 
     def _report_failures(self) -> None:
         """Once for each start of the ranks, before this launcher ends any: how they ended then
@@ -467,65 +583,12 @@ class _Supervisor:
         for line in self._failures:
             log.warning("%s", line[0].upper() + line[1:])
 
-    def _patience(self, running: Sequence[int]) -> timedelta | None:
-        """How long the ranks that still run may do so; None while all of them run."""
-        if self._group.endings and not self._told:
-            return TERMINATE_GRACE
-        if len(running) == self._group.world_size:
-            return None
-        # Rank 0 has more to close than the others: the swarm, the uploader, the server.
-        limit = stop_limit(self._folder, self._stop_timeout)
-        return limit if 0 in running else LINGER
-
-    def _late(self, now: float) -> bool:
-        """Pass a stop on, once; True if it took too long and the ranks were ended by force."""
-        signals = self._signals
-        if signals.asked_at is None:
-            return False
-        limit = stop_limit(self._folder, self._stop_timeout).total_seconds()
-        if not self._told:
-            self._told = True
-            log.info("%s received: stopping (at most %.0f s)", signals.name, limit)
-            # Rank 0 decides for all. Before it listens there is nothing to save.
-            if isinstance(self._nodes, Guest) and self._listening:
-                self._nodes.leave()
-            else:
-                self._group.signal(signal.SIGTERM, [0] if self._listening else None)
-        if now - signals.asked_at > limit or signals.hurry:
-            why = "Asked again" if signals.hurry else f"Not stopped after {limit:.0f} s"
-            self._force(f"{why}; ending the ranks by force")
-            return True
-        return False
-
-    def _other_nodes(self, now: float) -> bool:
-        """Follow the other nodes; True if the ranks were ended for their sake."""
-        nodes = self._nodes
-        if nodes is None or (self._told and isinstance(nodes, Host)):
-            return False
-        if self._regroup_at is not None:
-            limit = stop_limit(self._folder, self._stop_timeout).total_seconds()
-            if now - self._regroup_at > limit:
-                self._force(f"Not saved after {limit:.0f} s; ending the ranks by force")
-                return True
-        elif (why := nodes.trouble()) is not None:
-            # A rank that lost a peer mostly ends by itself; one that is closing shall.
-            self._trouble_at = self._trouble_at or now
-            if now - self._trouble_at > TROUBLE_GRACE.total_seconds():
-                self._force(f"Ranks of other nodes are gone ({why}); ending those of this one")
-                return True
-        elif nodes.leaving or (nodes.joining and checkpoint_time(self._folder) != self._saved):
-            self._regroup_at = now
-            why = "A node leaves" if nodes.leaving else "A node joins"
-            log.info("%s: saving, then all nodes start again", why)
-            self._group.signal(signal.SIGTERM, [0] if self._listening else None)
-        return False
-
-    def _check_stop_time(self, now: float) -> None:
+    def _check_stop_time(self) -> None:
         """Warn once if whoever stops this process may not wait as long as a stop takes."""
-        if self._warned or now - self._looked_at < _LOOK.total_seconds():
+        if self._warned or not self._looks():
             return
-        self._looked_at = now
-        needed, asked = stop_seconds(self._folder), self._stop_timeout.total_seconds()
+        asked = self._settings.stop_timeout.total_seconds()
+        needed = stop_seconds(self._folder)
         if needed is not None and needed > asked:
             self._warned = True
             who, remedy = _who_kills(math.ceil(needed / 10) * 10)
@@ -543,39 +606,25 @@ class _Supervisor:
     def _listening(self) -> bool:
         return 0 in listening_ranks(self._folder, instance=self._mark.value)
 
-    def _force(self, why: str) -> None:
-        log.warning("%s", why)
-        self._forced = True
-        self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=False)
-
-    def _kill_hung(self) -> None:
-        log.warning(
-            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout, or "
-            "no further in their start; "
-            "ending them. Where each process stood: %s",
-            self._folder / STACKS_FILE,
-        )
-        self._hung = self._forced = True
-        self._group.kill()
-
     def _sweep(self) -> None:
         """End and reap everything that is left of the ranks."""
-        settle = timedelta(0) if self._forced else SETTLE
+        settle = timedelta(0) if self._is(Phase.FORCED) else SETTLE
         ended = self._group.sweep(settle=settle, grace=TERMINATE_GRACE, server=False)
-        if ended and not self._forced:
+        if ended and not self._is(Phase.FORCED):
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
 
     def _ending(self) -> Ending:
-        if self._hung:
+        if self._is(Phase.HUNG):
             return Ending(ExitStatus.FAULT)
         written = read_exit_status(self._folder, instance=self._mark.value)
+        stopping = self._is(Phase.STOPPING)
         if written is None:
-            if self._told and not self._forced and not self._listening:
+            if stopping and not self._is(Phase.FORCED) and not self._listening:
                 return Ending(ExitStatus.STOPPED)  # before rank 0 had started
             if not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)
-        if written.status is ExitStatus.STOPPED and not self._told and self._group.endings:
+        if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
             return Ending(ExitStatus.FAULT)
         if not written.outside:
             reason = f": {written.reason}" if written.reason else ""
