@@ -1,7 +1,8 @@
 """The score preview on a running local subnet.
 
 What it says must be what the subnet's validator writes of the same upload. No round is called in
-this time, so that uploads stay what they are judged as.
+this time, so that uploads stay what they are judged as. Without a subnet, and each day:
+test_scoring_script.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
 from tests.tools.subnet_tools import paced, stop_miner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = ("before", "after", "relative")
 

@@ -98,7 +98,7 @@ def sides() -> Iterator[list[Machine]]:
         yield two
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(500)
 def test_a_partition_in_a_round_ends_it_in_time_and_heals(
     sides: list[Machine], tmp_path: Path

@@ -13,7 +13,7 @@ import pytest
 from bench.arena import as_json, one_seed, read_json
 from bench.arena_field import PUBLIC, draw, results, table
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 def test_an_arena_of_two_miners_and_two_short_outer_steps(tmp_path: Path) -> None:

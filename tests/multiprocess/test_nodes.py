@@ -321,7 +321,7 @@ def test_three_launchers_go_on_without_one_and_take_it_in_again(nodes: Nodes) ->
     _all_ended_well(three, steps=60)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_outage_that_is_over_when_ranks_are_ended_is_no_stop(
     two: Callable[..., list[Node]],
 ) -> None:

@@ -141,7 +141,7 @@ def test_what_the_parts_import_and_is_not_listed_is_named_too(
     assert gpu.problem_of_imports() is None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(560)
 def test_every_part_runs_at_toy_size_with_the_listed_packages_alone(tmp_path: Path) -> None:
     done = run_gpu(environment(tmp_path / "venv", gpu.NEEDS), tmp_path / "out")
