@@ -2,6 +2,7 @@
 # make run    and what a whole subnet on this machine needs; then runs one
 # make dev, make test               and what tests and linters need; then runs the tests
 # make test-quick, make test-long   only the fast ones; only those of many minutes
+# make mutate                     makes small mistakes in the product: tests must notice 95 %
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code beside its goals
@@ -14,7 +15,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long gpu lint lint-ruff lint-mypy lint-imports size house pm2 clean
+.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports size house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -37,6 +38,9 @@ test-quick: dev
 
 test-long: dev build/torch-$(OLDEST_TORCH)/.made
 	$(PY) -m pytest -n 2 --dist load -m long $(ARGS)
+
+mutate: dev
+	$(PY) -m tests.tools.mutate $(ARGS)
 
 # An environment like .venv with another torch in front, for test_oldest_torch.py. PyPI's build of
 # torch for Linux has CUDA; where PyTorch's own index can be reached it is the small one for the CPU.
