@@ -157,7 +157,7 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
     before = server_cpu(server)
     assert status(send(server, raw)) in (411, 0)
     wait_for(lambda: server.refused("no_length") == 1)
-    assert server_cpu(server) - before < 0.05
+    assert server_cpu(server) - before < 0.2
 
 
 def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypatch) -> None:

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("forked_hosts")]
 
 PEER = Path(__file__).parents[1] / "tools" / "swarm_peer.py"
 #: A round ends at its deadline; leaving its group and telling it takes a little more.
-GRACE = 6.0
+GRACE = 15.0
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(180)
 
-NOTICED = 5.0  # seconds
+NOTICED = 20.0  # seconds; at rest a tenth of one
 SECRETS = {"R2_WRITE_SECRET_ACCESS_KEY": "hidden", "HF_TOKEN": "hidden"}
 
 
@@ -189,7 +189,7 @@ def test_the_host_of_a_closed_swarm_is_gone_with_its_sockets(pair: list[Hivemind
     assert {path.suffix or path.name for path in sockets.iterdir()} == {".sock", "owner"}
     began = time.monotonic()
     swarm.close()
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
     _, left = psutil.wait_procs(list(tree.values()), timeout=5)
     assert left == [] and not sockets.exists()
     with pytest.raises(AllReduceError):

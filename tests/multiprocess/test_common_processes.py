@@ -79,7 +79,7 @@ def test_a_process_that_one_look_misses_is_ended(
     assert [one.partition(" ")[0] for one in mark.end(settle=NONE, grace=NONE)] == [
         str(process.pid)
     ]
-    assert process.wait(10) == -signal.SIGKILL
+    assert process.wait(60) == -signal.SIGKILL
 
 
 def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Start) -> None:
@@ -102,7 +102,7 @@ def test_terminated_first_then_killed(mark: Mark, start: Start) -> None:
     polite, stubborn = start(SLEEP), start(STUBBORN)
     ended = mark.end(settle=NONE, grace=timedelta(seconds=4))
     assert sorted(int(line.split()[0]) for line in ended) == sorted([polite.pid, stubborn.pid])
-    assert polite.wait(5) == -signal.SIGTERM and stubborn.wait(5) == -signal.SIGKILL
+    assert polite.wait(60) == -signal.SIGTERM and stubborn.wait(60) == -signal.SIGKILL
 
 
 def test_a_descendant_with_a_session_of_its_own_is_found(mark: Mark, start: Start) -> None:

@@ -441,7 +441,7 @@ def test_ready_does_not_wait_and_batches_cost_little(tokenizer: tuple[Path, int]
                 if made.next() is None:
                     break
                 times.append(time.perf_counter() - began)
-    assert sorted(times)[len(times) // 2] < 0.002
+    assert sorted(times)[len(times) // 2] < 0.02
 
 
 def _alive(pid: int) -> bool:

@@ -404,7 +404,7 @@ def test_a_stop_while_the_server_is_spawned_is_not_lost(
     monkeypatch.setattr(group, "_ensure_scratch", lambda: None)
     with StopSignals() as signals:
         group._ensure_server()
-        assert signals.stop.wait(5) and signals.name == "SIGINT"
+        assert signals.stop.wait(30) and signals.name == "SIGINT"
     assert {signal.SIGINT, signal.SIGHUP} <= deaf[0]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGHUP}
 

@@ -45,7 +45,7 @@ class Swarm:
 
     def average(self, request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
         self.event = cancelled
-        assert self.release.wait(10)
+        assert self.release.wait(30)
         if isinstance(self.outcome, Exception):
             raise self.outcome
         return self.outcome

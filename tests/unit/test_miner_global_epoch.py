@@ -244,10 +244,10 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
 
     with watching(Reader()) as (watch, events):
         watch.fetch(5)
-        failed = events.get(timeout=10)
+        failed = events.get(timeout=60)
         assert isinstance(failed, ev.GlobalFetchFailed) and "nobody thought" in failed.detail
         watch.fetch(6)
-        assert events.get(timeout=10) == ev.GlobalFetched(tmp_path)
+        assert events.get(timeout=60) == ev.GlobalFetched(tmp_path)
 
 
 def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
@@ -269,7 +269,7 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
     often, rows = timedelta(milliseconds=10), rows_of(weights())
     with watching(Reader(), interval=often, rows=rows) as (watch, events):
         watch.compare_weights(4)
-        while not isinstance(event := events.get(timeout=10), ev.WeightsCompared):
+        while not isinstance(event := events.get(timeout=60), ev.WeightsCompared):
             assert isinstance(event, ev.GlobalEpochSeen)
         assert event == ev.WeightsCompared(4, False) and Reader.looks == 3
 
@@ -333,9 +333,9 @@ class Two(Unread):
         seen: list[ev.Event] = []
         try:
             while not seen or not isinstance(seen[-1], ev.GlobalFetched):
-                seen.append(self.events.get(timeout=10))
+                seen.append(self.events.get(timeout=60))
             for _ in range(5):  # looks after it
-                seen.append(self.events.get(timeout=10))
+                seen.append(self.events.get(timeout=60))
         finally:
             self.watch.close()
         return seen
@@ -380,5 +380,5 @@ def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
 
     with watching(Reader(), retry=timedelta(0)) as (watch, events):
         watch.fetch(5)
-        assert isinstance(events.get(timeout=10), ev.GlobalFetchFailed)
+        assert isinstance(events.get(timeout=60), ev.GlobalFetchFailed)
     assert fetched == [5] * attempts

@@ -772,7 +772,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
     assert isinstance(handle.error, RuntimeError)
-    assert made.copier._released.wait(10)
+    assert made.copier._released.wait(30)
 
 
 @pytest.mark.parametrize("written", [True, False])
@@ -784,7 +784,7 @@ def test_a_checkpoint_that_waits_for_other_ranks_holds_no_copies(
     released: list[bool] = []
 
     def waits(self: Checkpointer, newest: str) -> None:
-        released.append(made.copier._released.wait(5))
+        released.append(made.copier._released.wait(30))
 
     def full(path: Path, content: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -796,7 +796,7 @@ def test_a_checkpoint_that_waits_for_other_ranks_holds_no_copies(
     keeper.save({}, Progress(0, 1, 1, []))
     keeper.wait()
     assert released == ([True] if written else [])
-    assert (keeper.last_error is None) == written and made.copier._released.wait(5)
+    assert (keeper.last_error is None) == written and made.copier._released.wait(30)
 
 
 def test_damaged_checkpoints_are_skipped_with_a_line(
