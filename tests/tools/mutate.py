@@ -135,7 +135,9 @@ def proposals(source: str) -> Iterator[tuple[str, str]]:
     """(old, new) for one operator or number changed, one call or one refusal left out."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
-        line = lines[getattr(node, "lineno", 1) - 1]
+        if not isinstance(node, (ast.expr, ast.stmt)):
+            continue
+        line = lines[node.lineno - 1]
         if _DULL.search(line):
             continue
         call = isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
@@ -145,7 +147,11 @@ def proposals(source: str) -> Iterator[tuple[str, str]]:
             for old, new in _FLIPS.items():
                 if (at := line.find(old, node.col_offset)) >= 0:
                     yield line, line[:at] + new + line[at + len(old) :]
-        elif type(getattr(node, "value", None)) is int and line[node.col_offset - 1] not in "[-*":
+        elif (
+            isinstance(node, ast.Constant)
+            and type(node.value) is int
+            and line[node.col_offset - 1] not in "[-*"
+        ):
             more = repr(node.value + 1)
             yield line, line[: node.col_offset] + more + line[node.end_col_offset :]
 
