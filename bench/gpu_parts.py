@@ -311,6 +311,7 @@ def sweep(bench: Bench) -> None:
         ("flash attention", {}, lambda: _sdpa_backend("FLASH_ATTENTION")),
         ("cuDNN attention", {}, lambda: _sdpa_backend("CUDNN_ATTENTION")),
         ("float8 (torchao)", {}, _float8),
+        ("checkpointing budget", {"activation_checkpointing": "budget"}, as_is),
         ("checkpointing selective", {"activation_checkpointing": "selective"}, as_is),
         ("checkpointing full", {"activation_checkpointing": "full"}, as_is),
         ("compile mode max-autotune", {"compile_mode": "max-autotune"}, as_is),

@@ -284,7 +284,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compile", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
     parser.add_argument(
-        "--activation-checkpointing", default="none", choices=("none", "selective", "full")
+        "--activation-checkpointing",
+        default="none",
+        choices=("none", "budget", "selective", "full"),
     )
     parser.add_argument("--only", choices=("ours", "baseline"))
     parser.add_argument("--profile", help="write a torch profiler trace of one of our steps here")

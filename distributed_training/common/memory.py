@@ -17,8 +17,10 @@ value width k, MLP width i, L blocks and vocabulary V, in bytes:
                    4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
     AdamW          8 N / W           two float32 moments; 0 on the device if offloaded
     activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a block keeps for its backward, bf16,
-                                     and the two float32 inputs of its norms; with checkpointing of
-                                     every block: b s (2 h L + one block), of every second: half
+                                     and the two float32 inputs of its norms; compiled blocks keep
+                                     two thirds of it. With checkpointing of every block:
+                                     b s (2 h L + one block), of every second: half; of a budget,
+                                     b s L 2 (h + q + 2 k + 2 i)
     loss           10 min(b s V, CHUNK)    one chunk of logits: float32, its gradient, bf16 copies
                  + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
     overhead       8 % of the sum + 0.8e9 on CUDA (context, NCCL buffers, fragmentation)
@@ -37,10 +39,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Checkpointing = Literal["none", "selective", "full"]
+Checkpointing = Literal["none", "budget", "selective", "full"]
+#: Of what a compiled block would keep for its backward. At half the partitioner keeps the results
+#: of its products, but for the last one's input and the attention's queries.
+ACTIVATION_BUDGET = 0.5
 
 LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
-_LONGEST_LOSS_CHUNK = 1 << 27
+LONGEST_LOSS_CHUNK = 1 << 27
 TOPK = 32  # values published per row (protocol.gradients)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index
 
@@ -105,7 +110,7 @@ def loss_chunk(device_bytes: int | None) -> int:
     The gradient of the head is read and written once for each chunk: a GPU gets chunks as long as a
     64th of its memory takes, at 10 bytes a logit.
     """
-    return min(max(LOSS_CHUNK, (device_bytes or 0) // 640), _LONGEST_LOSS_CHUNK)
+    return min(max(LOSS_CHUNK, (device_bytes or 0) // 640), LONGEST_LOSS_CHUNK)
 
 
 @dataclass(frozen=True)
@@ -153,7 +158,13 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
     one_block = tokens * (2 * bf16_parts + 8 * shape.hidden)
     every = one_block * shape.layers
     recomputed = tokens * 2 * shape.hidden * shape.layers + one_block
-    kept = {"none": every, "selective": (every + recomputed) / 2, "full": recomputed}
+    in_budget = shape.hidden + shape.query_width + 2 * shape.kv_width + 2 * shape.intermediate
+    kept = {
+        "none": every,
+        "budget": tokens * 2 * in_budget * shape.layers,
+        "selective": (every + recomputed) / 2,
+        "full": recomputed,
+    }
     activations = kept[how.checkpointing]
     loss = 10 * min(tokens * shape.vocab, how.loss_chunk)
     loss += 6 * shape.vocab * shape.hidden + 2 * tokens * shape.hidden

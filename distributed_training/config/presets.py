@@ -17,7 +17,7 @@ CARDS: Mapping[int, tuple[str, int, int]] = {
     12: ("full", 4, 8),
     16: ("full", 4, 4),
     24: ("full", 4, 2),
-    40: ("selective", 4, 2),
+    40: ("budget", 4, 2),
     80: ("none", 4, 1),
     141: ("none", 8, 1),
 }

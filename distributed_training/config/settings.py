@@ -740,11 +740,12 @@ class TrainingSettings:
     precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
     """of the computation; weights and optimizer are always float32. 'auto': bf16 where the hardware
     has it, else float32"""
-    activation_checkpointing: Literal["none", "selective", "full"] = flag(
+    activation_checkpointing: Literal["none", "budget", "selective", "full"] = flag(
         "neuron.activation_checkpointing", "none"
     )
-    """recompute activations instead of keeping them: 'selective' every second block, 'full' every
-    block. Saves memory, costs up to a third of the speed"""
+    """recompute activations instead of keeping them: 'budget' the cheaper half of each block, as
+    torch.compile chooses it; 'selective' every second block; 'full' every block. Saves memory,
+    costs up to a third of the speed"""
     compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
     """torch.compile of each block; 'auto': on with a GPU, off without"""
     compile_mode: Literal["default", "max-autotune"] = flag("neuron.compile_mode", "default")

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from distributed_training.common.memory import loss_chunk
+from distributed_training.common.memory import ACTIVATION_BUDGET, loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
@@ -141,14 +142,7 @@ def build_sharded_model(
     )
     say(plan.note)
     say(attention_line(config, device, dtype))
-    # Wrapped, then compiled, then sharded: each must see the one before as part of the block.
-    checkpoint_activations(model, settings.activation_checkpointing)
-    compiled = False
-    if settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda"):
-        problem = _compile_blocks(model, device, settings.compile_mode)
-        compiled = problem is None
-        how = f"each block, mode {settings.compile_mode}, for the one shape of a micro-batch"
-        say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
+    compiled = _recompute_and_compile(model, settings, device, say)
     kernel = ChunkedLoss(chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
     root = CausalLoss(model, kernel)
     mesh = _make_mesh(device, layout)
@@ -194,9 +188,41 @@ def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtyp
     return [*lines, "✓ Enabled TF32 for products in float32, the rotary embedding's excepted"]
 
 
+def _recompute_and_compile(
+    model: nn.Module, settings: TrainingSettings, device: torch.device, say: Callable[[str], None]
+) -> bool:
+    """Set up activation checkpointing, then torch.compile; return whether blocks are compiled.
+
+    Wrapped, then compiled, then sharded: each must see the one before as part of the block.
+    """
+    mode = settings.activation_checkpointing
+    wanted = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
+    problem = _compiler_problem(device) if wanted else None
+    compiled = wanted and problem is None
+    if mode == "budget" and not compiled:
+        mode = "selective"
+        say(
+            "activation checkpointing: every second block is recomputed, since only torch.compile, "
+            "which is off, keeps to a budget"
+        )
+    checkpoint_activations(model, mode)
+    if compiled:
+        _compile_blocks(model, settings.compile_mode)
+    if wanted:
+        how = f"each block, mode {settings.compile_mode}, for the one shape of a micro-batch"
+        say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
+    return compiled
+
+
 def checkpoint_activations(model: nn.Module, mode: str) -> None:
-    """``full``: every block recomputes its activations in backward; ``selective``: every second."""
-    if mode == "none":
+    """Make blocks recompute their activations in backward.
+
+    ``full``: every block; ``selective``: every second; ``budget``: of each block what costs least,
+    until half of what it kept is gone, which torch.compile works out when it compiles.
+    """
+    # Of the process, and read at a block's first run, so it is set for every mode.
+    functorch_config.activation_memory_budget = ACTIVATION_BUDGET if mode == "budget" else 1.0
+    if mode in ("none", "budget"):
         return
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -205,22 +231,26 @@ def checkpoint_activations(model: nn.Module, mode: str) -> None:
         layers[index] = checkpoint_wrapper(layers[index])
 
 
-def _compile_blocks(model: nn.Module, device: torch.device, mode: str) -> str | None:
-    """``torch.compile`` each block in place; None, or the reason why it was left out.
-
-    Shapes are fixed: a second size would otherwise make torch compile for any size, which is
-    slower ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
-    """
-    modes = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
+def _compiler_problem(device: torch.device) -> str | None:
+    """Return why nothing can be compiled here, or None."""
     try:
         # The usual failure, no C compiler or no Triton, shows with any function.
         probe = torch.compile(lambda x: x * 2 + 1)
         probe(torch.ones(8, device=device))
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return None
+
+
+def _compile_blocks(model: nn.Module, mode: str) -> None:
+    """``torch.compile`` each block in place.
+
+    Shapes are fixed: a second size would otherwise make torch compile for any size, which is
+    slower ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
+    """
+    modes = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
     for block in blocks_of(model):
         block.compile(dynamic=False, mode=modes[mode])
-    return None
 
 
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:

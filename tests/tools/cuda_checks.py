@@ -106,6 +106,7 @@ def ways_of_a_step_give_the_same_losses(device: torch.device, folder: Path) -> N
         {"gradient_sync": "every"},
         {"wrap": "block", "activation_checkpointing": "full"},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "budget", "compile": "auto"},
         {"local_batch_size_train": 4},
     ):
         close(train(make(device, **changes), 0, 3), expected, 2e-3)

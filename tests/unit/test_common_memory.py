@@ -82,6 +82,7 @@ def test_the_estimate_tells_cards_apart() -> None:
         {"world_size": 4},
         {"micro_batch": 4},
         {"sequence_length": 512},
+        {"checkpointing": "budget"},
         {"checkpointing": "selective"},
         {"reduce_at_last": False},
         {"offload_optimizer": True},
@@ -168,7 +169,7 @@ def test_the_table_of_cards_is_what_the_plan_says() -> None:
 
 def fitting(name: str, world_size: int, card: int) -> str:
     for checkpointing, micro_batch in itertools.product(
-        ("none", "selective", "full"), (16, 8, 4, 2, 1)
+        ("none", "budget", "selective", "full"), (16, 8, 4, 2, 1)
     ):
         plan = plan_memory(
             TrainingSettings(activation_checkpointing=checkpointing),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.config.settings import TrainingSettings
@@ -274,6 +275,21 @@ def test_blocks_and_loss_are_compiled_for_fixed_shapes(monkeypatch: pytest.Monke
     assert probe == {}
     assert blocks == [{"dynamic": False, "mode": "max-autotune-no-cudagraphs"}] * 2
     assert loss == {"dynamic": False}
+
+
+@pytest.mark.parametrize("compile", ["on", "off"])
+def test_only_a_compiler_keeps_to_a_budget_of_activations(
+    compile: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **how: None)
+    caplog.set_level("INFO")
+    made = trainer(compile=compile, activation_checkpointing="budget")
+    wrapped = [name for name, _ in made.sharded.model.named_modules() if "_checkpoint" in name]
+    told = "activation checkpointing: every second block" in caplog.text
+    assert bool(wrapped) == told == (compile == "off")
+    assert functorch_config.activation_memory_budget == (0.5 if compile == "on" else 1.0)
+    trainer()  # the next one in this process is free of it
+    assert functorch_config.activation_memory_budget == 1.0
 
 
 def test_what_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def test_one_reduction_per_group_and_step(wrap: str, monkeypatch: pytest.MonkeyP
         {"gradient_sync": "every"},
         {"activation_checkpointing": "full", "wrap": "block"},
         {"activation_checkpointing": "selective"},
+        {"activation_checkpointing": "budget"},  # without a compiler as the one before
         {"local_batch_size_train": 4},
     ],
     ids=str,
