@@ -68,10 +68,12 @@ def believable(neurons: Sequence[Neuron], master: str | None) -> bool:
 @dataclass(frozen=True)
 class Belief:
     """When the chain is believed not to show our hotkey. ``master``: a hotkey that every true list
-    of the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`."""
+    of the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`. ``remedy``: the command
+    that gives a hotkey a uid, for the operator."""
 
     master: str | None = None
     missing_for: timedelta = MISSING_FOR
+    remedy: str = "btcli subnet register"
 
 
 @dataclass(frozen=True)
@@ -345,8 +347,8 @@ class RegistrationWatcher:
         if change is Change.DEREGISTERED:
             return (
                 f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
-                "and training stops; its weights are kept: register it again with `btcli subnet "
-                "register`, and the miner goes on by itself"
+                "and training stops; its weights are kept: register it again with "
+                f"`{self._belief.remedy}`, and the miner goes on by itself"
             )
         return (
             f"another miner writes to the chain with hotkey {self._hotkey}, so validators see two "

@@ -172,6 +172,13 @@ class ChainSettings:
     clamp_min_matchmaking_time: Range[Seconds] = flag("clamp.min_matchmaking_time", (1.0, 120.0))
     """LOW:HIGH seconds"""
 
+    @property
+    def how_to_register(self) -> str:
+        """The command that gives a hotkey a uid on this network."""
+        if self.registry_url is not None:
+            return f"dt-registry register --url {self.registry_url}"
+        return f"btcli subnet register --netuid {self.netuid}"
+
 
 #: Kinds of ``--data.source``; those that are True need a folder after the colon.
 SOURCE_KINDS = {

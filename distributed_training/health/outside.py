@@ -121,7 +121,7 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
-                remedy = f"btcli subnet register --netuid {config.chain.netuid}"
+                remedy = config.chain.how_to_register
                 if any(check.name == "network" and check.status == "fail" for check in found):
                     # A registration there is paid for and earns nothing.
                     remedy = "do not register it there: see network"

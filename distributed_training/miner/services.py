@@ -179,6 +179,7 @@ class Services:
             commitment=self.commitment,
             stop=stop,
             master=self.config.miner.master_ss58_address,
+            how_to_register=self.config.chain.how_to_register,
             on_read=lambda: keep_state(self.chain, self.config.chain, self.folder),
             interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
             missing_for=timedelta(seconds=5) if local else MISSING_FOR,
@@ -378,18 +379,18 @@ def _registered_again(
                 raise Deregistered(
                     f"hotkey {record.hotkey} was not registered again within "
                     f"--neuron.deregistered_wait ({longest / 3600:.1f} h), so the miner ends; its "
-                    "weights are kept: register it with `btcli subnet register`, then start the "
-                    "miner"
+                    f"weights are kept: register it with `{config.chain.how_to_register}`, then "
+                    "start the miner"
                 )
             if say():
                 log.warning(
                     "Hotkey %s is not registered on subnet %d any more, so nothing is trained or "
-                    "uploaded; weights and run folder are kept. Register it with `btcli subnet "
-                    "register --netuid %d`, and the miner goes on by itself. It ends with status 3 "
-                    "in %.1f h (--neuron.deregistered_wait)",
+                    "uploaded; weights and run folder are kept. Register it with `%s`, and the "
+                    "miner goes on by itself. It ends with status 3 in %.1f h "
+                    "(--neuron.deregistered_wait)",
                     record.hotkey,
                     config.chain.netuid,
-                    config.chain.netuid,
+                    config.chain.how_to_register,
                     (longest - record.waited) / 3600,
                 )
             if ask():

@@ -166,10 +166,9 @@ def join_subnet(
     if uid is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
-        how = f"dt-registry register --url {registry}" if registry else "btcli subnet register"
         problem = NotRegistered(
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
-            f"register it with `{how}`, or give another --wallet.hotkey"
+            f"register it with `{config.chain.how_to_register}`, or give another --wallet.hotkey"
         )
         if absent is None:
             raise problem
@@ -338,6 +337,7 @@ def follow_registration(
     commitment: str,
     stop: Callable[[str, int], None],
     master: str | None = None,
+    how_to_register: str = "btcli subnet register",
     on_read: Callable[[], None] = lambda: None,
     interval: timedelta = INTERVAL,
     missing_for: timedelta = MISSING_FOR,
@@ -348,7 +348,7 @@ def follow_registration(
     ``stop(reason, exit status)`` is called when it does not: used by a second node (3: starting
     again would not help), deregistered (1: the next start waits until it is registered again),
     moved to another uid (1: a new start publishes to the new bucket). What a reorganization took
-    back is written again. ``master``, ``missing_for``, ``on_read``: see
+    back is written again. ``master``, ``how_to_register``, ``missing_for``, ``on_read``: see
     :class:`RegistrationWatcher`.
 
     ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
@@ -373,7 +373,7 @@ def follow_registration(
         uid=member.uid,
         ours=ours,
         callbacks=WatcherCallbacks(changed, lost, on_read),
-        belief=Belief(master, missing_for),
+        belief=Belief(master, missing_for, how_to_register),
         interval=interval,
     )
     watcher.start()

@@ -39,7 +39,7 @@ class Watched:
             uid=self.uid,
             ours={"endpoint": ("1.2.3.4", 8091), "commitment": "ours"},
             callbacks=WatcherCallbacks(self.events.append, self.write_again),
-            belief=Belief(VALIDATOR.ss58, missing_for),
+            belief=Belief(VALIDATOR.ss58, missing_for, "the command"),
             clock=lambda: self.now,
             interval=timedelta(milliseconds=10),
         )
@@ -74,7 +74,7 @@ def test_a_deregistration_is_reported_once() -> None:
     watched.watcher.start()
     watched.ledger.deregister(MINER.ss58)
     (event,) = wait_for(lambda: watched.events)
-    assert event.change is Change.DEREGISTERED and "btcli" in event.line
+    assert event.change is Change.DEREGISTERED and "with `the command`, and" in event.line
     watched.watcher.close()
     assert watched.looks() == []
 
