@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -33,7 +34,7 @@ from distributed_training.store.bucket_reader import (
 from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore, StoreError
-from distributed_training.store.transfer import Sender, deadline_in, patient
+from distributed_training.store.transfer import Sender, Sent, deadline_in, patient
 from distributed_training.training.model import hf_config, schema_of, without_extras
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 
@@ -145,36 +146,37 @@ class GlobalPublisher:
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:
         """Local files, data, ``epoch-N/metadata.json``, root. Readers see the old state or the new.
 
-        ``peer_id``: of our averager. A bucket that fails is a report with ``ok=False`` and the
-        reason; the root is then unchanged unless writing it was what failed.
+        ``peer_id``: of our averager. A bucket or a disk that fails is a report with ``ok=False``
+        and the reason; the root is then unchanged unless writing it was what failed.
         """
-        began = time.monotonic()
+        began, sent, reason = time.monotonic(), Sent(), ""
         revision = Revision(self.run, state.outer_step, 0)
-        folder = self._write(state)
-        journal, deadline = Journal(self._folder / "uploads.json"), deadline_in(self._deadline)
-        reason = ""
-        with Sender(store=self._store, journal=journal, deadline=deadline) as sender:
-            files = [
-                (keys.epoch_key(state.outer_step, n), folder / n) for n in keys.GLOBAL_DATA_FILES
-            ]
-            try:
-                sender.abandon_all_but(key for key, _ in files)
-                sender.upload_all(files)
-                metadata = Metadata.of(revision, peer_id).to_json()
-                for key in (keys.epoch_key(state.outer_step, keys.METADATA), keys.ROOT_METADATA):
-                    self._put(key, metadata)
-            except (StoreError, OSError) as error:  # a local file that is gone is said the same way
-                reason = str(error)
+        try:
+            self._send(self._write(state), Metadata.of(revision, peer_id), sent)
+        # A disk that is full is a RuntimeError of torch's, and safetensors has an error of its own.
+        except (StoreError, OSError, SafetensorError, RuntimeError) as error:
+            reason = str(error)
         if not reason:
             self._prune(state.outer_step)
         return PublicationReport(
             revision=revision,
             ok=not reason,
             seconds=time.monotonic() - began,
-            bytes_sent=sender.sent.bytes,
+            bytes_sent=sent.bytes,
             reason=reason,
             finished_at=time.time(),
         )
+
+    def _send(self, folder: Path, metadata: Metadata, sent: Sent) -> None:
+        """Raises StoreError, OSError."""
+        step, journal = metadata.outer_step, Journal(self._folder / "uploads.json")
+        deadline = deadline_in(self._deadline)
+        with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
+            files = [(keys.epoch_key(step, name), folder / name) for name in keys.GLOBAL_DATA_FILES]
+            sender.abandon_all_but(key for key, _ in files)
+            sender.upload_all(files)
+            for key in (keys.epoch_key(step, keys.METADATA), keys.ROOT_METADATA):
+                self._put(key, metadata.to_json())
 
     def announce(self, outer_step: int, peer_id: str) -> None:
         """Write this process's peer id into the root metadata; nothing else changes.

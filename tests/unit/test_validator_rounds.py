@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
@@ -453,6 +454,44 @@ def test_a_publication_is_tried_again_before_the_step_is_given_up(
     world.bucket.fail = ["epoch-1/model.safetensors", "metadata.json"]
     assert world.validator.round()
     assert [e["ok"] for e in world.events.of("publication")] == [True, False, False, True]
+    assert _root(world).revision == Revision(RUN, 1, 0)
+
+
+def test_a_disk_that_is_full_for_a_moment_does_not_lose_the_outer_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The miners have made the step; a validator that ended would take it back for all."""
+    from distributed_training.validator import global_state
+    from distributed_training.validator import validator as module
+
+    monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
+    world = World(tmp_path, settings(publication_budget=timedelta(seconds=30)))
+    world.start()
+    world.train_and_publish()
+    full: list[tuple[str, Exception]] = [
+        ("write_bytes", OSError(28, "No space left on device")),
+        ("save_file", SafetensorError("No space left on device")),
+        ("save_outer_optimizer", RuntimeError("PytorchStreamWriter failed writing file")),
+        ("Journal", OSError(28, "No space left on device")),
+    ]
+
+    def fails_once(name: str, error: Exception) -> None:
+        write = getattr(global_state, name)
+        left = [error]
+
+        def failing(*arguments: Any, **fields: Any) -> Any:
+            if left:
+                raise left.pop()
+            return write(*arguments, **fields)
+
+        monkeypatch.setattr(global_state, name, failing)
+
+    for name, error in full:
+        fails_once(name, error)
+    assert world.validator.round()
+    told = world.events.of("publication")
+    assert [e["ok"] for e in told] == [True, False, False, False, False, True]
+    assert all("space" in e["reason"] or "failed writing" in e["reason"] for e in told[1:5])
     assert _root(world).revision == Revision(RUN, 1, 0)
 
 
