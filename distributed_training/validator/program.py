@@ -46,7 +46,7 @@ from distributed_training.scoring.evaluator import (
 )
 from distributed_training.scoring.upload import OpenBucket, PageReader
 from distributed_training.store.s3 import S3ObjectStore, StoreError
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
@@ -141,7 +141,15 @@ def run_validator(
             validator.run()
     except Stopped:
         log.info("Stopped before the start was complete")
-    except (ConfigError, NetworkFailure, GlobalStateError, StoreError, ChainError) as error:
+    except (
+        ConfigError,
+        NetworkFailure,
+        GlobalStateError,
+        StoreError,
+        ChainError,
+        SwarmUnavailable,
+        OSError,
+    ) as error:
         log.error("%s", error)
         return ExitStatus.FAULT
     return ExitStatus.STOPPED

@@ -19,6 +19,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.scoring.evaluator import evaluation_device
+from distributed_training.swarm import SwarmUnavailable
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.program import Parts
@@ -156,6 +157,17 @@ def test_faults_and_bad_configuration_have_their_statuses(
     assert program.run_validator(config, connect=outside.connect) == 1, "the file may be mended"
     shown = capfd.readouterr()
     assert "fewer words" in shown.out and "Traceback" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("error", [SwarmUnavailable("the DHT is away"), OSError(28, "No space")])
+def test_a_swarm_or_a_disk_that_is_away_is_one_line_and_status_1(
+    error: Exception, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+        raise error
+
+    assert program.run_validator(_config(tmp_path), connect=connect) == 1
+    assert f"| ERROR | {error}\n" in capfd.readouterr().out
 
 
 def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
