@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training import __version__
-from distributed_training.chain.base import Chain, find
+from distributed_training.chain.base import Chain, ChainUnavailable, find
 from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.registration import MISSING_FOR, RegistrationRecord, believable
@@ -292,7 +292,11 @@ def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published
         return _check_bucket(config, bucket), buckets.own_commitment(config.store, bucket)
     except NetworkFailure as error:
         commitment = buckets.commitment_text(config.store)
-        if member.chain.commitment(member.hotkey) != commitment:
+        try:
+            shown = member.chain.commitment(member.hotkey)
+        except ChainUnavailable:  # only the neurons could be read so far
+            shown = None
+        if shown != commitment:
             raise
         log.warning(
             "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import services
@@ -124,11 +125,17 @@ def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage:
     assert found == (Published(), "our read keys")
 
 
-@pytest.mark.parametrize("committed", [None, "other read keys"])
+@pytest.mark.parametrize("committed", [None, "other read keys", "not read yet"])
 def test_keys_that_no_start_has_checked_are_not_gone_on_with(
-    committed: str | None, outage: Outage
+    committed: str | None, outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if committed is not None:
+    if committed == "not read yet":
+
+        def not_read(_: str) -> str:
+            raise ChainUnavailable("the commitments of the subnet could not be read yet")
+
+        monkeypatch.setattr(outage.member.chain, "commitment", not_read)
+    elif committed is not None:
         outage.ledger.commit(MINER.ss58, committed)
     with pytest.raises(NetworkFailure, match="the store is away"):
         services._open_bucket(outage.config, outage.member, "mine")
