@@ -31,7 +31,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged, schema
-from distributed_training.config.types import File, Text
+from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten
 from distributed_training.protocol.names import miner_bucket
@@ -61,6 +61,7 @@ def build_parser() -> Parser:
     add("--model", type=path, help="config.json of a Llama-like model (default: a tiny one)")
     add("--tokenizer", type=text, default="bytes", help="a Hugging Face name (bytes)")
     add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
+    add("--unpinned", action="store_true", help="let the data change while the network runs")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
     add("--store", type=text, metavar="URL", help="one S3 endpoint for all (default: R2, each his)")
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
@@ -115,7 +116,9 @@ def _init(options: argparse.Namespace) -> None:
             f"{folder} exists already, so no network was founded: give a folder that is not there, "
             "or change its network.toml and run dt-network sign"
         )
-    rules = _rules(options)  # all that can be refused without keys is refused before any is made
+    rules = _rules(options)
+    if not options.unpinned:
+        _pin(rules["data"])
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -140,10 +143,8 @@ def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> 
     kind = "ip6" if ":" in options.host else "ip4" if options.host[-1].isdigit() else "dns4"
     peer_id = make_identity(folder / "validator")
     peer = f"/{kind}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
-    rules["chain"]["master_hotkey"] = master.ss58
-    rules["swarm"]["initial_peers"] = [peer]
-    for key, value in options.more:
-        _assign(rules, key, value)
+    rules["chain"].setdefault("master_hotkey", master.ss58)
+    rules["swarm"].setdefault("initial_peers", [peer])
     text = (
         f"# The rules of the network {options.name} (docs/network-file.md). After a change count\n"
         f"# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
@@ -155,6 +156,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     """Return the built-in network's rules, with what the options say in their place."""
     rules = tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
     rules.pop("run_id")
+    rules["swarm"].pop("initial_peers")
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
@@ -165,7 +167,35 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     if options.store:
         rules["store"]["endpoint"] = options.store
     rules["round"]["min_group_size"] = 2
+    for key, value in options.more:
+        _assign(rules, key, value)
     return rules
+
+
+def _pin(data: dict[str, Any]) -> None:
+    """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
+
+    The standard library's text stays free: it is for trials, on one machine. Raises ConfigError.
+    """
+    from pydantic import ValidationError
+
+    from distributed_training.config.settings import DataSettings
+    from distributed_training.data.block_builder import served
+    from distributed_training.data.page_source import PageUnavailable
+
+    if data["source"] == "stdlib" or {"revision", "rows"} & set(data):
+        return
+    given = {key: data[key] for key in ("source", "dataset", "rows_url", "text_column")}
+    try:
+        found = served(DataSettings(**given, request_attempts=2))
+    except ValidationError:
+        return  # the whole file is refused with its line
+    except PageUnavailable as error:
+        raise ConfigAway(
+            f"the data cannot be pinned ({error}), so no network was founded: try again, give "
+            "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
+        ) from None
+    data |= {key: value for key, value in vars(found).items() if value is not None}
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any]:

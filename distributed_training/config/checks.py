@@ -165,9 +165,15 @@ def _is_nowhere(text: str) -> bool:
 
 def check_sources(config: Config) -> Iterator[str]:
     try:
-        config.data.sources  # noqa: B018
+        sources = config.data.sources
     except ConfigError as error:
         yield str(error)
+        return
+    if len(sources) > 1 and (config.data.revision, config.data.rows) != (None, None):
+        yield (
+            f"--data.source {config.data.source} names several sources and the network's file pins "
+            "one, so its pages would not be those of the other peers: give one"
+        )
 
 
 def check_keys(config: Config) -> Iterator[str]:

@@ -261,6 +261,10 @@ class DataSettings:
     """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
     dataset: str = flag("data.dataset", network="data.dataset")
     """dataset of --data.source hf"""
+    revision: str | None = flag("data.revision", network="data.revision")
+    """commit of the dataset that the network pins; a source that serves another one is refused"""
+    rows: int | None = flag("data.rows", network="data.rows", ge=1, le=10**13)
+    """rows of all its configs that the network pins; a source that has others is refused"""
     rows_url: WebUrl = flag("data.rows_url", network="data.rows_url", fixed=False)
     """server of the rows API"""
     text_column: str = flag("data.text_column", network="data.text_column", fixed=False)

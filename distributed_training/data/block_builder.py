@@ -25,8 +25,8 @@ from distributed_training.config.types import ConfigError
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
 from .corpus import StdlibSource
-from .page_source import Counts, PageSource, PageUnavailable
-from .parquet import ParquetSource
+from .page_source import Counts, PageSource, PageUnavailable, Pin
+from .parquet import ParquetSource, folder_revision
 from .shards import SUFFIX, ShardError, open_shard, token_digest, write_shard
 from .tokenizer import TextTokenizer, tokenizer_hash
 
@@ -85,7 +85,7 @@ def open_rows(
     """
     check_folder(spec)
     if spec.kind == "stdlib":
-        return StdlibSource()
+        return _pinned(settings, spec, StdlibSource())
     if spec.kind == "hf":
         size = round(settings.cache_gb * 1e9)
         # httpx: for this source alone, and not for whoever only trains.
@@ -103,12 +103,57 @@ def open_rows(
             "compared with other neurons': give another source here"
         )
     if spec.kind == "parquet":
-        return ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
+        parquet = ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
+        return _pinned(settings, spec, parquet)
     lines = extra("line_files", wanted_by=f"--data.source {spec.text}")
     opened: PageSource = lines.open_lines(
         spec, text_key=settings.text_column, index=cache, counts=counts
     )
-    return opened
+    return _pinned(settings, spec, opened)
+
+
+class _Pinned:
+    """A folder that must hold what the network's file pins, or its rows cannot be had."""
+
+    def __init__(self, source: PageSource, pin: Pin, spec: SourceSpec) -> None:
+        self._source = source
+        self._pin = pin
+        self._spec = spec
+        self._checked = False
+
+    def num_rows(self) -> Mapping[str, int]:
+        table = self._source.num_rows()
+        if not self._checked:
+            self._pin.check(
+                f"--data.source {self._spec.text}",
+                revision=_revision(self._spec, wanted=self._pin.revision),
+                rows=sum(table.values()),
+            )
+        self._checked = True
+        return table
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        return self._source.rows(config, row, split=split, limit=limit)
+
+
+def _pinned(settings: DataSettings, spec: SourceSpec, source: PageSource) -> PageSource:
+    pin = Pin(settings.revision, settings.rows)
+    return source if pin == Pin() else _Pinned(source, pin, spec)
+
+
+def _revision(spec: SourceSpec, *, wanted: str | None = None) -> str | None:
+    return None if spec.folder is None else folder_revision(spec.folder, wanted=wanted)
+
+
+def served(settings: DataSettings) -> Pin:
+    """Return what ``--data.source`` serves now; its revision is None where it does not tell.
+
+    Raises ConfigError, PageUnavailable (OtherData where it is not what the settings pin).
+    """
+    source = open_source(settings)
+    rows = sum(source.num_rows().values())
+    told = getattr(source, "revision", None)  # of a dataset server
+    return Pin(told or _revision(settings.sources[0]), rows)
 
 
 def open_source(settings: DataSettings) -> PageSource:

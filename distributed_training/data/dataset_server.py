@@ -29,7 +29,7 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import write_bytes
 from distributed_training.config.settings import DataSettings
 
-from .page_source import Counts, PageUnavailable, usable_texts
+from .page_source import Counts, PageUnavailable, Pin, usable_texts
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,8 @@ class RowsApiSource:
     made for each page within ``page_deadline``, with waits of 0.5, 1, 2, ... 30 s (jittered), or as
     long as ``Retry-After`` asks; after a 429 all connections hold back, since the limit is on the
     address. ``table_age``: how old the table of configs may get. ``token``: of Hugging Face.
+    Replies of another revision than the pinned one are refused, and so is a table of another row
+    count; ``revision``: of the last reply, if the server says it.
     """
 
     def __init__(
@@ -140,11 +142,14 @@ class RowsApiSource:
     ) -> None:
         self._url = settings.rows_url.rstrip("/")
         self._dataset = settings.dataset
+        self._pages_of = f"{settings.dataset}@{settings.revision or ''}".removesuffix("@")
         self._text_column = settings.text_column
         self._timeout = settings.request_timeout.total_seconds()
         self._attempts = settings.request_attempts
         self._page_deadline = settings.page_deadline.total_seconds()
         self._table_age = settings.table_age.total_seconds()
+        self._pin = Pin(settings.revision, settings.rows)
+        self.revision: str | None = None
         self._cache = cache
         self._counts = counts
         self._client = httpx.Client(
@@ -175,8 +180,10 @@ class RowsApiSource:
                 return self._table
             try:
                 table, left_out = self._fetch_table()
-                if left_out and self._table and self._whole and 0 <= age < _WHOLE_TABLE_LASTS:
+                has_whole = self._table and self._whole and 0 <= age < _WHOLE_TABLE_LASTS
+                if left_out and (has_whole or self._pin.rows is not None):
                     raise PageUnavailable(f"the reply of /size leaves out {left_out} configs")
+                self._pin.check(self._where, rows=sum(table.values()))
             except PageUnavailable as error:
                 if not self._table:
                     raise
@@ -220,13 +227,20 @@ class RowsApiSource:
         self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
 
     @property
+    def _where(self) -> str:
+        return f"{self._dataset} at {self._url}"
+
+    @property
     def _table_key(self) -> str:
-        return f"size {self._url} {self._dataset}"
+        return f"size {self._url} {self._pages_of}"
 
     def _recall_table(self) -> None:
         stored = self._cache.get(self._table_key) if self._cache is not None else None
         if isinstance(stored, dict):
-            self._table = {str(config): int(rows) for config, rows in stored["rows"].items()}
+            table = {str(config): int(rows) for config, rows in stored["rows"].items()}
+            if self._pin.rows not in (None, sum(table.values())):
+                return  # kept for another network
+            self._table = table
             self._table_at = float(stored["at"])
 
     def _fetch_table(self) -> tuple[dict[str, int], int]:
@@ -252,7 +266,7 @@ class RowsApiSource:
     # --- pages ---------------------------------------------------------------------------------
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        key = f"rows {self._dataset} {config} {split} {row} {limit} {self._text_column}"
+        key = f"rows {self._pages_of} {config} {split} {row} {limit} {self._text_column}"
         cached = self._cache.get(key) if self._cache is not None else None
         if isinstance(cached, list):
             self._counts.add("pages_from_cache")
@@ -332,6 +346,8 @@ class RowsApiSource:
         body = bytearray()
         with self._client.stream("GET", f"{self._url}/{path}", params=dict(query)) as reply:
             reply.raise_for_status()
+            self.revision = reply.headers.get("X-Revision") or reply.headers.get("X-Repo-Commit")
+            self._pin.check(self._where, revision=self.revision)
             for chunk in reply.iter_bytes():
                 body += chunk
                 if len(body) > _MAX_REPLY:

@@ -13,6 +13,7 @@ import tokenize
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,31 @@ MINIMUM_ROWS = 102
 
 class PageUnavailable(RuntimeError):
     """A page, or the table of configs, cannot be had now. The message says why."""
+
+
+class OtherData(PageUnavailable):
+    """A source serves other data than the network's file pins: its pages are nobody else's."""
+
+
+@dataclass(frozen=True)
+class Pin:
+    """The data that the network's file names: commit, and rows of all configs. None: any."""
+
+    revision: str | None = None
+    rows: int | None = None
+
+    def check(self, where: str, *, revision: str | None = None, rows: int | None = None) -> None:
+        """Raise OtherData for another value; None is what ``where`` does not tell."""
+        for name, pinned, found in (
+            ("revision", self.revision, revision),
+            ("row count", self.rows, rows),
+        ):
+            if pinned is not None and found is not None and pinned != found:
+                raise OtherData(
+                    f"{where} has {name} {found} and the network's file pins {pinned}, so its "
+                    "pages would not be those of the other peers: give the pinned data with "
+                    "--data.source parquet:DIR, or ask the founder for a newer file"
+                )
 
 
 class PageSource(Protocol):

@@ -7,8 +7,10 @@ those of its files, sorted by name, one after the other.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +22,7 @@ from .page_source import Counts, PageUnavailable, large_enough, usable_texts
 log = logging.getLogger(__name__)
 
 _KEPT_GROUPS = 8
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class _Files:
@@ -62,6 +65,21 @@ class _Files:
                 yield self.paths[config][at], row - first, rows
             row += rows
             at += 1
+
+
+def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
+    """Return the commit of which ``folder`` is a Hugging Face download, a snapshot of its cache or
+    a folder with notes of its own; None if it does not tell. Of several: one that is not
+    ``wanted``."""
+    path = folder.resolve()
+    commits = {path.parts[at + 1] for at, part in enumerate(path.parts[:-1]) if part == "snapshots"}
+    for root in (path, *path.parents):
+        notes = root / ".cache" / "huggingface" / "download" / path.relative_to(root)
+        for note in notes.rglob("*.metadata"):
+            with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
+                commits.add(file.readline(100).strip())
+    told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
+    return told[0] if told else None
 
 
 class FolderSource:

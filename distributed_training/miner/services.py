@@ -48,7 +48,7 @@ from distributed_training.node.identity import (
     seconds_per_block,
 )
 from distributed_training.node.network import check_global_state, require_network
-from distributed_training.node.start import fetch_tokenizer
+from distributed_training.node.start import fetch_tokenizer, require_data
 from distributed_training.protocol import names
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
@@ -194,6 +194,7 @@ def connect(
     """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
+    require_data(config)
     member = _join(config, folder, stack, wanted)
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
         log.warning("%s", state.line)

@@ -33,7 +33,8 @@ LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
 _RUN_ID_DIGITS = 12
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
 _OPTIONAL = {
-    "run_id", "signature", "model.config", "model.config_file", "store.endpoint",
+    "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
+    "store.endpoint",
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)

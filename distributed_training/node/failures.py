@@ -25,6 +25,10 @@ class WrongNetwork(ConfigError):
     there."""
 
 
+class WrongData(ConfigError):
+    """``--data.source`` serves other data than the network's file pins. Exit status 2."""
+
+
 class Deregistered(NotRegistered):
     """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
 
@@ -35,7 +39,7 @@ class HotkeyInUse(ConfigError):
 
 def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
-    if isinstance(error, WrongNetwork):
+    if isinstance(error, WrongNetwork | WrongData):
         return ExitStatus.BAD_CONFIGURATION
     lost = isinstance(error, Deregistered | HotkeyInUse)
     return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT

@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from distributed_training.common.files import FSTAB, late_mount, write_bytes
 from distributed_training.config import SETTINGS_FILE, Config, ConfigError, all_settings
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.failures import NetworkFailure, WrongData
 from distributed_training.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
@@ -103,6 +103,25 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
             f"the tokenizer {name} cannot be loaded ({error}), so no text could be read: check the "
             "network or --neuron.global_tokenizer_name"
         ) from None
+
+
+def require_data(config: Config) -> None:
+    """Raise WrongData where the source serves other data than the network's file pins.
+
+    A source that does not answer is no other data: whoever reads its pages later asks again.
+    """
+    from distributed_training.data.block_builder import served
+    from distributed_training.data.page_source import OtherData, PageUnavailable
+
+    data, sources = config.data, config.data.sources
+    if (data.revision, data.rows) == (None, None) or [s.kind for s in sources] == ["shards"]:
+        return
+    try:
+        served(replace(data, request_attempts=1))
+    except OtherData as error:
+        raise WrongData(str(error)) from None
+    except PageUnavailable as error:
+        log.warning("Whether the data are the network's is not known yet (%s)", error)
 
 
 def _hub_is_away(error: BaseException | None) -> bool:

@@ -27,13 +27,14 @@ from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import (
     fetch_tokenizer,
     make_run_folder,
+    require_data,
     start_log,
     write_settings,
 )
@@ -80,6 +81,7 @@ class Parts:
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     """What must be closed is left to ``stack``. Raises ConfigError, NetworkFailure."""
+    require_data(config)
     member = join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
@@ -151,7 +153,7 @@ def run_validator(
         OSError,
     ) as error:
         log.error("%s", error)
-        return ExitStatus.FAULT
+        return exit_status_of(error)
     return ExitStatus.STOPPED
 
 

@@ -40,7 +40,8 @@ class RowsServer:
     """Serves ``tables`` (config -> texts). Use as a context manager.
 
     ``script``: faults for the next requests of ``/rows``, in order; None is a good answer.
-    ``decide`` may choose a fault for a request's query instead.
+    ``decide`` may choose a fault for a request's query instead. ``revision``: the commit that each
+    reply names.
     """
 
     tables: Mapping[str, Sequence[Any]]
@@ -50,6 +51,7 @@ class RowsServer:
     script: list[Fault | None] = field(default_factory=list)
     size_script: list[Fault | None] = field(default_factory=list)
     size_left_out: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    revision: str = ""
     decide: Callable[[Mapping[str, str]], Fault | None] | None = None
     requests: list[tuple[float, str, dict[str, str]]] = field(default_factory=list)
     statuses: list[int] = field(default_factory=list)
@@ -137,6 +139,8 @@ class RowsServer:
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(body)))
+        if self.revision:
+            handler.send_header("X-Revision", self.revision)
         if fault.retry_after is not None:
             handler.send_header("Retry-After", fault.retry_after)
         handler.end_headers()

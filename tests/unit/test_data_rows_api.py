@@ -15,7 +15,7 @@ import pytest
 
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.dataset_server import PageCache, RowsApiSource, retry_after
-from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.data.page_source import Counts, OtherData, PageUnavailable
 from tests.tools.support_data import DATASET, Fault, RowsServer, tables
 
 pytestmark = pytest.mark.timeout(60)
@@ -216,6 +216,46 @@ def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None
             assert made.num_rows()["CC-MAIN-9"] == 200
         assert "4 configs (before: 3), 1 of them new" in caplog.text
         assert counts.take()["table_changes"] == 1
+
+
+@pytest.mark.parametrize(
+    ("pinned", "words"),
+    [
+        ({"rows": 1200, "revision": "a" * 40}, ""),
+        ({"rows": 1201}, "some/dataset at .* has row count 1200 and the network's file pins 1201"),
+        ({"revision": "b" * 40}, "has revision a{40} and the network's file pins b{40}"),
+    ],
+)
+def test_other_data_than_the_pinned_are_refused(
+    pinned: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    with RowsServer(TABLES, revision="a" * 40) as server:
+        source(server, cache=cache)[0].num_rows()  # of a network that pins nothing
+        made, _ = source(server, cache=cache, **pinned)
+        made._table_age = 0.0
+        if not words:
+            assert made.num_rows() and made.rows("CC-MAIN-1", 250, split="train", limit=100)
+            return
+        with pytest.raises(OtherData, match=words):
+            made.num_rows()
+        if "revision" in pinned:
+            with pytest.raises(OtherData, match=words):
+                made.rows("CC-MAIN-1", 250, split="train", limit=100)
+
+
+def test_pinned_data_that_grow_are_drawn_from_as_they_were(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    growing: dict[str, list[str]] = dict(TABLES)
+    with RowsServer(growing) as server:
+        made, _ = source(server, rows=1200)
+        made._table_age = 0.0
+        before = dict(made.num_rows())
+        growing["CC-MAIN-9"] = ["new"] * 200
+        with caplog.at_level(logging.WARNING):
+            assert made.num_rows() == before
+        assert "has row count 1400 and the network's file pins 1200" in caplog.text
 
 
 def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from distributed_training.config import load_config
@@ -13,7 +15,8 @@ pytestmark = pytest.mark.timeout(60)
 
 
 def found(folder: Path, *more: str) -> int:
-    words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
+    words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org",
+             "--data-source", "stdlib")  # fmt: skip
     return main(["init", str(folder), *words, *more])
 
 
@@ -47,6 +50,22 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
         and read(tmp_path / "other").network.values["run_id"] != values["run_id"]
     )
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys) -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    data = tmp_path / "snapshots" / commit
+    data.mkdir(parents=True)
+    pq.write_table(pa.table({"text": ["a row"] * 300}), data / "0.parquet")
+    assert found(tmp_path / "lab", "--data-source", f"parquet:{data}") == 0
+    values = read(tmp_path / "lab").network.values
+    assert (values["data.rows"], values["data.revision"]) == (300, commit)
+    away = ("--data-source", "hf", "--set", "data.rows_url=http://127.0.0.1:1")
+    assert found(tmp_path / "other", *away) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert "the data cannot be pinned" in line and not (tmp_path / "other").exists()
+    assert found(tmp_path / "other", *away, "--unpinned") == 0
+    assert "data.rows" not in read(tmp_path / "other").network.values
 
 
 def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError, load_config, problems
-from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.start import fetch_tokenizer, make_run_folder
+from distributed_training.node.failures import NetworkFailure, exit_status_of
+from distributed_training.node.start import fetch_tokenizer, make_run_folder, require_data
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,6 +37,45 @@ def test_a_hub_that_is_away_is_no_fault_of_the_configuration(
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
     with pytest.raises(end, match=r"--neuron\.global_tokenizer_name"):
         fetch_tokenizer(config, tmp_path)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize("told_by", ["notes", "snapshot"])
+@pytest.mark.parametrize(
+    ("pinned", "words"),
+    [
+        (("--data.rows", "300", "--data.revision", COMMIT), ""),
+        (("--data.rows", "299"), "has row count 300 and the network's file pins 299"),
+        (("--data.revision", "f" * 40), f"has revision {COMMIT} and the network's file pins ff"),
+    ],
+)
+def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
+    told_by: str, pinned: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "snapshots" / COMMIT if told_by == "snapshot" else tmp_path / "copy"
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"text": ["a row"] * 300}), folder / "0.parquet")
+    if told_by == "notes":  # as `hf download --local-dir` writes them
+        notes = folder / ".cache" / "huggingface" / "download" / "0.parquet.metadata"
+        notes.parent.mkdir(parents=True)
+        notes.write_text(f"{COMMIT}\netag\n0.0\n")
+    argv = ["--data.source", f"parquet:{folder}", *pinned]
+    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    if not words:
+        require_data(config)
+        return
+    with pytest.raises(ConfigError, match=words) as error:
+        require_data(config)
+    assert exit_status_of(error.value) == ExitStatus.BAD_CONFIGURATION
+    assert "\n" not in str(error.value)
+
+
+def test_a_source_that_is_away_is_no_other_data(caplog: pytest.LogCaptureFixture) -> None:
+    away = ["--data.rows_url", "http://127.0.0.1:1", "--data.rows", "5"]
+    require_data(load_config("miner", away, environ={}, dotenv=None, check=False))
+    assert "is not known yet" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:
