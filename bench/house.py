@@ -96,6 +96,10 @@ def _span(node: ast.AST) -> int:
 
 
 def _is_broad(handler: ast.ExceptHandler) -> bool:
+    """As ruff's BLE001 counts them: what is raised again is not swallowed."""
+    last = handler.body[-1]
+    if isinstance(last, ast.Raise) and last.exc is None:
+        return False
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     return any(
         kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException"))

@@ -41,12 +41,14 @@ class BlockList:
     in training, at most, and how many seconds before the queue runs dry the next one is requested:
     a block that waits in the queue ages, and validators judge an upload by its newest *trained*
     block. ``hold_back``: micro-batches to leave out at the end of a new block that is twice as
-    long, for previews: of the first one, unless it ``holds_back`` some from before, and of the
-    first one after each outer step. ``patience``: seconds without any ready block after which a
-    block that was served before is trained on again (its tokens are still cached on every rank),
-    rather than leaving GPUs idle. ``recent``: validators refuse a list whose newest block is more
-    than so many behind the chain's (half a round).
+    long, for previews: of the first one, unless ``data`` holds some from before, and of the first
+    one after each outer step. ``recent``: validators refuse a list whose newest block
+    is more than so many behind the chain's (half a round).
     """
+
+    #: Seconds without any ready block after which a block that was served before is trained on
+    #: again (its tokens are still cached on every rank), rather than leaving GPUs idle.
+    patience = 60.0
 
     def __init__(
         self,
@@ -55,11 +57,8 @@ class BlockList:
         data: DataPipeline,
         ranks: Ranks,
         micro_batch_size: int,
-        run: int,
         uid: int = 0,
         hold_back: int = 0,
-        holds_back: bool = False,
-        patience: float = 60.0,
         recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,11 +66,9 @@ class BlockList:
         self._data = data
         self._ranks = ranks
         self._micro_batch_size = micro_batch_size
-        self._run = run
         self._uid = uid
         self._held = hold_back * micro_batch_size
-        self._to_hold_back = 0 if holds_back else self._held
-        self._patience = patience
+        self._to_hold_back = 0 if self._held and data.holds_back(hold_back) else self._held
         self._refused_from = recent
         self._clock = clock
         self._pace = _Pace(clock)
@@ -84,7 +81,7 @@ class BlockList:
         self._current = (0, 0)  # block, its sequences
         self._newest = (0, 0)  # of those that were begun
         self._moved_at = clock()  # the chain
-        self._repeat_line = Throttle(patience, clock=clock)
+        self._repeat_line = Throttle(self.patience, clock=clock)
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
         self._ahead: list[int] = []  # requested before a restart
@@ -92,7 +89,7 @@ class BlockList:
         self._since_step: set[int] = set()  # blocks in the inner step under way
         self._steps = 0  # inner steps that ended
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
-        self._published: dict[Revision, dict[int, int]] = {}  # under way
+        self._published: dict[tuple[int, int], dict[int, int]] = {}  # by outer and inner step
         self._done: dict[int, int] = {}  # block: the last of its steps that was published
         #: In the list published last, also by a process before this one; None if there is none.
         self.newest_published: int | None = None
@@ -168,7 +165,7 @@ class BlockList:
         (protocol page, section 5), if the list also has recent ones."""
         if self._barren:
             return 0  # no more often than the chain moves, or a source that is down gets no rest
-        if self._clock() - self._moved_at > self._patience and not self._recent_is_coming():
+        if self._clock() - self._moved_at > self.patience and not self._recent_is_coming():
             return self._last_requested  # once more: no newer one is to be expected
         if self._gaps:
             first, last = self._gaps.pop()
@@ -227,7 +224,7 @@ class BlockList:
         now = self._clock()
         if self._starving_since is None:
             self._starving_since = now
-        if self._newest[0] and now - self._starving_since >= self._patience:
+        if self._newest[0] and now - self._starving_since >= self.patience:
             if self._repeat_line():
                 log.warning(
                     "No new data for %.0f s: block %d is trained on again",
@@ -254,7 +251,7 @@ class BlockList:
                 self.step_dropped()
                 self._to_hold_back = self._held
             case ev.SnapshotTaken(progress=progress):
-                self.snapshot_taken(progress.revision(self._run))
+                self.snapshot_taken(progress)
             case ev.SnapshotFailed(revision=Revision() as revision):
                 self.publication_ended(revision, ok=False)
             case ev.PublicationEnded(report=publication):
@@ -288,23 +285,24 @@ class BlockList:
         """Blocks trained on since the last publication, in order."""
         return list(self._trained)
 
-    def snapshot_taken(self, revision: Revision) -> None:
+    def snapshot_taken(self, at: Progress | Revision) -> None:
         """The list goes with this revision; a block still in training enters the next one again."""
-        self._published[revision] = self._trained
+        self._published[at.outer_step, at.inner_step] = self._trained
         self._trained = {}
 
     def publication_ended(self, revision: Revision, *, ok: bool) -> None:
         """A publication that failed, or was superseded, gives its blocks back."""
-        blocks = self._published.pop(revision, {})
+        step = revision.outer_step, revision.inner_step
+        blocks = self._published.pop(step, {})
         if ok:
             self.newest_published = max(blocks, default=None)
             self._done |= blocks
             for block in tuple(self._done)[:-_REMEMBERED]:
                 del self._done[block]
             return
-        later = {b for r, listed in self._published.items() if r > revision for b in listed}
+        later = {b for other, listed in self._published.items() if other > step for b in listed}
         # A newer snapshot on its way cannot be changed any more: what it lists is not listed twice.
-        blocks = {b: step for b, step in blocks.items() if b not in later}
+        blocks = {b: last for b, last in blocks.items() if b not in later}
         self._trained = dict(sorted((blocks | self._trained).items()))
 
     # --- across restarts -----------------------------------------------------------------------

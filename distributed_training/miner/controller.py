@@ -11,7 +11,6 @@ in a thread of its own, so the loop never waits for a network. Orders wait for t
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -19,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import HivemindSwarm
 
@@ -100,8 +100,7 @@ class Controller:
         self._averaging = averaging
         self._global_epoch = global_epoch
         self._clock = clock
-        self._tick = tick.total_seconds()
-        self._last_tick = -math.inf
+        self._tick_due = Throttle(tick.total_seconds(), clock=clock)
         self._pending: deque[Order] = deque()
         self._subscribers: list[Subscriber] = [blocks.see]
 
@@ -116,10 +115,8 @@ class Controller:
     def next_command(self) -> Command:
         """The command of this boundary. Waits at most 0.2 s when there is nothing to do."""
         self.drain()
-        now = self._clock()
-        if now - self._last_tick >= self._tick:
-            self._last_tick = now
-            self._handle(ev.Tick(now))
+        if self._tick_due():
+            self._handle(ev.Tick(self._clock()))
         may_train = trains(self.state.mode) and not self._pending
         data = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:

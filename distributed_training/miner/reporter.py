@@ -210,7 +210,7 @@ class Metrics:
 
     def write(self) -> None:
         """Write the file if it is time: also where no step ends, in a round or without data."""
-        self._file.write(time.monotonic(), self._collect)
+        self._file.write(self._collect)
 
     def round_ended(self, outer_step: int, *, ok: bool, seconds: float) -> None:
         registry = self._file.registry
@@ -255,7 +255,7 @@ class Metrics:
 
     def stopped(self) -> None:
         """Write the last figures, which stay in the file."""
-        self._file.write(time.monotonic(), self._collect, at_once=True)
+        self._file.write(self._collect, at_once=True)
 
     def _collect(self) -> None:
         registry = self._file.registry

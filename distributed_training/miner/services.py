@@ -400,7 +400,7 @@ def _registered_again(
                 )
             if ask():
                 chain.ask_another()
-            metrics.write(now, lambda: None)
+            metrics.write(lambda: None)
             if keep():
                 record.save(folder / REGISTRATION_FILE)
             pause(wanted)

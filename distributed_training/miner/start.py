@@ -523,16 +523,13 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
 
 def _block_list(context: RankContext, training: Training, services: Services) -> BlockList:
     trainer, data, kept = training.trainer, training.data, training.kept
-    held = trainer.preview_micro_batches
     blocks = BlockList(
         chain_block=services.chain.block,
         data=data,
         ranks=context.ranks,
         micro_batch_size=trainer.micro_batch_size,
-        run=context.config.store.run,
         uid=services.info.uid,
-        hold_back=held,
-        holds_back=data.holds_back(held),
+        hold_back=trainer.preview_micro_batches,
         recent=services.round_clock.half,
     )
     blocks.load_state_dict(

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol.types import StepReport
 
@@ -248,18 +249,18 @@ class MetricsFile:
     """``path`` always holds the registry's latest text whole (Prometheus' textfile collector reads
     it). Written at most once in ``every`` seconds; a failing disk costs the file, not training."""
 
-    def __init__(self, path: Path, *, every: float = 15.0) -> None:
+    def __init__(
+        self, path: Path, *, every: float = 15.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.registry = Registry()
         self._path = path
-        self._every = every
-        self._written = -math.inf
+        self._due = Throttle(every, clock=clock)
         self._failing = False
 
-    def write(self, now: float, update: Callable[[], None], *, at_once: bool = False) -> None:
-        """``update`` is called first, if it is time. ``now``: of a monotonic clock."""
-        if now - self._written < self._every and not at_once:
+    def write(self, update: Callable[[], None], *, at_once: bool = False) -> None:
+        """``update`` is called first, if it is time."""
+        if not self._due() and not at_once:
             return
-        self._written = now
         update()
         self.registry.set("metrics_written_timestamp_seconds", time.time())
         try:

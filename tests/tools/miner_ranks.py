@@ -513,7 +513,7 @@ def starved(folder: Path) -> None:
 
     miner = Miner(folder, on_step=on_step)
     if miner.rank_zero is not None:
-        miner.blocks._patience = 4.0
+        miner.blocks.patience = 4.0
     ready, agree = miner.data.ready, miner.ranks.agree
     first: list[int] = []
 

@@ -38,6 +38,10 @@ class OneRank:
         return 4 + block % 5
 
 
+class Impatient(BlockList):
+    patience = 0.0
+
+
 class BlockListMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
@@ -54,14 +58,12 @@ class BlockListMachine(RuleBasedStateMachine):
         self.feed = self.make()
 
     def make(self) -> BlockList:
-        return BlockList(
+        return Impatient(
             chain_block=lambda: self.chain,
             data=OneRank(),  # type: ignore[arg-type]
             ranks=OneRank(),  # type: ignore[arg-type]
             micro_batch_size=MICRO_BATCH,
-            run=5,
             recent=lambda: 200,
-            patience=0.0,
         )
 
     @rule(blocks=st.integers(0, 3))
@@ -191,7 +193,6 @@ class Run:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=MICRO_BATCH,
-            run=5,
             recent=lambda: 200,
         )
         self.cursor: dict[str, int] = {}

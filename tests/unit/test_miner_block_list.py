@@ -33,6 +33,10 @@ class World:
         self.sequences: dict[int, int | None] = {}
         self.default: int | None = 10
         self.now = 0.0
+        self.held_before = False
+
+    def holds_back(self, micro_batches: int) -> bool:
+        return self.held_before
 
     def ready(self, block: int) -> int | None:
         return self.sequences.get(block, self.default)
@@ -57,7 +61,6 @@ class World:
             data=stand_in,
             ranks=stand_in,
             micro_batch_size=micro_batch,
-            run=5,
             uid=uid,
             recent=lambda: recent,
             clock=lambda: self.now,
@@ -84,7 +87,8 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
     feed.see(ev.OuterStepEnded(False, 4), mode)
     assert sequences(feed, 1) == [10]
     feed.see(ev.OuterStepEnded(True, 5), mode)
-    again = world.feed(hold_back=2, holds_back=True)
+    world.held_before = True
+    again = world.feed(hold_back=2)
     again.load_state_dict(feed.state_dict(), {})  # killed before the next block
     assert sequences(again, 3).count(6) == 1
     feed.see(ev.Loaded(5), mode)

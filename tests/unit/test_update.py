@@ -320,7 +320,7 @@ def test_a_round_that_is_near_is_waited_for(
     file = MetricsFile(tmp_path / "metrics.prom")
     if round_in is not None:
         file.registry.set("next_round_timestamp_seconds", time.time() + round_in)
-    file.write(0.0, lambda: None)
+    file.write(lambda: None)
     found = update.round_near(NeuronState(tmp_path).catch_up())
     assert found.startswith(why) and bool(found) == bool(why)
 
