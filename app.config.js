@@ -2,12 +2,13 @@
 //
 //   pm2 start app.config.js                    the miner
 //   DT_APP=validator pm2 start app.config.js   a founded network's validator, or DT_APP=registry
+//   DT_NAME=two pm2 start app.config.js        a second miner here; its .env and override are in two/
 //   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`)
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
 //
 // Keys and other secrets belong into .env, never in here. `python neurons/miner.py --help` lists
-// every flag; an unknown one is an error that names the nearest known one.
+// the usual flags; an unknown one is an error that names the nearest known one.
 
 const flags = [
   // ["--network", "network.toml"],               the network to join: its file, or the URL of it
@@ -17,7 +18,7 @@ const flags = [
   ["--dht.port", "8009"], // peers average here: reachable from outside
   // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
   // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
-  ["--neuron.upload_steps", "60"], // steps x step time + upload time: well below 4800 s
+  // ["--neuron.upload_steps", "60"],             steps x step time + upload time: well below 4800 s
   ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
   // ["--axon.external_ip", "203.0.113.7"],       behind NAT
@@ -40,16 +41,25 @@ const path = require("path");
 // exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags
 // win. A validator's or registry's flags are all in validator.override.js or registry.override.js, as
 // `dt-network init` prints them.
-const home = process.env.DT_HOME || __dirname;
+const name = process.env.DT_NAME || "";
+if (!/^[\w-]*$/.test(name)) throw new Error(`DT_NAME ${name} is no name: give letters, digits, _ or -`);
+const home = process.env.DT_HOME || path.join(__dirname, name);
+if (!fs.existsSync(home)) throw new Error(`${home} is not there: it holds .env and app.config.override.js of ${name}`);
 const app = process.env.DT_APP || "miner";
 const programs = { miner: "neurons/miner.py", validator: "neurons/validator.py", registry: ".venv/bin/dt-registry" };
 if (!programs[app]) throw new Error(`DT_APP ${app} is no program: give miner, validator or registry`);
 const override = path.join(home, app === "miner" ? "app.config.override.js" : `${app}.override.js`);
+
+function rows(file) {
+  const found = fs.existsSync(file) ? require(file) : [];
+  if (Array.isArray(found) && found.every(Array.isArray)) return found;
+  throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
+}
 const local = process.env.DT_PRESET === "local";
 const ours = { miner: local ? localFlags : flags, validator: [["--neuron.stop_timeout", "60"]], registry: [["serve"]] };
 const args = [
   ...ours[app],
-  ...(!local && fs.existsSync(override) ? require(override) : []),
+  ...(local ? [] : rows(override)),
 ]
   .flat()
   .map(String);
@@ -72,7 +82,7 @@ const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 
 module.exports = {
   apps: [
     {
-      name: `distributed_training_${app}`,
+      name: `distributed_training_${app}${name && "_" + name}`,
       script: path.join(__dirname, programs[app]),
       interpreter: path.join(__dirname, ".venv", "bin", "python"),
       interpreter_args: "-u",

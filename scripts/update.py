@@ -95,6 +95,8 @@ def build_parser() -> Parser:
     add("--no-tests", action="store_true", help="leave the unit tests out")
     why = "leave the doctor out, e.g. while the chain is away"
     add("--no-doctor", action="store_true", help=why)
+    name = os.environ.get("DT_NAME", "")
+    add("--name", type=text, default=name, help="of a second miner, as DT_NAME (default: DT_NAME)")
     add("--pm2", type=text, default="pm2", help="the command")
     return parser
 
@@ -114,7 +116,7 @@ def main(argv: Sequence[str]) -> int:
 def update(options: argparse.Namespace) -> None:
     """Raises UpdateError."""
     pm2 = Pm2(options.pm2)
-    old = pm2.app(APP)
+    old = pm2.app(f"{APP}_{options.name}" if options.name else APP)
     unchanged = f"{old.version.name} runs on"
     tell(f"{old.name} runs from {old.version}")
     with only_update(old.home / "versions", unchanged):

@@ -30,7 +30,7 @@ import stat
 import sys
 import tomllib
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -46,7 +46,7 @@ from pydantic.fields import FieldInfo
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
-from .model import TITLES, USUAL, AllSettings, Config, Kind, frozen
+from .model import TASKS, TITLES, USUAL, AllSettings, Config, Kind, frozen
 from .presets import PRESETS
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -384,9 +384,18 @@ class _Flags(Parser):
         raise refusal_of(message)
 
 
+class _HelpAll(argparse.Action):
+    """Print the help with every flag, as ``--help`` does with the usual ones."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: object, *_: object) -> NoReturn:
+        print(parser_of(self.const, everything=True).format_help(), end="")
+        raise SystemExit(0)
+
+
 @lru_cache
-def parser_of(known: Schema) -> Parser:
-    """The command line of one kind of neuron; ``format_help()`` is its ``--help``."""
+def parser_of(known: Schema, *, everything: bool = False) -> Parser:
+    """Return the command line of one kind of neuron; ``format_help()`` is its ``--help``, or with
+    ``everything`` its ``--help-all``."""
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
@@ -395,25 +404,40 @@ def parser_of(known: Schema) -> Parser:
         description="Dashes and underscores in a flag are the same. Strongest first: flags, "
         "environment, .env, --config file, the network's file, preset, default. Secrets come from "
         "the environment or .env only.",
+        epilog=None if everything else f"All {len(known.settings)} flags: --help-all.",
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=columns
         ),
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--version", action="version", version=__version__)
-    for title, settings in groupby(known, key=lambda setting: TITLES[setting.group]):
+    about = "show every flag and exit"
+    parser.add_argument("--help_all", action=_HelpAll, nargs=0, const=known, help=about)
+    for title, settings in _help_groups(known):
         group = parser.add_argument_group(title)
         for setting in settings:
+            shown = everything or setting.group in ("usual", "validator")
             group.add_argument(
                 *(f"--{name}" for name in (setting.name, *setting.aliases)),
                 dest=setting.name,
-                help=_help(setting).replace("%", "%%"),
+                help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
                 metavar=setting.metavar,
                 **_arity(setting),
             )
     for name in sorted(FLAGS):
         parser.add_argument(f"--{name}", dest=name, nargs="?", const="true", help=argparse.SUPPRESS)
     return parser
+
+
+def _help_groups(known: Schema) -> Iterator[tuple[str, list[Setting]]]:
+    """Yield the settings under the titles of the help: the usual ones by task, then the rest."""
+    for group, settings in groupby(known, key=lambda setting: setting.group):
+        if group != "usual":
+            yield TITLES[group], list(settings)
+            continue
+        usual = {setting.name: setting for setting in settings}
+        for task, names in TASKS.items():
+            yield task, [usual[name] for name in names]
 
 
 def _arity(setting: Setting) -> dict[str, Any]:
@@ -484,6 +508,17 @@ def read_dotenv(path: Path | None) -> dict[str, str]:
     # No interpolation: a "$" in a secret is a "$".
     found = dotenv_values(stream=io.StringIO(_read_text(path, str(path))), interpolate=False)
     return {name: value for name, value in found.items() if value is not None}
+
+
+def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
+    """Yield a line for each name of ``.env`` that looks like a setting's and is none: a misspelled
+    key would otherwise only be missed as "not set"."""
+    read = [setting.env for setting in known if setting.env]
+    for name in names:
+        close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
+        if name not in read and (close or name.startswith(("R2_", "BT_"))):
+            hint = f"did you mean {close[0]}?" if close else "it can be removed"
+            yield f".env: nothing reads {name}; {hint}"
 
 
 def open_to_others(path: Path) -> str | None:
@@ -579,7 +614,8 @@ def load_config(
     known = schema(kind)
     flags = read_argv(argv, known)
     environment = read_environment(os.environ if environ is None else environ, known)
-    from_dotenv = read_environment(read_dotenv(dotenv), known)
+    lines_of_dotenv = read_dotenv(dotenv)
+    from_dotenv = read_environment(lines_of_dotenv, known)
     given = {**from_dotenv, **environment, **flags}
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
@@ -592,6 +628,7 @@ def load_config(
     given, warnings = settle(given)
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()
+    warnings += tuple(unread_variables(lines_of_dotenv, known))
     config = _build(known, {**defaults, **given}, warnings=warnings)
     if config.general.network is not None:
         config = _of_network(known, config, defaults, given)

@@ -54,36 +54,37 @@ class AllSettings:
     validator: ValidatorSettings
 
 
-#: What an operator commonly gives; the help shows these first.
-USUAL = frozenset(
-    {
+#: What an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` the rest too.
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "Network and wallet": (
         "network",
-        "preset",
-        "config",
-        "neuron.run_folder",
-        "neuron.name",
         "wallet.name",
         "wallet.hotkey",
         "wallet.path",
         "subtensor.chain_endpoint",
+    ),
+    "Where others reach this machine": (
         "axon.port",
         "axon.external_ip",
         "axon.external_port",
         "dht.port",
         "dht.ip",
+    ),
+    "This machine": (
+        "preset",
         "nproc_per_node",
         "neuron.device",
         "neuron.local_batch_size_train",
         "neuron.activation_checkpointing",
-        "neuron.upload_steps",
-        "data.source",
-        "data.workers",
-        "data.cache_dir",
-        "r2.account_id",
-        "neuron.page_port",
-        "neuron.stop_timeout",
-    }
-)
+        "neuron.name",
+        "neuron.run_folder",
+        "config",
+    ),
+    "Data": ("data.source", "data.workers", "data.cache_dir"),
+    "Uploads": ("r2.account_id", "neuron.upload_steps"),
+    "Watching and stopping": ("neuron.page_port", "neuron.stop_timeout"),
+}
+USUAL = frozenset(name for names in TASKS.values() for name in names)
 
 TITLES: Mapping[str, str] = {
     "usual": "Usual",

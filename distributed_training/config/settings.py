@@ -524,7 +524,7 @@ class StoreSettings:
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     run: int = flag("neuron.run_number", network="run", ge=1, le=1_000_000)
     """number of the run in the metadata of each upload"""
-    upload_steps: int = flag("neuron.upload_steps", 5, ge=1, le=1_000_000)
+    upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=1_000_000)
     """publish at most every so many inner steps"""
     minimum_valid_inner_step: int = flag(
         "neuron.minimum_valid_inner_step",

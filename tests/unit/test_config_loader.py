@@ -22,7 +22,7 @@ from distributed_training.config import (
     loader,
 )
 from distributed_training.config.loader import parser_of, schema
-from distributed_training.config.model import TITLES, USUAL
+from distributed_training.config.model import TASKS, TITLES, USUAL
 from distributed_training.config.presets import CARDS
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.training.memory_plan import named_config
@@ -77,7 +77,7 @@ def test_defaults_are_the_public_networks() -> None:
         "neuron.min_group_size": 32,
         "neuron.local_batch_size_train": "auto",
         "neuron.local_batch_size_train_effective": 512,
-        "neuron.upload_steps": 5,
+        "neuron.upload_steps": 60,  # 5 in the public miner: more uploads earn nothing
         "neuron.target_chunk": 64,
         "neuron.topk_compression": 32,
         "neuron.momentum_decay": 0.999,
@@ -120,11 +120,13 @@ def test_every_room_has_settings_and_no_flag_is_declared_twice_by_accident() -> 
 
 
 def test_the_help_begins_with_what_is_usual_and_ends_with_the_networks() -> None:
-    titles = [
-        line for line in parser_of(schema("miner")).format_help().splitlines() if line[:1] > " "
-    ]
-    groups = [line.removesuffix(":") for line in titles if line.endswith(":")]
-    assert groups[:2] == ["options", "Usual"] and groups[-1] == TITLES["network"]
+    def groups(everything: bool) -> list[str]:
+        text = parser_of(schema("miner"), everything=everything).format_help()
+        return [line[:-1] for line in text.splitlines() if line[:1] > " " and line.endswith(":")]
+
+    assert groups(False) == ["options", *TASKS]
+    assert groups(True)[: 1 + len(TASKS)] == ["options", *TASKS]
+    assert groups(True)[-1] == TITLES["network"]
     assert {s.name for s in schema("miner") if s.group == "usual"} == USUAL and len(USUAL) == 25
 
 
@@ -269,6 +271,17 @@ def test_what_wins(tmp_path: Path) -> None:
     assert config.get("wallet.name") == "from environment"
 
 
+def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:
+    dotenv = tmp_path / ".env"
+    dotenv.write_text("R2_WRITE_ACCES_KEY_ID=x\nBT_WALLET_NAM=me\nR2_BUCKET_NAME=b\nOTHER=1\n")
+    dotenv.chmod(0o600)
+    assert load(dotenv=dotenv).warnings == (
+        ".env: nothing reads R2_WRITE_ACCES_KEY_ID; did you mean R2_WRITE_ACCESS_KEY_ID?",
+        ".env: nothing reads BT_WALLET_NAM; did you mean BT_WALLET_NAME?",
+        ".env: nothing reads R2_BUCKET_NAME; it can be removed",
+    )
+
+
 def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
     dotenv = tmp_path / ".env"
     secret = "s$ecret{}#value" + "x" * 49
@@ -332,7 +345,7 @@ def test_a_flag_without_effect_is_taken_in_every_spelling(name: str, tmp_path: P
         assert config.get("neuron.upload_steps") == 60
         (line,) = [x for x in describe(config) if "has no effect" in x]
         assert name in line and loader.NO_EFFECT[name] in line
-    assert f"--{name}" not in parser_of(schema("miner")).format_help()
+    assert f"--{name}" not in parser_of(schema("miner"), everything=True).format_help()
 
 
 def test_a_flag_whose_function_is_gone_is_refused_unless_it_was_off() -> None:
@@ -472,7 +485,7 @@ def test_help_is_quick_grouped_and_without_torch() -> None:
         seconds.append(spent + after.children_system - before.children_system)
         assert done.returncode == 0, done.stderr
     assert min(seconds) < 1.0
-    for text in ("Loop and launcher:", "Training:", "--neuron.upload_steps N", "R2_ACCOUNT_ID"):
+    for text in ("Network and wallet:", "Data:", "--neuron.upload_steps N", "R2_ACCOUNT_ID"):
         assert text in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
 

@@ -114,6 +114,36 @@ def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) ->
     assert found["args"][-2:] == ["--network", "a.toml"] and app in found["script"]
 
 
+@pytest.mark.parametrize(
+    ("name", "override", "refused"),
+    [
+        ("two", 'module.exports = [["--axon.port", "8092"]];', ""),
+        ("", "module.exports = {port: 1};", "app.config.override.js exports no rows"),
+        ("three", "", "three is not there"),
+        ("a b", "", "is no name"),
+    ],
+)
+def test_a_second_miner_has_a_name_and_settings_of_its_own(
+    name: str, override: str, refused: str, tmp_path: Path
+) -> None:
+    shutil.copy(OPS.parent / "app.config.js", tmp_path)
+    if override:
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "app.config.override.js").write_text(override)
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    done = subprocess.run(
+        [str(NODE), "-e", code, str(tmp_path / "app.config.js")],
+        env={"DT_NAME": name},
+        capture_output=True,
+        text=True,
+    )
+    assert (refused in done.stderr) and (done.returncode != 0) == bool(refused), done.stderr
+    if not refused:
+        app = json.loads(done.stdout)
+        assert app["name"] == "distributed_training_miner_two" and app["cwd"].endswith("/two")
+        assert app["args"][-2:] == ["--axon.port", "8092"]
+
+
 def test_every_alert_says_what_to_do() -> None:
     for rule in yaml.safe_load(RULES.read_text())["groups"][0]["rules"]:
         assert set(rule["annotations"]) == {"summary", "action"}, rule["alert"]
