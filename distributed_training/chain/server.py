@@ -49,13 +49,14 @@ class MinerCallbacks:
 
     ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
-    validator may call a round now; None if that is not known.
+    validator may call a round now; None if that is not known. ``peer_id``: in the swarm.
     """
 
     epoch: Callable[[], int]
     on_all_reduce: Callable[[RoundRequest], None]
     round_phase: Callable[[], str | None] = lambda: None
     round_due: Callable[[], bool | None] = lambda: None
+    peer_id: Callable[[], str] = lambda: ""
 
 
 class SignedServer:
@@ -274,7 +275,8 @@ class SignedServer:
         if head.path == synapses.IS_ALIVE_ROUTE:
             if self._settings.force_validator_permit and not permit:
                 raise Refused(Refusal.NO_PERMIT)
-            reply = synapses.answer_is_alive(fields, epoch=self._miner.epoch())
+            epoch, peer_id = self._miner.epoch(), self._miner.peer_id()
+            reply = synapses.answer_is_alive(fields, epoch=epoch, peer_id=peer_id)
             self._counts["accepted.IsAlive"] += 1
             self._log_alive(neuron.uid if neuron is not None else None)
         else:

@@ -507,7 +507,9 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
         return "averaging" if controller.state.mode is Mode.AVERAGING else None
 
     due = services.round_clock.due
-    server = services.open_server(MinerCallbacks(lambda: trainer.outer_step, called, phase, due))
+    server = services.open_server(
+        MinerCallbacks(lambda: trainer.outer_step, called, phase, due, lambda: swarm.peer_id)
+    )
     at_end(server.close)
 
     # who subscribes to them

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,19 +55,23 @@ def legacy_signed_text(
 
 @dataclass(frozen=True)
 class IsAliveReply:
-    """``epoch``: the miner's own outer step, None if it did not say."""
+    """``epoch``: the miner's outer step; ``peer_id``: its averager's. None: it did not say."""
 
     alive: bool
     epoch: int | None
+    peer_id: str | None = None
 
 
 def build_is_alive() -> dict[str, Any]:
-    return {"answer": None, "completion": "", "epoch": None}
+    return {"answer": None, "completion": "", "epoch": None, "peer_id": None}
 
 
-def answer_is_alive(body: Mapping[str, Any], *, epoch: int) -> dict[str, Any]:
-    """The reply to ``body``: the same fields with completion "True" and the local outer step."""
-    return {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
+def answer_is_alive(body: Mapping[str, Any], *, epoch: int, peer_id: str = "") -> dict[str, Any]:
+    """The reply to ``body``: the same fields with completion "True" and the local outer step.
+
+    The public network's callers do not ask for the peer id, and get none."""
+    reply = {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
+    return {**reply, "peer_id": peer_id or None} if "peer_id" in body else reply
 
 
 def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
@@ -74,7 +79,8 @@ def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
     epoch = body.get("epoch")
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
         raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
-    return IsAliveReply(alive=body.get("completion") == "True", epoch=epoch)
+    alive, peer_id = body.get("completion") == "True", body.get("peer_id")
+    return IsAliveReply(alive, epoch, peer_id if _is_peer_id(peer_id) else None)
 
 
 # --- AllReduce ----------------------------------------------------------------------------------
@@ -90,6 +96,8 @@ def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
         value: timedelta | None = getattr(request, name)
         body[name] = None if value is None else value.total_seconds()
     body["timeout"] = (request.timeout or ALL_REDUCE_TIMEOUT).total_seconds()
+    if request.peers:
+        body["peers"] = list(request.peers)
     return body
 
 
@@ -119,7 +127,7 @@ def parse_all_reduce(
 
     ``timeout``: seconds, from the call's header if there is one; else the body's field is used.
     Absent or null fields become None (use the configured value). Raises SynapseError for a value
-    that is not a finite number.
+    that is not a finite number, and for ``peers`` that are no peer ids.
     """
     header = None if timeout is None else _number("timeout", timeout)
     from_body = _optional_number(body, "timeout")
@@ -127,11 +135,15 @@ def parse_all_reduce(
     if size is not None and size != int(size):
         raise SynapseError(f"AllReduce: min_group_size {size!r} is not an integer")
     durations = {name: _clamp(_optional_number(body, name), bounds[name]) for name in _SECONDS}
+    peers = body.get("peers") or []
+    if not isinstance(peers, list) or not all(map(_is_peer_id, peers)):
+        raise SynapseError(f"AllReduce: peers {reprlib.repr(peers)} are not peer ids")
     low, high = map(int, bounds["min_group_size"])
     return RoundRequest(
         caller=caller,
         timeout=_clamp(header if header is not None else from_body, bounds["timeout"]),
         min_group_size=None if size is None else min(max(int(size), low), high),
+        peers=tuple(peers),
         **durations,
     )
 
@@ -158,6 +170,13 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise SynapseError(f"{name} {number} is not finite")
     return number
+
+
+def _is_peer_id(value: object) -> bool:
+    """Whether it may be one: base58 of 34 to 38 bytes."""
+    return (
+        isinstance(value, str) and re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", value) is not None
+    )
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:

@@ -78,6 +78,7 @@ class RoundRequest:
     allreduce_timeout: timedelta | None = None
     next_chunk_timeout: timedelta | None = None
     min_matchmaking_time: timedelta | None = None
+    peers: tuple[str, ...] = ()  # peer ids that may be averaged with; empty: whoever is found
 
 
 class AllReduceFault(enum.Enum):

@@ -69,7 +69,7 @@ class DTGradAverager(ServicerBase):
         self._schema_hash = compute_schema_hash(tensors)
         self._daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
         self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
-        self._matchmaking: Matchmaking | None = None  # while a group is looked for
+        self._matchmaking: _Admitting | None = None  # while a group is looked for
         self._all_reduce: AllReduce | None = None
         self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
         self._search_over.set()
@@ -130,7 +130,7 @@ class DTGradAverager(ServicerBase):
             deadline=now + order.timeout,
             data_for_gather=MSGPackSerializer.dumps(about_us),
         )
-        self._matchmaking = Matchmaking(
+        self._matchmaking = _Admitting(
             self._node.p2p,
             self._schema_hash,
             _Dht(self._node),
@@ -142,6 +142,7 @@ class DTGradAverager(ServicerBase):
             request_timeout=order.request_timeout,
             client_mode=False,
         )
+        self._matchmaking.admitted = frozenset(order.peers)
         try:
             while True:
                 try:
@@ -152,6 +153,8 @@ class DTGradAverager(ServicerBase):
                     continue
                 if group is None:
                     raise TimeoutError
+                if not self._matchmaking.admits(*group.peer_ids):
+                    raise GroupFailed("its leader let in who was not called")
                 return group
         finally:
             self._matchmaking = None
@@ -236,6 +239,29 @@ class _Search:
 
     def get_timeout(self) -> float:
         return max(0.0, self.deadline - get_dht_time())
+
+
+class _Admitting(Matchmaking):
+    """Groups of the peers that the call names. Whoever knows the network's file finds the others in
+    the DHT; libp2p proves who a peer is, so what is left is to say who may take part."""
+
+    admitted: frozenset[str] = frozenset()  # empty: everybody
+
+    def admits(self, *peers: PeerID) -> bool:
+        """Whether all of them, or we ourselves, were called."""
+        return not self.admitted or all(
+            str(peer) in self.admitted for peer in peers if peer != self.peer_id
+        )
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        return await super()._request_join_group(leader) if self.admits(leader) else None
+
+    def _check_reasons_to_reject(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> averaging_pb2.MessageFromLeader | None:
+        if self.admits(context.remote_id):
+            return super()._check_reasons_to_reject(request, context)
+        return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
 
 
 class _Dht:

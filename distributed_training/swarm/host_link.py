@@ -48,6 +48,7 @@ class RoundOrder:
     allreduce_timeout: float
     next_chunk_timeout: float
     bandwidth: float | None  # Mbit/s as measured; None: not yet
+    peers: Sequence[str] = ()  # ids of those who may take part; empty: whoever is found
 
 
 @dataclass(frozen=True)

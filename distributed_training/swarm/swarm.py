@@ -212,6 +212,7 @@ class HivemindSwarm:
             allreduce_timeout=min(allreduce, timeout),
             next_chunk_timeout=seconds(request.next_chunk_timeout, settings.next_chunk_timeout),
             bandwidth=self._bandwidth,
+            peers=request.peers,
         )
 
     def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:

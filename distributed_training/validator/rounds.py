@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -59,10 +59,11 @@ WEIGHT_OF_NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Attendance:
-    """Who answered the last sweep with our outer step."""
+    """Who answered the last sweep with our outer step, and with which peer id by uid."""
 
     asked: tuple[int, ...]
     alive: tuple[int, ...]
+    peer_ids: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,8 @@ class RoundCaller:
         alive = tuple(
             uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
         )
-        return Attendance(tuple(n.uid for n in neurons), alive)
+        peer_ids = {uid: r.peer_id for uid, r in replies.items() if r is not None and r.peer_id}
+        return Attendance(tuple(n.uid for n in neurons), alive, peer_ids)
 
     def run(
         self,
@@ -155,9 +157,13 @@ class RoundCaller:
         candidates = self._rank([n for n in neurons if n.uid in attendance.alive])
         ranked = {c.neuron.uid for c in candidates}
         unranked = [n for n in neurons if n.uid in attendance.alive and n.uid not in ranked]
-        called = ([c.neuron for c in candidates] + unranked)[:MOST_CALLED]
+        # What a running miner says of itself is newer than what it has published.
+        published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
+        peer_ids = {**published, **attendance.peer_ids}
+        wanted = [n for n in [*(c.neuron for c in candidates), *unranked] if peer_ids.get(n.uid)]
+        called = wanted[:MOST_CALLED]
         top = self._contribute(state, candidates)
-        uids_of = {c.metadata.peer_id: c.neuron.uid for c in candidates if c.metadata.peer_id}
+        uids_of = {peer_ids[n.uid]: n.uid for n in called}
         base = RoundOutcome(attendance, called=tuple(n.uid for n in called), top_uid=top)
         return self._average(base, called, uids_of)
 
@@ -262,6 +268,8 @@ class RoundCaller:
             caller=self._caller,
             timeout=self._swarm_settings.round_timeout,
             min_group_size=self._swarm_settings.min_group_size,
+            # Nobody else: the swarm is open to all who know the network's file.
+            peers=(self._swarm.peer_id, *uids_of),
         )
         weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:

@@ -92,6 +92,22 @@ def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
         assert_good_round(first, friend)
 
 
+def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
+    """Whoever has the network's file finds the others, and may gather a group as they do."""
+    called = replace(everybody(pair, 30), peers=tuple(swarm.peer_id for swarm in pair))
+    stranger = open_swarm(tmp_path, SMALL, pair[0].visible_maddrs)
+    try:
+        uncalled = Rounds(stranger, request=replace(REQUEST, timeout=timedelta(seconds=20)))
+        for _ in range(2):
+            for outcome in Rounds(*pair, request=called).join().values():
+                assert isinstance(outcome, AllReduceResult), outcome
+                assert set(outcome.peers) == set(called.peers) and not outcome.partial
+        outcome = uncalled.join()[stranger]
+        assert isinstance(outcome, AllReduceError) and outcome.fault is AllReduceFault.NO_GROUP
+    finally:
+        stranger.close()
+
+
 def test_averages_are_weighted(pair: Pair) -> None:
     fill(pair[0], 1.0)
     fill(pair[1], 5.0)

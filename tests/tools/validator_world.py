@@ -296,7 +296,7 @@ class TwinClient:
     ) -> dict[int, IsAliveReply | None]:
         found = {n.uid: self.miners.get(n.uid) for n in neurons}
         return {
-            uid: IsAliveReply(True, m.outer_step) if m is not None and m.answers else None
+            uid: IsAliveReply(True, m.outer_step, m.peer_id) if m and m.answers else None
             for uid, m in found.items()
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,7 @@ def test_the_recorded_signatures_cover_our_text(request_: dict) -> None:
     assert sp_core.verify(text.encode(), signature, headers["bt_header_dendrite_hotkey"])
 
 
+PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
 BOUNDS = {
     "timeout": (5.0, 1800.0),
     "min_group_size": (2.0, 256.0),
@@ -65,6 +67,7 @@ def test_all_reduce_round_trip() -> None:
         allreduce_timeout=timedelta(seconds=50),
         next_chunk_timeout=timedelta(seconds=10),
         min_matchmaking_time=timedelta(seconds=2),
+        peers=(PEER, "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"),
     )
     body = json.loads(json.dumps(synapses.build_all_reduce(request)))
     assert body["completion"] is False
@@ -100,6 +103,9 @@ def test_every_value_is_clamped(size: int, seconds: float, header: float) -> Non
         {"request_timeout": float("inf")},
         {"next_chunk_timeout": [1]},
         {"timeout": 10**400},
+        {"peers": PEER},
+        {"peers": [PEER, 7]},
+        {"peers": ["../../etc/passwd"]},
     ],
 )
 def test_bad_all_reduce(body: dict) -> None:
@@ -111,6 +117,15 @@ def test_bad_all_reduce(body: dict) -> None:
 def test_bad_epochs(epoch: object) -> None:
     with pytest.raises(synapses.SynapseError):
         synapses.parse_is_alive_reply({"completion": "True", "epoch": epoch})
+
+
+@pytest.mark.parametrize(
+    ("told", "understood"), [(PEER, PEER), ("", None), ("nonsense", None), (7, None)]
+)
+def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> None:
+    asked = synapses.answer_is_alive(synapses.build_is_alive(), epoch=4, peer_id=told)
+    assert synapses.parse_is_alive_reply(asked).peer_id == understood
+    assert "peer_id" not in synapses.answer_is_alive({"answer": None}, epoch=4, peer_id=told)
 
 
 def test_a_miner_that_does_not_complete_is_not_alive() -> None:
