@@ -218,10 +218,7 @@ class Admission:
         self.refused: Counter[str] = Counter()
 
     def connect(self, address: str) -> bool:
-        """Whether a new connection (which carries one request) may stay.
-
-        It counts from then on until :meth:`disconnect`.
-        """
+        """Whether a new connection may be used. It counts from then on until :meth:`disconnect`."""
         reason = self._why_not(address)
         if reason is not None:
             self.refused[reason] += 1
@@ -246,6 +243,11 @@ class Admission:
         if not trusted and not self._newcomers.take("newcomers"):
             return "connection_rate"
         return None
+
+    def may_stay(self, address: str) -> bool:
+        """Whether a connection may wait for another request; the other half is for new ones."""
+        mine = self._open.get(address, 0)
+        return 2 * self.connections <= self._max and 2 * mine <= self._max_per_address
 
     def disconnect(self, address: str) -> None:
         self.connections -= 1

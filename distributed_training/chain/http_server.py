@@ -1,11 +1,12 @@
-"""HTTP for untrusted clients: one connection carries one request and one answer, all of it bounded.
+"""HTTP for untrusted clients: a connection carries one request at a time, all of it bounded.
 
 A server inside a training process must not let clients choose how much work it does. So bytes are
 counted before they are parsed: a head is collected up to a limit, parsed once (h11) and checked
 (:class:`Handlers`) before any of the body is read. The body is as long as ``Content-Length`` says,
 a few kilobytes at most. ``Transfer-Encoding``, under which every single byte can be made to cost
 100 us, is refused, and so is whatever follows the request (pipelining). After the answer the
-connection is closed, which HTTP/1.1 allows a server at any time.
+connection is closed, which HTTP/1.1 allows a server at any time; a server that many poll may keep
+it instead (``Handlers.idle``), as long as half of the connections it may have are free.
 
 Connections are accepted here, not by asyncio: what :class:`~.callers.Admission` does not let in is
 closed before a task is made for it. Measured by ``bench/server.py``: 2,000 connections a second
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import itertools
 import json
@@ -41,6 +43,7 @@ from .callers import Admission, normalize
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024
 MAX_HEAD_LINES = 64
+SHORT_HEAD = 512  # bytes; a poller's has 200
 # Between two looks at an unfinished request; doubled from the first to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = timedelta(milliseconds=5), timedelta(seconds=1)
 MOST_AT_ONCE = 64 * 1024  # bytes
@@ -57,7 +60,8 @@ class Head:
 
     method: str
     target: str
-    headers: dict[str, str]
+    headers: Mapping[str, str]
+    keeps: bool  # whether the client can use the connection again
     address: str
 
     @property
@@ -76,17 +80,23 @@ class Handlers:
     ``answer``: the fields of the reply with status 200, a reply whole in bytes, or one of these
     later (for what may wait); gets what ``check_head`` returned; raises Refused. ``refused``: told
     of each refusal with the head (None: it could not be read) and the address. ``max_body`` in
-    bytes.
+    bytes. ``idle``: how long an answered connection waits for another request; None: not at all.
     """
 
     check_head: Callable[[Head], Any]
     answer: Callable[[Head, Any, bytes], Reply | Awaitable[Reply]]
     refused: Callable[[Refusal, Head | None, str], None]
     max_body: int = MAX_BODY_BYTES
+    idle: timedelta | None = None
 
 
 def parse_head(raw: bytes, address: str) -> Head:
     """``raw`` ends with the empty line. Raises Refused for what is not strictly HTTP/1."""
+    parse = _parse_again if len(raw) <= SHORT_HEAD else _parse
+    return Head(*parse(raw), address)
+
+
+def _parse(raw: bytes) -> tuple[str, str, dict[str, str], bool]:
     # h11 takes time for each line: they are counted before it sees one.
     if raw.count(b"\n") > MAX_HEAD_LINES:
         raise Refused(Refusal.HEADERS)
@@ -108,7 +118,12 @@ def parse_head(raw: bytes, address: str) -> Head:
         raise Refused(Refusal.LENGTH if chunked else Refusal.MALFORMED) from None
     except UnicodeDecodeError:
         raise Refused(Refusal.MALFORMED) from None
-    return Head(event.method.decode("ascii"), target, headers, address)
+    keeps = event.http_version == b"1.1" and headers.get("connection", "").lower() != "close"
+    return event.method.decode("ascii"), target, headers, keeps
+
+
+# Pollers send the same few bytes all the time, and h11 takes a quarter of the work for an answer.
+_parse_again = functools.lru_cache(maxsize=512)(_parse)
 
 
 def body_length(head: Head, most: int = MAX_BODY_BYTES) -> int:
@@ -148,35 +163,42 @@ def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str])
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         f"content-type: {kind}",
         *(f"{name}: {value}" for name, value in headers.items()),
-        f"content-length: {len(body)}",
-        "connection: close\r\n\r\n",
+        f"content-length: {len(body)}\r\n\r\n",
     ]
     return "\r\n".join(lines).encode() + body
 
 
 class Exchange:
-    """One connection from ``address``."""
+    """One request from ``address`` and its answer. ``may_stay``: whether there is room for the
+    connection afterwards."""
 
-    def __init__(self, handlers: Handlers, address: str) -> None:
+    def __init__(self, handlers: Handlers, address: str, may_stay: Callable[[], bool]) -> None:
         self._handlers = handlers
         self._address = address
+        self._may_stay = may_stay
         self._received = bytearray()  # the head; then what has come of the body
         self._head: Head | None = None
         self._claim: Any = None
         self._length = 0
 
-    async def run(self, connection: socket.socket, read_timeout: timedelta) -> None:
-        """The request and its answer. ``read_timeout`` covers everything the client has to send.
-        Raises OSError if it hangs up."""
-        loop = asyncio.get_running_loop()
+    async def run(self, connection: socket.socket, read_timeout: timedelta, first: bytes) -> bool:
+        """Answer, and return whether the connection stays.
+
+        ``read_timeout`` covers everything the client has to send; ``first`` has come of it already.
+        Raises OSError if it hangs up.
+        """
+        stays = False
+        self._received += first
         try:
-            # One deadline for all bytes: one for each read would let a drip live for ever.
-            async with asyncio.timeout(read_timeout.total_seconds()):
-                await self._receive(loop, connection)
+            if not self._take():
+                # One deadline for all bytes: one for each read would let a drip live for ever.
+                async with asyncio.timeout(read_timeout.total_seconds()):
+                    await self._receive(connection)
             assert self._head is not None
             answer = self._handlers.answer(self._head, self._claim, bytes(self._received))
             reply = await answer if inspect.isawaitable(answer) else answer
             status: int = HTTPStatus.OK
+            stays = self._head.keeps and self._may_stay()
         except Refused as refused:
             self._handlers.refused(refused.refusal, self._head, self._address)
             status, reply = refused.refusal.status, refused.fields
@@ -184,13 +206,14 @@ class Exchange:
             silent = self._head is None and not self._received
             why = Refusal.SILENT if silent else Refusal.TIMEOUT
             self._handlers.refused(why, None, self._address)
-            return
+            return False
         whole = reply if isinstance(reply, bytes) else reply_bytes(status, reply)
-        with contextlib.suppress(TimeoutError):  # it does not read
-            async with asyncio.timeout(SEND_TIMEOUT):
-                await loop.sock_sendall(connection, whole)
+        if not stays:
+            whole = whole.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
+        return await _sent(connection, whole) and stays
 
-    async def _receive(self, loop: asyncio.AbstractEventLoop, connection: socket.socket) -> None:
+    async def _receive(self, connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
         # Pauses double: a drip of single bytes wakes this thread a dozen times, not thousands.
         for looks in itertools.count(1):
             data = await loop.sock_recv(connection, MOST_AT_ONCE)
@@ -216,10 +239,23 @@ class Exchange:
             # What the head alone decides is refused before any of the body is waited for.
             self._claim = self._handlers.check_head(self._head)
             del self._received[:end]
-        # Bytes after the body would be a second request: one connection carries one.
+        # Bytes after the body would be a second request, before the first one is answered.
         if len(self._received) > self._length:
             raise Refused(Refusal.MALFORMED)
         return len(self._received) == self._length
+
+
+async def _sent(connection: socket.socket, answer: bytes) -> bool:
+    """False if the client does not read it. Raises OSError if it hangs up."""
+    sent = 0
+    with contextlib.suppress(BlockingIOError):
+        sent = connection.send(answer)  # most go out at once, without a timer
+    with contextlib.suppress(TimeoutError):
+        if sent < len(answer):
+            async with asyncio.timeout(SEND_TIMEOUT):
+                await asyncio.get_running_loop().sock_sendall(connection, answer[sent:])
+        return True
+    return False
 
 
 BACKLOG = 1024
@@ -342,8 +378,23 @@ class HttpThread:
             self._pause(FLOOD_PAUSE)
 
     async def _exchange(self, accepted: socket.socket, address: str) -> None:
+        def may_stay() -> bool:
+            return self._handlers.idle is not None and self._admission.may_stay(address)
+
         try:
             with accepted, contextlib.suppress(OSError):  # the client hung up
-                await Exchange(self._handlers, address).run(accepted, self._read_timeout)
+                first: bytes | None = b""
+                while first is not None:
+                    exchange = Exchange(self._handlers, address, may_stay)
+                    stays = await exchange.run(accepted, self._read_timeout, first)
+                    first = await self._next(accepted) if stays else None
         finally:
             self._admission.disconnect(address)
+
+    async def _next(self, accepted: socket.socket) -> bytes | None:
+        """Return what the next request begins with, None if there is none."""
+        assert self._handlers.idle is not None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._handlers.idle.total_seconds()):
+                return await self._loop.sock_recv(accepted, MOST_AT_ONCE) or None
+        return None

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
+KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
@@ -83,7 +84,12 @@ class RegistryChain(Chain):
         self._interval = min(poll_interval, SHORTEST_INTERVAL)
         # The system's certificates, or those that SSL_CERT_FILE names.
         verify = httpx.create_ssl_context() if self._url.startswith("https") else False
-        self._client = httpx.Client(timeout=timeout.total_seconds(), trust_env=False, verify=verify)
+        self._client = httpx.Client(
+            timeout=timeout.total_seconds(),
+            trust_env=False,
+            verify=verify,
+            limits=httpx.Limits(keepalive_expiry=KEPT.total_seconds()),
+        )
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross
         self._stop = threading.Event()
@@ -166,13 +172,9 @@ class RegistryChain(Chain):
 
     def _post(self, kind: str, fields: dict[str, Any]) -> Any:
         """Raises ChainError for what is refused, httpx.HTTPError for what did not get through."""
-        from .auth import sign_btauth
-
         if self._wallet is None:
             raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
-        path, raw = f"/{kind}", json.dumps(fields).encode()
-        headers = sign_btauth(self._wallet, path=path, body=raw, receiver=self.identity)
-        status, answer = self._fetch("POST", path, content=raw, headers=headers)
+        status, answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
         content = json.loads(answer)
         if status != 200:
             raise ChainError(f"{kind}: {str(content['message'])[:300]}{self._clocks_apart()}")
@@ -189,9 +191,26 @@ class RegistryChain(Chain):
             "timedatectl says 'synchronized: yes')"
         )
 
-    def _fetch(self, method: str, path: str, **content: Any) -> tuple[int, bytes]:
+    def _fetch(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        try:
+            return self._exchange(path, body)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            # The registry closed the kept connection while we asked. A write that it took all the
+            # same is signed anew here, and changes nothing the second time.
+            return self._exchange(path, body)
+
+    def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """Status and body of the answer to a read, or to a write that is signed now."""
+        from .auth import sign_btauth
+
         deadline = time.monotonic() + 3 * self._timeout
-        with self._client.stream(method, self._url + path, **content) as reply:
+        method, headers = "GET", {}
+        if body is not None and self._wallet is not None:
+            receiver = self.identity
+            method = "POST"
+            headers = sign_btauth(self._wallet, path=path, body=body, receiver=receiver)
+        url = self._url + path
+        with self._client.stream(method, url, content=body, headers=headers) as reply:
             answer = bytearray()
             for part in reply.iter_bytes():
                 answer += part
@@ -262,7 +281,7 @@ class RegistryChain(Chain):
     def _ask(self) -> State:
         """Raises httpx.HTTPError, ValueError."""
         query = f"?since={self._seen.version}&start={self._seen.start}" if self._seen else ""
-        status, answer = self._fetch("GET", f"/state{query}")
+        status, answer = self._fetch(f"/state{query}")
         if status != 200:
             raise Unusable(f"status {status}")
         state = _STATE.validate_json(answer)

@@ -246,9 +246,9 @@ def _boot_id() -> str:
         return ""
 
 
-def limit_resources() -> None:
+def limit_resources() -> int:
     """Allow this process and its children no core dumps, and as many open files as the machine
-    lets them have.
+    lets them have. Return how many.
 
     NCCL aborts a process by design, and a core dump would hold the write keys and the hotkey.
     """
@@ -261,6 +261,8 @@ def limit_resources() -> None:
     if soft != resource.RLIM_INFINITY and soft < most:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return most
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def leave(status: int) -> NoReturn:

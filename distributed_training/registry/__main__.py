@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from distributed_training.registry.store import Registry
 
 _TIMEOUT = timedelta(seconds=30)  # for a first answer
+_OTHER_FILES = 64  # that the service opens beside its connections
 
 
 def parser() -> Parser:
@@ -118,7 +119,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help="[50]")
     command.add_argument("--requests-per-hotkey", type=ranged(0.1, 1e6), default=5.0, help="[5]")
-    command.add_argument("--max-connections", type=ranged(1, 65535), default=1024, help="[1024]")
+    command.add_argument("--max-connections", type=ranged(1, 65535), default=8192, help="[8192]")
 
 
 def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -139,6 +140,7 @@ def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 def serve(given: argparse.Namespace) -> int:
     """Until SIGTERM or Ctrl-C."""
     from distributed_training.common.ports import listen
+    from distributed_training.common.processes import limit_resources
     from distributed_training.registry.service import Limits, Service
 
     stop = threading.Event()
@@ -156,7 +158,8 @@ def serve(given: argparse.Namespace) -> int:
         limits = Limits(
             requests_per_address=given.requests_per_address,
             requests_per_hotkey=given.requests_per_hotkey,
-            max_connections=given.max_connections,
+            # What the system does not let it open would keep the rest out instead.
+            max_connections=min(given.max_connections, limit_resources() - _OTHER_FILES),
             proxy=given.proxy,
             host_names=(host, *given.host_name),
         )

@@ -61,10 +61,11 @@ class Limits:
 
     requests_per_address: float = 50.0
     requests_per_hotkey: float = 5.0
-    max_connections: int = 1024
+    max_connections: int = 8192
     max_connections_per_address: int = 64
     read_timeout: timedelta = timedelta(seconds=5)
     proxy: str | None = None
+    idle_timeout: timedelta = timedelta(seconds=30)  # longer than a client keeps a connection
     host_names: tuple[str, ...] = ()
 
 
@@ -101,7 +102,9 @@ class Service:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
         sock.setblocking(False)
         self._http = HttpThread(
-            handlers=Handlers(self._check_head, self._answer, self._refused, MAX_BODY),
+            handlers=Handlers(
+                self._check_head, self._answer, self._refused, MAX_BODY, limits.idle_timeout
+            ),
             sock=sock,
             admission=self._admission,
             read_timeout=limits.read_timeout,

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ from distributed_training.common import files
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.service import Limits
+from distributed_training.chain.callers import Admission
 from distributed_training.registry.store import Registry, hash_of
 from tests.tools.chain_program import chain_program, serve_command, url_of
-from tests.tools.chain_server_thread import RegistryServer
+from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import PEER, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
 
@@ -568,8 +570,52 @@ class TestLimits:
             assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
             body = b"x" * (300 * 1024)
             assert post(server, "/commit", body, {}) == 413
-            cut: Callable[[socket.socket], bool] = lambda one: one.recv(1) == b""
             for one in slow:
                 one.settimeout(10)
-                assert cut(one)
+                assert one.recv(1) == b""
                 one.close()
+class TestConnections:
+    """A poller's connection is kept; nothing depends on it."""
+
+    @pytest.mark.parametrize(("idle", "kept"), [(30.0, True), (0.001, False)])
+    def test_a_client_keeps_one_and_minds_no_end_of_it(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: float, kept: bool
+    ) -> None:
+        opened: list[str] = []
+        connect = Admission.connect
+        monkeypatch.setattr(
+            Admission, "connect", lambda *given: opened.append(given[1]) or connect(*given)
+        )
+        limits = replace(FAST, idle_timeout=timedelta(seconds=idle))
+        with RegistryServer(tmp_path, limits=limits) as server, chain_of(server.url, PEER) as chain:
+            chain.register()
+            before = chain.counters()["reads"]
+            for number in range(5):
+                chain.commit(str(number))
+            wait_for(lambda: chain.counters()["reads"] > before + 20)
+            assert not chain.counters().get("failures")
+            assert (len(opened) == 1) == kept
+
+    def test_one_stays_while_half_of_them_are_free(self, tmp_path: Path) -> None:
+        limits = Limits(idle_timeout=timedelta(seconds=1), max_connections_per_address=4)
+        with RegistryServer(tmp_path, limits=limits) as server, ExitStack() as stack:
+
+            def ask(line: socket.socket, version: str = "1.1", more: str = "") -> bool:
+                """Whether it may be used again."""
+                line.sendall(f"GET /health HTTP/{version}\r\nhost: x\r\n{more}\r\n".encode())
+                answer = line.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
+                return b"connection: close" not in answer
+
+            def opened() -> socket.socket:
+                line = socket.create_connection(("127.0.0.1", server.port), 10)
+                return stack.enter_context(line)
+
+            first, second, third = opened(), opened(), opened()
+            assert not ask(third) and third.recv(1) == b""
+            assert ask(first) and ask(second) and ask(first)
+            assert not ask(second, more="connection: close\r\n") and second.recv(1) == b""
+            assert first.recv(1) == b"", "idle for long enough"
+            assert not ask(opened(), version="1.0")
+
+
