@@ -265,6 +265,9 @@ class Chain(abc.ABC):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Write weights by uid; they need not sum to one. Raises ChainError."""
 
+    def report_loss(self, outer_step: int, loss: float) -> None:  # noqa: B027 - not on every chain
+        """Write the global model's held-out loss, in nats per token. Raises ChainError."""
+
     @abc.abstractmethod
     def close(self) -> None:
         """Stop the threads of this chain. Idempotent."""

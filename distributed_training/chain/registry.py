@@ -145,6 +145,10 @@ class RegistryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
+    def report_loss(self, outer_step: int, loss: float) -> None:
+        """For the registry's page. For the founder only."""
+        self._write("loss", {"outer_step": outer_step, "loss": loss})
+
     def _write(self, kind: str, fields: dict[str, Any]) -> Any:
         """What the registry returns; the state after the write is known then."""
         with self._writing(), self._lock:

@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
@@ -24,7 +25,9 @@ MAX_UIDS = 256
 MAX_COMMITMENT = 128  # bytes, as on the public chain
 #: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
 IMMUNITY = 4096
+MOST_LOSSES = 1000  # outer steps of which the held-out loss is kept
 _DAY = 86400.0
+_PARTS = ("entries", "commitments", "weights", "since", "earned", "losses", "version")
 
 
 def _plain_ip(text: str) -> str:
@@ -41,6 +44,8 @@ Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
+Step = Annotated[int, Field(ge=0, le=1e9)]
+Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Ledger:
         self.weights: dict[int, dict[int, float]] = {}  # of each validator
         self.since: dict[int, Since] = {}
         self.earned: dict[int, tuple[float, float]] = {}  # mean of a day, as of; see earned_by
+        self.losses: Losses = {}  # of the global model on held-out data
         self.version = 0  # of the state; each write adds one
         self._lock = threading.RLock()
         self._changing = False
@@ -99,7 +105,7 @@ class Ledger:
             if self._changing:
                 yield
                 return
-            before = self._copy()
+            before = {part: copy(getattr(self, part)) for part in _PARTS}
             self._changing = True
             try:
                 with self._kept():
@@ -107,17 +113,10 @@ class Ledger:
                     self._score()
                     self.version += 1
             except BaseException:
-                self._restore(*before)
+                vars(self).update(before)
                 raise
             finally:
                 self._changing = False
-
-    def _copy(self) -> tuple[Any, ...]:
-        parts = (self.entries, self.commitments, self.weights, self.since, self.earned)
-        return (*(dict(part) for part in parts), self.version)
-
-    def _restore(self, *before: Any) -> None:
-        self.entries, self.commitments, self.weights, self.since, self.earned, self.version = before
 
     def _kept(self) -> contextlib.AbstractContextManager[None]:
         """Around a write: what makes it last (:class:`.store.Registry`)."""
@@ -223,6 +222,15 @@ class Ledger:
                 raise ChainError(f"weights: no such uids: {unknown[:10]}")
             self.weights[neuron.uid] = dict(weights)
             self.entries[neuron.uid] = replace(neuron, last_update=self.height)
+
+    def report_loss(self, outer_step: Step, loss: Amount) -> None:
+        """Note the global model's held-out loss. Outer steps above this one were taken back."""
+        with self._change():
+            oldest = outer_step - MOST_LOSSES
+            kept = {
+                step: known for step, known in self.losses.items() if oldest < step < outer_step
+            }
+            self.losses = {**kept, outer_step: (loss, time.time())}
 
     def _score(self) -> None:
         """Incentive = mean of the validators' normalized weights, weighted by stake.

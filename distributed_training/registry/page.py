@@ -8,12 +8,13 @@ from html import escape
 
 from distributed_training.chain.base import Neuron
 
+from .ledger import Losses
 from .store import Registry
 
 TYPE = "text/html; charset=utf-8"
 HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'",
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
@@ -21,24 +22,19 @@ HEADERS = {
 _STYLE = (
     "body{font:14px system-ui,sans-serif;margin:2em;color-scheme:light dark}"
     "table{border-collapse:collapse}td,th{padding:.25em .8em;text-align:left;"
-    "border-bottom:1px solid #8884}code{font-size:.9em}"
+    "border-bottom:1px solid #8884;white-space:nowrap}code{font-size:.9em;overflow-wrap:anywhere}"
+    "div{overflow-x:auto}svg{width:100%;max-width:46em;height:9em}"
+    "polyline{fill:none;stroke:currentColor;stroke-width:2;vector-effect:non-scaling-stroke}"
+    "@media(max-width:50em){td:nth-child(2){max-width:7em;overflow:hidden;text-overflow:ellipsis}}"
 )
 _COLUMNS = (
-    *(
-        "uid",
-        "hotkey",
-        "endpoint",
-        "since (UTC)",
-        "role",
-        "incentive",
-        "a day's mean",
-        "last update",
-    ),
+    *("uid", "hotkey", "endpoint", "since (UTC)", "role", "incentive", "a day's mean"),
+    "last update",
 )
 
 
 def html(registry: Registry) -> str:
-    """Return the page: who is there, since when, where, and what each one earned."""
+    """Return the page: how the model gets better, who is there, and what each one earned."""
     charter = registry.charter
     neurons = registry.view.neurons
     facts = (
@@ -50,9 +46,37 @@ def html(registry: Registry) -> str:
     rows = "\n".join(_row(registry, neuron) for neuron in neurons)
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(charter.name)}'
-        f"</title><style>{_STYLE}</style><h1>{escape(charter.name)}</h1><p>{facts}</p>"
-        f"<table><tr>{head}</tr>\n{rows}</table></html>"
+        '</title><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+        f"<style>{_STYLE}</style><h1>{escape(charter.name)}</h1><p>{facts}</p>"
+        f"{_losses(registry.view.losses)}"
+        f'<div tabindex="0"><table><tr>{head}</tr>\n{rows}</table></div></html>'
     )
+
+
+def _losses(losses: Losses) -> str:
+    """How the held-out loss fell: the newest in words, all of them as a line."""
+    if not losses:
+        return ""
+    first, last = min(losses), max(losses)
+    told = (
+        f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last} "
+        f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
+    )
+    values = [loss for loss, _ in losses.values()]
+    low, high = min(values), max(values)
+    points = " ".join(
+        f"{100 * (step - first) / max(1, last - first):.2f},"
+        f"{100 * (high - loss) / (high - low or 1):.2f}"
+        for step, (loss, _) in sorted(losses.items())
+    )
+    return (
+        f'<p>{told}</p><svg viewBox="-1 -5 102 110" preserveAspectRatio="none" role="img" '
+        f'aria-label="{told}"><polyline points="{points}"/></svg>'
+    )
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
 def _row(registry: Registry, neuron: Neuron) -> str:
@@ -62,7 +86,7 @@ def _row(registry: Registry, neuron: Neuron) -> str:
         str(neuron.uid),
         neuron.hotkey,
         f"{ip}:{neuron.port}" if neuron.port is not None else "-",
-        time.strftime("%Y-%m-%d %H:%M", time.gmtime(since.at)) if since is not None else "-",
+        _time(since.at) if since is not None else "-",
         f"validator, stake {neuron.stake:g}" if neuron.validator_permit else "miner",
         f"{neuron.incentive:.4f}",
         f"{registry.earned_by(neuron, time.time()):.4f}",
@@ -82,6 +106,9 @@ def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
         "endpoints": sum(neuron.port is not None for neuron in neurons),
         "validators": sum(neuron.validator_permit for neuron in neurons),
     }
+    if losses := registry.view.losses:
+        gauges["outer_step"] = max(losses)
+        gauges["held_out_loss"] = losses[max(losses)][0]
     lines = []
     for name, value in gauges.items():
         lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]

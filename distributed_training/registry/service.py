@@ -6,7 +6,7 @@ thread stores them, one after the other, while reads go on.
 
 ``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
 ``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
-``/enroll``, ``/expel``, ``/invite``, ``/allow``.
+``/enroll``, ``/expel``, ``/invite``, ``/allow``, ``/loss``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _SKEW = 4.0  # seconds that a caller's clock may be ahead
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _KEEP_INTERVAL = 2.0
-_FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow"})
+_PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
+_FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
 
 _Short = Annotated[str, Field(min_length=1, max_length=200)]
 
@@ -260,6 +261,7 @@ class Service:
         """Verify the call and hand it to the writer. Raises Refused."""
         registry = self.registry
         own = registry.charter.identity
+            "/loss": as_founder(registry.report_loss),
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=own)
         self._hotkeys.take(claim.hotkey)
         if head.path == "/register" and not self._registrations.take(self._caller(head)):

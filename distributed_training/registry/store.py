@@ -35,7 +35,7 @@ from distributed_training.chain.base import ChainError, Neuron, find
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, is_ss58
 
-from .ledger import Amount, Ledger, Since, Uid
+from .ledger import Amount, Ledger, Losses, Since, Uid
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,7 @@ class View:
     rows: dict[int, tuple[int, str]]
     made: dict[int, bytes]  # by version known
 
+    losses: Losses
     def changes(self, known: int) -> bytes:
         """Return a JSON list of the rows that changed after version ``known``; -1: all."""
         answer = self.made.get(known)
@@ -196,12 +197,12 @@ class Registry(Ledger):
     # reading and writing the file
 
     def _meta(self, key: str) -> Any:
-        (text,) = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return json.loads(text)
+        """None if it was never set."""
+        found = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0]) if found is not None else None
 
     def _set_meta(self, key: str, value: Any) -> None:
-        text = json.dumps(value)
-        self._db.execute("UPDATE meta SET value = ? WHERE key = ?", (text, key))
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     def _load(self) -> None:
         self.version = self._meta("version")
@@ -215,7 +216,9 @@ class Registry(Ledger):
                 self.weights[uid] = {int(k): v for k, v in slot["weights"].items()}
         self._score()
         self.earned = {int(k): (mean, at) for k, (mean, at) in self._meta("earned").items()}
-        self.view = View(self.version, (), {}, {})
+        losses = self._meta("losses") or {}
+        self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
+        self.view = View(self.version, (), {}, {}, self.losses)
         self._show(self._parts())
         hotkeys = [neuron.hotkey for neuron in self.entries.values()]
         oldest = int((time.time() - _NONCES_KEPT) * 1e9)
@@ -283,6 +286,8 @@ class Registry(Ledger):
         return slots
 
     def _show(self, parts: dict[int, tuple[Any, ...]]) -> None:
+        if self.losses != self.view.losses:
+            self._set_meta("losses", self.losses)
         """Replace the view."""
         rows = dict(self.view.rows)
         for uid in self._seen.keys() - parts.keys():
@@ -292,7 +297,7 @@ class Registry(Ledger):
                 rows[uid] = (self.version, json.dumps([uid, vars(part[0]), part[1]]))
         self._seen = parts
         neurons = tuple(self.entries[uid] for uid in sorted(self.entries))
-        self.view = View(self.version, neurons, rows, {})
+        self.view = View(self.version, neurons, rows, {}, self.losses)
 
     # the block clock
 

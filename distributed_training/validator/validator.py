@@ -126,6 +126,7 @@ class Validator:
             state.outer_step,
             self._loss,
         )
+        self._report_loss()
 
     def run(self) -> None:
         """Tick until stopped."""
@@ -225,6 +226,7 @@ class Validator:
             following.outer_step,
             loss,
         )
+        self._report_loss()
 
     def _failed(self, fault: str, detail: str) -> None:
         """The epoch is kept and the whole period starts again."""
@@ -293,6 +295,13 @@ class Validator:
             )
             return
         self._record("weights", block=block, weights={str(u): w for u, w in weights.items()})
+
+    def _report_loss(self) -> None:
+        """For those who look at the chain; nothing depends on it."""
+        try:
+            self._chain.report_loss(self.state.outer_step, self._loss)
+        except ChainError as error:
+            log.info("The chain did not take the held-out loss (%s)", error)
 
     # --- small parts ------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ import pytest
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 from tests.tools import chromium
+from tests.tools.chain_server_thread import RegistryServer
+from tests.tools.chain_world import VALIDATOR
 from tests.tools.chromium import CHECKS, card
 from tests.tools.waiting import wait_for
 
@@ -434,3 +436,29 @@ def test_what_cannot_be_served_is_one_line(
         [*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
     )
     assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("width", "height"), [(1300, 900), (390, 844)])
+def test_a_registry_shows_who_is_there_and_how_the_loss_falls(
+    browser: Any, tmp_path: Path, width: int, height: int
+) -> None:
+    with RegistryServer(tmp_path) as server:
+        registry = server.registry
+        for number in range(40):
+            registry.register(f"5{number:047d}")
+            registry.report_loss(number, 10.0 * 0.95**number)
+        registry.serve("5" + "0" * 47, "2001:db8::1", 8091)
+        registry.set_weights(VALIDATOR.ss58, {1: 3.0, 2: 1.0})
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+        try:
+            browser.get(server.url)
+            assert browser.execute_script(CHECKS) == []
+            line = browser.find_element("css selector", "svg[role=img]")
+            assert "1.3528 nats per token at outer step 39" in line.accessible_name
+            assert min(line.size.values()) > 80
+            text = browser.find_element("tag name", "body").text
+            assert "[2001:db8::1]:8091" in text and "0.7500" in text
+            assert browser.get_log("browser") == []
+        finally:
+            browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

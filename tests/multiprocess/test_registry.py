@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import math
 import signal
 import socket
 import sqlite3
@@ -527,7 +528,27 @@ class TestReading:
         assert f"block {server.registry.height}" in page.text
         for path in ("/", "/metrics"):
             assert self.get(server, path, host="evil.example").status_code == 403
-        assert self.get(server, "/nothing").status_code == 404
+        for number in range(3):
+            assert self.get(server, f"/nothing{number}").status_code == 404
+        assert "nothing" not in self.get(server, "/metrics").text
+
+    def test_the_founder_reports_the_held_out_loss(self, server: RegistryServer) -> None:
+        with chain_of(server.url, VALIDATOR) as founder, chain_of(server.url, PEER) as chain:
+            chain.register()
+            with pytest.raises(ChainError, match="founder"):
+                chain.report_loss(0, 1.0)
+            for wrong in ((-1, 1.0), (1, math.nan), (1, -1.0)):
+                with pytest.raises(ChainError):
+                    founder.report_loss(*wrong)
+            for step, loss in ((0, 4.0), (7, 3.0), (8, 9.0), (7, 2.5)):
+                founder.report_loss(step, loss)
+            server.stop()
+            server.start()
+            found = {step: loss for step, (loss, _) in server.registry.view.losses.items()}
+            assert found == {0: 4.0, 7: 2.5}, "a step that was taken back is none"
+            assert "dt_registry_held_out_loss 2.5" in self.get(server, "/metrics").text
+            founder.report_loss(5000, 2.0)
+            assert set(server.registry.view.losses) == {5000}, "bounded"
 
     def test_metrics(self, server: RegistryServer) -> None:
         from prometheus_client.parser import text_string_to_metric_families

@@ -107,5 +107,8 @@ class MemoryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self.ledger.set_weights(self.hotkey, weights)
 
+    def report_loss(self, outer_step: int, loss: float) -> None:
+        self.ledger.report_loss(outer_step, loss)
+
     def close(self) -> None:
         return None

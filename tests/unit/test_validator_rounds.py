@@ -159,6 +159,8 @@ def test_two_rounds_carry_the_momentum(world: World) -> None:
         assert all(map(torch.equal, miner.momentum, world.validator.state.momentum))
     losses = world.events.of("held_out")
     assert losses[-1]["after"] < losses[0]["after"]
+    reported = {step: loss for step, (loss, _) in world.chain_ledger.losses.items()}
+    assert reported == {told["outer_step"]: told["after"] for told in losses}
 
 
 def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: World) -> None:
