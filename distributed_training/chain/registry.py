@@ -347,4 +347,8 @@ class RegistryChain(Chain):
 
 
 def _why(error: Exception) -> str:
-    return str(error) if isinstance(error, (ChainError, Unusable)) else type(error).__name__
+    if isinstance(error, (ChainError, Unusable)):
+        return str(error)
+    # Its own words name what only the operator can mend: a name, a certificate.
+    words = f": {error}"[:200] if isinstance(error, httpx.ConnectError) else ""
+    return type(error).__name__ + words

@@ -99,7 +99,7 @@ def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
     """Return the figures in Prometheus' text format. ``counts``: by ``kind.what`` or
     ``kind/what``."""
     neurons = registry.view.neurons
-    gauges = {
+    gauges: dict[str, float] = {
         "block": registry.height,
         "version": registry.view.version,
         "neurons": len(neurons),

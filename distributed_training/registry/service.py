@@ -65,8 +65,8 @@ class Limits:
     max_connections: int = 8192
     max_connections_per_address: int = 64
     read_timeout: timedelta = timedelta(seconds=5)
-    proxy: str | None = None
     idle_timeout: timedelta = timedelta(seconds=30)  # longer than a client keeps a connection
+    proxy: str | None = None
     host_names: tuple[str, ...] = ()
 
 
@@ -87,6 +87,13 @@ class Service:
             rate=_REGISTRATIONS_PER_SECOND, burst=_REGISTRATIONS_BURST, capacity=16384
         )
         self._writes = self._actions()
+        self._reads: dict[str, Callable[[Head], bytes]] = {
+            "/state": self._state,
+            "/health": self._health,
+            "/metrics": self._metrics,
+            "/": self._page,
+        }
+        self._made = (float("-inf"), b"")  # when, and the page
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         trusted = TrustedAddresses()
         trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
@@ -172,16 +179,12 @@ class Service:
     def _answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Any:
         if claim is not None:
             return self._write(head, claim, body)
-        reads = {"/state": self._state, "/health": self._health}
-        shown = {"/": self._page, "/metrics": self._metrics}
-        self.counts[f"read{head.path}"] += head.path in reads or head.path in shown
-        if head.path in shown and self._is_own_host(head):
-            return shown[head.path](head)
-        if head.path in shown:
-            return _text(403, "this name is not the registry's: see --host-name\n")
-        if head.path not in reads:
+        if head.path not in self._reads:
             raise Refused(Refusal.ROUTE, message="there is nothing here")
-        return reads[head.path](head)
+        self.counts[f"read{head.path}"] += 1
+        if head.path in ("/", "/metrics") and not self._is_own_host(head):
+            return _text(403, "this name is not the registry's: see --host-name\n")
+        return self._reads[head.path](head)
 
     def _is_own_host(self, head: Head) -> bool:
         """Whether a browser was sent here by this server's own name: a web site whose name was
@@ -221,7 +224,10 @@ class Service:
         return _json(200, fields)
 
     def _page(self, head: Head) -> bytes:
-        return whole_reply(200, page.html(self.registry).encode(), page.TYPE, page.HEADERS)
+        if time.monotonic() - self._made[0] > _PAGE_KEPT:
+            content = page.html(self.registry).encode()
+            self._made = time.monotonic(), whole_reply(200, content, page.TYPE, page.HEADERS)
+        return self._made[1]
 
     def _metrics(self, head: Head) -> bytes:
         counts = {**self.counts}
@@ -255,13 +261,13 @@ class Service:
             "/expel": as_founder(registry.remove),
             "/invite": as_founder(invite),
             "/allow": as_founder(registry.allow),
+            "/loss": as_founder(registry.report_loss),
         }
 
     def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Any:
         """Verify the call and hand it to the writer. Raises Refused."""
         registry = self.registry
         own = registry.charter.identity
-            "/loss": as_founder(registry.report_loss),
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=own)
         self._hotkeys.take(claim.hotkey)
         if head.path == "/register" and not self._registrations.take(self._caller(head)):

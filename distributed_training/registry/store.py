@@ -95,8 +95,8 @@ class View:
     neurons: tuple[Neuron, ...]  # by uid
     rows: dict[int, tuple[int, str]]
     made: dict[int, bytes]  # by version known
-
     losses: Losses
+
     def changes(self, known: int) -> bytes:
         """Return a JSON list of the rows that changed after version ``known``; -1: all."""
         answer = self.made.get(known)
@@ -283,11 +283,11 @@ class Registry(Ledger):
         self._set_meta("version", self.version)
         if self.earned:
             self._set_meta("earned", self.earned)
+        if self.losses != self.view.losses:
+            self._set_meta("losses", self.losses)
         return slots
 
     def _show(self, parts: dict[int, tuple[Any, ...]]) -> None:
-        if self.losses != self.view.losses:
-            self._set_meta("losses", self.losses)
         """Replace the view."""
         rows = dict(self.view.rows)
         for uid in self._seen.keys() - parts.keys():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-import os
 import math
+import os
+import resource
 import signal
 import socket
 import sqlite3
@@ -18,22 +20,25 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from bittensor import http_auth
 from pydantic import SecretStr
 
 from distributed_training.chain.base import ChainError, find
+from distributed_training.chain.callers import Admission
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import files
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.service import Limits
-from distributed_training.chain.callers import Admission
 from distributed_training.registry.store import Registry, hash_of
+from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import PEER, STRANGER, VALIDATOR
@@ -378,17 +383,22 @@ class TestKept:
         assert words in error and error.count("\n") == 1
         assert (server.folder / store.FILE).read_bytes() == before
 
-    def test_a_full_disk_refuses_writes_and_keeps_reads(self, server: RegistryServer) -> None:
-        with chain_of(server.url, PEER) as chain:
+    def test_a_full_disk_refuses_writes_and_keeps_reads(self, tmp_path: Path) -> None:
+        folder = tmp_path / "registry"
+        with chain_program(folder=folder) as (url, process), chain_of(url, PEER) as chain:
             chain.register()
-            registry, before = server.registry, server.registry.view
-            registry._db.execute("PRAGMA query_only = ON")  # as a disk that takes nothing
-            with pytest.raises(ChainError, match="cannot store"):
-                chain.commit("x")
-            assert registry.view is before and registry.commitments == {}
-            registry._db.execute("PRAGMA query_only = OFF")
-            chain.commit("x")
-            assert chain.commitment(PEER.ss58) == "x"
+            size = (folder / f"{store.FILE}-wal").stat().st_size
+            old = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size + 100, old[1]))
+            for _ in range(3):  # each is cut off in the middle
+                with pytest.raises(ChainError, match="cannot store"):
+                    chain.commit("x")
+            assert chain.block() > 0 and chain.commitment(PEER.ss58) is None
+            resource.prlimit(process.pid, resource.RLIMIT_FSIZE, old)
+            chain.commit("y")
+            process.kill()
+        with closing(Registry(folder)) as registry:
+            assert registry.commitments == {PEER.ss58: "y"}
 
     @pytest.mark.parametrize("bytes_at", [(100, 600), (0, 16), None])
     def test_a_damaged_file_is_one_line_and_status_1(
@@ -563,38 +573,6 @@ class TestReading:
         assert self.get(server, "/health").json()["block"] >= 1000
 
 
-class TestLimits:
-    @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
-    def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
-        # A burst of one, and the next one after ten seconds: however slow the machine is.
-        limits = Limits(requests_per_address=0.1, requests_per_hotkey=0.5, proxy=proxy)
-        with RegistryServer(tmp_path, limits=limits) as server:
-
-            def ask(address: str) -> int | None:
-                headers = {"x-forwarded-for": f"6.6.6.6, {address}"}
-                try:
-                    got = httpx.get(server.url + "/health", headers=headers, trust_env=False)
-                except httpx.HTTPError:
-                    return None  # closed unread
-                return got.status_code
-
-            assert ask("1.1.1.1") == 200
-            assert ask("1.1.1.1") in (429, None)
-            assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
-
-    def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
-        limits = Limits(read_timeout=timedelta(seconds=1), max_connections_per_address=200)
-        with RegistryServer(tmp_path, limits=limits) as server:
-            slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-            for one in slow:
-                one.send(b"GET /state HT")
-            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
-            body = b"x" * (300 * 1024)
-            assert post(server, "/commit", body, {}) == 413
-            for one in slow:
-                one.settimeout(10)
-                assert one.recv(1) == b""
-                one.close()
 class TestConnections:
     """A poller's connection is kept; nothing depends on it."""
 
@@ -640,3 +618,110 @@ class TestConnections:
             assert not ask(opened(), version="1.0")
 
 
+class TestLimits:
+    @pytest.mark.parametrize("proxy", [None, "127.0.0.1"])
+    def test_addresses_and_hotkeys_have_a_rate(self, tmp_path: Path, proxy: str | None) -> None:
+        # A burst of one, and the next one after ten seconds: however slow the machine is.
+        limits = Limits(requests_per_address=0.1, requests_per_hotkey=0.5, proxy=proxy)
+        with RegistryServer(tmp_path, limits=limits) as server:
+
+            def ask(address: str) -> int | None:
+                headers = {"x-forwarded-for": f"6.6.6.6, {address}"}
+                try:
+                    got = httpx.get(server.url + "/health", headers=headers, trust_env=False)
+                except httpx.HTTPError:
+                    return None  # closed unread
+                return got.status_code
+
+            assert ask("1.1.1.1") == 200
+            assert ask("1.1.1.1") in (429, None)
+            assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
+
+    def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
+        limits = Limits(read_timeout=timedelta(seconds=1), max_connections_per_address=200)
+        with RegistryServer(tmp_path, limits=limits) as server:
+            slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
+            for one in slow:
+                one.send(b"GET /state HT")
+            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
+            body = b"x" * (300 * 1024)
+            assert post(server, "/commit", body, {}) == 413
+            for one in slow:
+                one.settimeout(10)
+                assert one.recv(1) == b""
+                one.close()
+            where, other = ("127.0.0.1", server.port), ("127.0.0.2", 0)  # the first is blocked now
+            with socket.create_connection(where, 10, other) as dripping:
+                dripping.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert dripping.recv(4096).startswith(b"HTTP/1.1 200")
+                began = time.monotonic()
+                with pytest.raises(OSError):  # also when the connection was kept before
+                    for byte in itertools.cycle(b"GET /health HTTP/1.1\r\nx: "):
+                        dripping.send(bytes([byte]))
+                        assert time.monotonic() - began < 10
+                        time.sleep(0.1)
+
+    @pytest.mark.slow
+    def test_ten_thousand_connections_keep_nobody_out(self) -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        with chain_program() as (url, process), ExitStack() as stack:
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            where = ("127.0.0.1", int(url.rpartition(":")[2]))
+            for number in range(10_000):
+                source = (f"127.0.1.{1 + number // 60}", 0)
+                one = stack.enter_context(socket.create_connection(where, 20, source))
+                if number % 2:  # one half asks and stays, the other is silent
+                    with suppress(OSError):
+                        one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+
+            def answers() -> bool:
+                with suppress(httpx.HTTPError):
+                    return httpx.get(url + "/health", trust_env=False).status_code == 200
+                return False
+
+            wait_for(answers, seconds=10)
+            assert psutil.Process(process.pid).memory_info().rss < 400 * 2**20
+
+
+@pytest.mark.parametrize(
+    "front",
+    [
+        tls_proxy.python,
+        pytest.param(
+            tls_proxy.caddy, marks=pytest.mark.skipif(not which("caddy"), reason="needs caddy")
+        ),
+    ],
+)
+def test_behind_tls_limits_count_the_true_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, front: Any
+) -> None:
+    limits = Limits(requests_per_address=2.0, proxy="127.0.0.1")
+    slowly = timedelta(seconds=1)
+    with (
+        RegistryServer(tmp_path / "registry", admission="invited", limits=limits) as server,
+        front(server.port, tmp_path) as (url, authority),
+    ):
+        with closing(RegistryChain(url=url, wallet=PEER, poll_interval=slowly)) as stranger:
+            wait_for(lambda: stranger.counters().get("failures"))
+            assert "CERTIFICATE_VERIFY_FAILED" in caplog.text
+        monkeypatch.setenv("SSL_CERT_FILE", str(authority))
+        server.registry.invite(hash_of("token"), uses=1, expires=time.time() + 60)
+        invited = RegistryChain(
+            url=url, wallet=PEER, poll_interval=slowly, invitation=SecretStr("token")
+        )
+        with closing(invited):
+            assert invited.register() == 1
+            invited.commit("x")
+            assert invited.commitment(PEER.ss58) == "x"
+        trust = httpx.create_ssl_context()
+
+        def ask(address: str, *claimed: str) -> list[int]:
+            transport = httpx.HTTPTransport(local_address=address, verify=trust)
+            with httpx.Client(transport=transport, timeout=20) as client:
+                headers = [{"X-Forwarded-For": name} for name in claimed]
+                return [client.get(url + "/health", headers=h).status_code for h in headers]
+
+        answers = ask("127.0.0.2", *(f"9.9.9.{number}" for number in range(100)))
+        assert answers[0] == 200 and 429 in answers, "a header of its own helps nobody"
+        assert ask("127.0.0.3", "127.0.0.2") == [200], "nor harms others"

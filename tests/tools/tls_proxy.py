@@ -1,0 +1,115 @@
+"""TLS in front of a registry on loopback: Caddy with ``ops/Caddyfile``, or Python's own ssl."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from distributed_training.common.ports import free_ports
+from tests.tools.waiting import wait_for
+
+CADDYFILE = Path(__file__).parents[2] / "ops/Caddyfile"
+_OPTIONS = "{\n\tadmin off\n\tskip_install_trust\n\tauto_https disable_redirects\n}\n"
+
+
+@contextmanager
+def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The URL in front of ``port``, and the authority's certificate."""
+    (front,) = free_ports(1)
+    text = CADDYFILE.read_text()
+    for ours, here in (
+        ("registry.example.org {", f"https://localhost:{front} {{"),
+        (":8100", f":{port}"),
+    ):
+        assert text.count(ours) == 1
+        text = text.replace(ours, here)
+    config = folder / "Caddyfile"
+    config.write_text(_OPTIONS + text)
+    authority = folder / "caddy/pki/authorities/local/root.crt"
+    command = ["caddy", "run", "--config", str(config), "--adapter", "caddyfile"]
+    environment = {**os.environ, "XDG_DATA_HOME": str(folder), "XDG_CONFIG_HOME": str(folder)}
+    with (folder / "caddy.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    try:
+        wait_for(lambda: "serving initial configuration" in (folder / "caddy.log").read_text())
+        wait_for(authority.exists)
+        yield f"https://localhost:{front}", authority
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@contextmanager
+def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The same of a proxy in this process, which adds to ``X-Forwarded-For`` as many proxies do."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", "0")))
+            claimed = self.headers.get("x-forwarded-for")
+            del self.headers["x-forwarded-for"]
+            caller = self.client_address[0]
+            self.headers["X-Forwarded-For"] = f"{claimed}, {caller}" if claimed else caller
+            behind = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+            behind.request(self.command, self.path, body or None, dict(self.headers.items()))
+            answer = behind.getresponse()
+            content = answer.read()
+            self.send_response(answer.status)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+            behind.close()
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority = _certificate(folder / "localhost.pem")
+    context.load_cert_chain(authority)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"https://localhost:{server.server_port}", authority
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _certificate(path: Path) -> Path:
+    """A key and a certificate for ``localhost`` that it signs itself, in one file."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    encoding = serialization.Encoding.PEM
+    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    path.write_bytes(key.private_bytes(encoding, form, plain) + certificate.public_bytes(encoding))
+    return path
