@@ -313,10 +313,10 @@ def _join(options: argparse.Namespace) -> None:
     hotkey = _hotkey(config.chain)
     print(f"hotkey {hotkey.ss58}")
     if config.network.head.chain == "bittensor":
-        wallet = f"--wallet.name {given['wallet.name']} --wallet.hotkey {given['wallet.hotkey']}"
         print(
             "if dt-doctor with the flags below finds the network there, register on the machine "
-            f"with the coldkey: btcli subnet register --netuid {config.chain.netuid} {wallet}"
+            f"with the coldkey: btcli subnet register --netuid {config.chain.netuid} "
+            f"--hotkey {hotkey.ss58}"
         )
         bucket = f"{config.store.global_model_name}-<uid>"
     else:

@@ -189,7 +189,11 @@ class BittensorChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         import bittensor
 
-        intent = bittensor.SetWeights(
+        class Weights(bittensor.SetWeights):  # plain, or sealed where the subnet wants it
+            async def build(self, substrate: Any, wallet: Any) -> Any:
+                return await super().build(_OfThisRuntime(substrate), wallet)
+
+        intent = Weights(
             netuid=self._netuid, uids=list(weights), weights=[float(w) for w in weights.values()]
         )
         self._write("weights", lambda c: c.execute(intent, self._keys()))
@@ -488,6 +492,28 @@ class BittensorChain(Chain):
                     self._loop.call_soon_threadsafe(self._task.cancel)
             # The SDK's own cleaning up may have taken the cancellation for its own.
             self._thread.join(1.0)
+
+
+class _OfThisRuntime:
+    """A chain access on which storage that the runtime does not have is empty.
+
+    Before it sets weights, bittensor asks for what only later runtimes have, and raises there: a
+    node of an earlier one would get no weights at all.
+    """
+
+    def __init__(self, substrate: Any) -> None:
+        self._substrate = substrate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._substrate, name)
+
+    async def query(self, *item: Any, **options: Any) -> Any:
+        try:
+            return await self._substrate.query(*item, **options)
+        except ValueError as error:
+            if type(error).__name__ != "StorageFunctionNotFound":  # not public in the SDK
+                raise
+            return None
 
 
 _NOTHING = object()  # a hotkey without a commitment
