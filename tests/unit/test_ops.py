@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,11 +15,16 @@ import pytest
 import yaml
 
 from distributed_training.config import load_config
+from distributed_training.config.loader import schema
+from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.telemetry.metrics import METRICS
 
 pytestmark = pytest.mark.timeout(60)
 OPS = Path(__file__).parents[2] / "ops"
 RULES = OPS / "prometheus" / "miner.rules.yml"
+UNITS = sorted((OPS / "systemd").glob("*.service"))
+MINERS_UNIT = OPS / "systemd" / "distributed-training-miner.service"
+units = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
 NODE = shutil.which("node")
 PROMTOOL = shutil.which("promtool")
 #: Kept by rooms, by kind; see the catalogue's docstring.
@@ -49,19 +55,45 @@ def test_what_is_shipped_keeps_secrets_out_of_images_and_environments() -> None:
     ignored = (OPS.parent / ".dockerignore").read_text().split()
     assert {".env*", "runs", "**/.venv", ".git", "app.config.override.js"} <= set(ignored)
     # What a machine makes for itself: an update's versions alone are gigabytes of environments.
-    assert {"versions", "build", "**/node_modules", "bench/results", "wallets"} <= set(ignored)
-    unit = (OPS / "systemd" / "distributed-training-miner.service").read_text()
-    assert not re.search("^EnvironmentFile", unit, re.M)
+    assert {"versions", "build", "**/node_modules", "bench/results", "**/wallets", "lab"} <= set(
+        ignored
+    )
+    for unit in UNITS:
+        assert not re.search("^EnvironmentFile", unit.read_text(), re.M)
     assert "--env-file" not in (OPS / "Dockerfile").read_text()
-    for text in (unit, (OPS / "Dockerfile").read_text()):
+    for text in (MINERS_UNIT.read_text(), (OPS / "Dockerfile").read_text()):
         assert "--neuron.upload_steps 60" in text  # as app.config.js: the default is the network's
 
 
 def test_what_starts_a_miner_starts_it_again_after_an_orderly_end_that_nobody_asked_for() -> None:
     """As pm2 does with app.config.js: status 0 is what a SIGTERM to rank 0 ends in."""
-    unit = (OPS / "systemd" / "distributed-training-miner.service").read_text().splitlines()
-    assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= set(unit)
+    for unit in UNITS:
+        assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= set(
+            unit.read_text().splitlines()
+        )
     assert "--restart unless-stopped" in (OPS / "Dockerfile").read_text()
+
+
+def commands() -> Iterator[tuple[str, str, list[str]]]:
+    """File, program and flags of what a founder's units and containers start."""
+    for unit in UNITS:
+        (line,) = re.findall("^ExecStart=(.*)$", unit.read_text(), re.M)
+        first, *words = shlex.split(line)
+        yield unit.name, *((first, words) if first.endswith("registry") else (words[0], words[1:]))
+    services = yaml.safe_load((OPS / "compose.network.yml").read_text())["services"]
+    for service in services.values():
+        program = service["environment"]["DT_MINER"].split()[-1]
+        yield "compose.network.yml", program, service["command"]
+
+
+@pytest.mark.parametrize(("file", "program", "words"), list(commands()))
+def test_flags_of_units_and_containers_exist(file: str, program: str, words: list[str]) -> None:
+    if program.endswith("dt-registry"):
+        assert registry_parser().parse_args(words).command == "serve", file
+        return
+    known = schema("validator" if "validator" in program else "miner")
+    flags = [word.removeprefix("--") for word in words if word.startswith("--")]
+    assert flags and all(known.get(flag) for flag in flags), file
 
 
 @pytest.mark.skipif(NODE is None, reason="needs node")
@@ -230,13 +262,25 @@ def test_a_container_that_is_stopped_lets_the_miner_finish() -> None:
     assert entry.wait(30) == 0 and entry.stdout.read() == "saved\n"
 
 
-def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers() -> None:
-    compose = yaml.safe_load((OPS / "compose.miner.yml").read_text())["services"]["miner"]
-    wallets = [volume for volume in compose["volumes"] if ".bittensor" in volume]
-    assert [v.split(":")[0].split("}/")[1] for v in wallets] == ["hotkeys", "coldkeypub.txt"]
+@pytest.mark.parametrize(
+    ("file", "service", "wallet"),
+    [
+        ("compose.miner.yml", "miner", ["hotkeys", "coldkeypub.txt"]),
+        ("compose.network.yml", "validator", ["hotkeys"]),
+        ("compose.network.yml", "registry", []),
+    ],
+)
+def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers(
+    file: str, service: str, wallet: list[str]
+) -> None:
+    compose = yaml.safe_load((OPS / file).read_text())["services"][service]
+    wallets = [volume for volume in compose["volumes"] if "wallets" in volume]
+    assert [Path(v.split(":")[1]).name for v in wallets] == wallet
     assert all(volume.endswith(":ro") for volume in wallets)
+    assert not any(volume.split(":")[0].endswith("lab") for volume in compose["volumes"])
     assert compose["restart"] == "unless-stopped" and compose["cap_drop"] == ["ALL"]
-    assert compose["ulimits"]["core"] == 0
+    assert compose["security_opt"] == ["no-new-privileges"] and compose["network_mode"] == "host"
+    assert compose["ulimits"]["core"] == 0 and "stop_grace_period" in compose
     text = (OPS / "Dockerfile").read_text()
     steps = [line for line in text.splitlines() if not line.startswith("#")]
     users = [line.split()[1] for line in steps if line.startswith("USER")]
@@ -246,27 +290,30 @@ def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers() -> Non
     assert not re.search(r"/\.bittensor:", text), "the whole folder holds the coldkey"
 
 
-UNIT = OPS / "systemd" / "distributed-training-miner.service"
 SYSTEMD = shutil.which("systemd-analyze")
 
 
-def test_the_unit_survives_the_death_of_a_worker_and_leaves_no_core() -> None:
-    unit = set(UNIT.read_text().splitlines())
+@units
+def test_a_unit_survives_the_death_of_a_worker_and_leaves_no_core(path: Path) -> None:
+    unit = set(path.read_text().splitlines())
     assert {"OOMPolicy=continue", "LimitCORE=0", "UMask=0077", "NoNewPrivileges=yes"} <= unit
     assert any(line.startswith("RequiresMountsFor=/") for line in unit)
-    # Each of these takes the GPUs away.
+    assert any(line.startswith("TimeoutStopSec=") for line in unit) and "User=miner" in unit
+    # Each of these takes the GPUs away, which a registry does not need.
     closed = "^(PrivateDevices|ProtectClock|DeviceAllow|DevicePolicy)="
-    assert not re.search(closed, "\n".join(unit), re.M)
+    needs_gpu = "registry" not in path.name
+    assert not (needs_gpu and re.search(closed, "\n".join(unit), re.M))
 
 
+@units
 @pytest.mark.skipif(SYSTEMD is None, reason="needs systemd-analyze")
-def test_the_unit_is_valid_and_confined(tmp_path: Path) -> None:
-    here = UNIT.read_text().replace("User=miner", f"User={os.getuid()}")
+def test_a_unit_is_valid_and_confined(path: Path, tmp_path: Path) -> None:
+    here = path.read_text().replace("User=miner", f"User={os.getuid()}")
     here = re.sub(r"(ExecStart(?:Pre)?=[-+]*)\S+", rf"\1{shutil.which('true')}", here)
-    unit = tmp_path / UNIT.name
+    unit = tmp_path / path.name
     unit.write_text(here)
     done = subprocess.run([str(SYSTEMD), "verify", str(unit)], capture_output=True, text=True)
-    complaints = [line for line in done.stderr.splitlines() if UNIT.name in line]
+    complaints = [line for line in done.stderr.splitlines() if path.name in line]
     assert not complaints, complaints
     command = [str(SYSTEMD), "security", "--offline=true", "--threshold=50", str(unit)]
     done = subprocess.run(command, capture_output=True, text=True)
