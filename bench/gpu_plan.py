@@ -120,15 +120,16 @@ def traffic(
     """Bytes of a step that are not traced: in device memory, over the bus and over the link.
 
     In bytes a parameter. *reduction*: 10 for each sum of a micro-batch's bf16 gradient into the
-    float32 one; 16 for copies into and out of a reduction; 14 for a gather: cast to bf16, copy
-    out. Over the link a reduction sends 4 and a gather 2, less this rank's own. *optimizer*, of
-    this rank's rows: 12 for norm and clipping, 28 for AdamW; over the bus 8 each way, both at once,
-    if its moments lie on the host.
+    float32 one (12 of this rank's rows, if it is reduced first); 16 for copies into and out of a
+    reduction; 14 for a gather: cast to bf16, copy out. Over the link a reduction sends 4 and a
+    gather 2, less this rank's own. *optimizer*, of this rank's rows: 12 for norm and clipping, 28
+    for AdamW; over the bus 8 each way, both at once, if its moments lie on the host.
     """
     n, own = case.shape.parameters, case.shape.parameters / case.gpus
     reductions = micro_batches if plan.sync_every else 1
     gathers = 1 if plan.keep_unsharded else 2 * micro_batches
-    on_device = n * (10 * micro_batches + 16 * reductions + 14 * gathers)
+    sums = micro_batches * (12 * own if plan.sync_every else 10 * n)
+    on_device = sums + n * (16 * reductions + 14 * gathers)
     return {
         "reduction": (on_device, 0, (n - own) * (4 * reductions + 2 * gathers)),
         "optimizer": (40 * own, 8 * own if plan.offload_optimizer else 0, 0),

@@ -1,8 +1,8 @@
 """How much device memory, host memory and disk a miner takes, before it is tried.
 
 The one model of it: the trainer's plan, the doctor, the operator guide and the gate before a
-snapshot all read these functions. Pure arithmetic; a test compares the disk figures with the files
-that are really written.
+snapshot all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
+disk figures with the files that are really written.
 
 With N parameters, W ranks, micro-batch b, sequence length s, hidden size h, query width q, key and
 value width k, MLP width i, L blocks and vocabulary V, in bytes:
@@ -34,9 +34,11 @@ Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 from __future__ import annotations
 
 import math
+import os
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 Checkpointing = Literal["none", "budget", "selective", "full"]
@@ -177,7 +179,8 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
 class HostMemory:
     """Bytes of host memory, all ranks of the machine together. In bytes a parameter:
 
-    ``rest`` 12: epoch start, outer momentum, error feedback; 8 more with AdamW offloaded.
+    ``rest`` 12: epoch start, outer momentum, error feedback; with AdamW offloaded 8 more, 10.6 on
+    a GPU with public shapes: there torch pins each tensor in memory of a power of two.
     ``averaging`` 4: the buffers that rank 0 shares with the averager.
     ``snapshot`` 16: copies of the weights and of AdamW's two moments while they are written, and
     the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it; of
@@ -204,14 +207,24 @@ class HostMemory:
 def host_memory(shape: ModelShape, how: Arrangement) -> HostMemory:
     n = shape.parameters
     on_device = 0.0 if how.cuda else float(device_memory(shape, how).total * how.world_size)
+    moments = 0.0
+    if how.offload_optimizer:
+        moments = 2.0 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8.0 * n
     return HostMemory(
-        rest=(12 + (8 if how.offload_optimizer else 0)) * n,
+        rest=12 * n + moments,
         averaging=4 * n,
         snapshot=16 * n,
         checkpoint=12 * n,
         round=12 * n,
         model=on_device,
     )
+
+
+def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
+    """Bytes of pinned host memory that all ranks' rows of each float32 tensor take."""
+    for shape in tensors:
+        rows = math.ceil(shape[0] / ranks) * math.prod(shape[1:])
+        yield ranks * 4 * 2 ** (rows - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -268,3 +281,39 @@ def _published_values(shape: tuple[int, ...]) -> int:
     if len(shape) == 1:
         return shape[0]
     return math.prod(shape[:-1]) * min(TOPK, shape[-1])
+
+
+def host_bytes(root: Path = Path("/")) -> int | None:
+    """Return the bytes of memory that this process may use; None if unknown.
+
+    That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
+    counts, at which the kernel kills. ``root``: of /proc and /sys.
+    """
+    try:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    return min((there, *_memory_limits(root)))
+
+
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Yield the limits of the own control group and of those above it, of both versions."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:  # "0::/path", or by version 1 "4:memory:/path"
+        controllers, _, path = group.partition(":")[2].partition(":")
+        if not controllers:
+            mount, name = root / "sys/fs/cgroup", "memory.max"
+        elif "memory" in controllers.split(","):
+            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, and the limit lies at the mount.
+        own = mount / path.strip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+            try:
+                yield int((folder / name).read_text())
+            except (OSError, ValueError):  # no such file; "max"
+                continue

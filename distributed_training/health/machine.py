@@ -16,7 +16,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from distributed_training.common.memory import (
     ModelShape,
     device_memory,
     disk_space,
+    host_bytes,
     host_memory,
     loss_chunk,
 )
@@ -207,42 +208,6 @@ def gpu_bytes(config: Config) -> int | None:
     with sampler:
         sample = sampler.sample()
     return round(sample.memory_total_gb * 1e9) if sample else None
-
-
-def host_bytes(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process may use; None if unknown.
-
-    That is the machine's memory, or less: in Slurm, Docker and systemd the limit of a control group
-    counts, at which the kernel kills. ``root``: of /proc and /sys.
-    """
-    try:
-        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
-    return min((there, *_memory_limits(root)))
-
-
-def _memory_limits(root: Path) -> Iterator[int]:
-    """Yield the limits of the own control group and of those above it, of both versions."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for group in groups:  # "0::/path", or by version 1 "4:memory:/path"
-        controllers, _, path = group.partition(":")[2].partition(":")
-        if not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, and the limit lies at the mount.
-        own = mount / path.strip("/")
-        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
-            try:
-                yield int((folder / name).read_text())
-            except (OSError, ValueError):  # no such file; "max"
-                continue
 
 
 def memory_checks(examination: Examination) -> list[Check]:

@@ -25,7 +25,7 @@ from typing import TypeVar
 import psutil
 
 from distributed_training import __version__
-from distributed_training.health.machine import host_bytes
+from distributed_training.common.memory import host_bytes
 from distributed_training.health.nvml import NvmlSampler
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (

@@ -20,6 +20,7 @@ from distributed_training.common.memory import (
     Checkpointing,
     ModelShape,
     device_memory,
+    host_memory,
     loss_chunk,
 )
 from distributed_training.config.settings import TrainingSettings
@@ -183,12 +184,15 @@ def plan_memory(
     world_size: int,
     micro_batch: int,
     device_bytes: int | None,
+    host_bytes: int | None = None,
 ) -> MemoryPlan:
     """The fastest arrangement that fits ``device_bytes`` (None: host memory, no limit is set).
 
     Gathered weights and whole gradients kept through a step cost memory and save a gather and a
-    reduction per micro-batch. What the operator fixed by flag stays fixed. Raises ConfigError for a
-    model whose ``config.json`` does not say its size as a Llama's does.
+    reduction per micro-batch. AdamW's moments in host memory cost one trip over the bus per step;
+    where ``host_bytes`` (None: enough) have no room for them that is the last resort. What the
+    operator fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does
+    not say its size as a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config)
@@ -204,14 +208,16 @@ def plan_memory(
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
+    # The last changes first. To offload AdamW costs 16 bytes a parameter and step over the bus; to
+    # reduce each time, and to gather each time, cost more than that for each of a step's hundred
+    # micro-batches (docs/performance.md, On paper), and to gather more than to reduce.
+    sync, offload = settings.gradient_sync, settings.offload_optimizer
+    ways = list(itertools.product(keeps, _choices(sync, "every"), _choices(offload, "on")))
+    offloaded = Arrangement(world_size, 1, settings.sequence_length, offload_optimizer=True)
+    if host_bytes is not None and host_memory(shape, offloaded).needed > host_bytes:
+        ways.sort(key=lambda way: way[2])
     chosen: MemoryPlan | None = None
-    # The last changes first: to drop weights costs a gather, to reduce each time a reduction of all
-    # gradients, and to offload AdamW both ways over the bus.
-    for offload, sync_every, keep in itertools.product(
-        _choices(settings.offload_optimizer, "on"),
-        _choices(settings.gradient_sync, "every"),
-        keeps,
-    ):
+    for keep, sync_every, offloads in ways:
         how = Arrangement(
             world_size=world_size,
             micro_batch=micro_batch,
@@ -219,14 +225,14 @@ def plan_memory(
             checkpointing=cast(Checkpointing, settings.activation_checkpointing),
             keep_unsharded=keep,
             reduce_at_last=not sync_every,
-            offload_optimizer=offload,
+            offload_optimizer=offloads,
             cuda=device_bytes is not None,
             loss_chunk=loss_chunk(device_bytes),
         )
         need = device_memory(shape, how).total
         fits = device_bytes is None or need <= device_bytes * MARGIN
         note = _memory_note(how, need, per_block, None if fits else device_bytes)
-        chosen = MemoryPlan(per_block, keep, sync_every, offload, need, note)
+        chosen = MemoryPlan(per_block, keep, sync_every, offloads, need, note)
         if fits:
             break
     assert chosen is not None

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from distributed_training.common.memory import ACTIVATION_BUDGET, loss_chunk
+from distributed_training.common.memory import ACTIVATION_BUDGET, host_bytes, loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
@@ -139,6 +139,7 @@ def build_sharded_model(
         world_size=layout.shards,
         micro_batch=micro_batch,
         device_bytes=memory,
+        host_bytes=None if memory is None else _least(host_bytes()),
     )
     say(plan.note)
     say(attention_line(config, device, dtype))
@@ -163,6 +164,14 @@ def build_sharded_model(
         compiled=compiled,
         flops_per_token=flops,
     )
+
+
+def _least(here: int | None) -> int:
+    """Return the smallest of all ranks' numbers (None: unlimited): all must make the same plan."""
+    number = torch.tensor(1 << 62 if here is None else here)
+    if dist.is_initialized():
+        dist.all_reduce(number, dist.ReduceOp.MIN)
+    return int(number)
 
 
 def set_up_gpu(device: torch.device, model: nn.Module, compute_dtype: torch.dtype) -> list[str]:

@@ -16,6 +16,7 @@ from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
     device_memory,
+    host_bytes,
     host_memory,
     snapshot_bytes,
 )
@@ -30,7 +31,6 @@ from distributed_training.health.machine import (
     check_memory,
     check_port,
     check_torch,
-    host_bytes,
 )
 from distributed_training.health.nvml import NvmlSampler
 from distributed_training.health.outside import ProbeError, run_probe

@@ -209,20 +209,25 @@ def test_memory_decides_what_is_kept() -> None:
     four = named_config("4b")
     settings = TrainingSettings()
 
-    def plan(gigabytes: float, world_size: int) -> tuple[bool, bool, bool]:
+    def plan(gigabytes: float, world_size: int, host: float = 200) -> tuple[bool, bool, bool]:
         found = plan_memory(
             settings,
             model_config=four,
             world_size=world_size,
             micro_batch=2,
             device_bytes=int(gigabytes * 1e9),
+            host_bytes=int(host * 1e9),
         )
         return found.keep_unsharded, found.sync_every, found.offload_optimizer
 
     assert plan(141, 1) == (True, False, False)
     assert plan(80, 4) == (True, False, False)
     assert plan(24, 8) == (False, True, False)
-    assert plan(24, 4)[2], "AdamW's state goes to host memory"
+    # AdamW's state goes to host memory, before what costs time at every micro-batch; but not into
+    # 128 GB, where a snapshot would then run out, unless nothing else fits.
+    assert plan(96, 1) == (True, False, True)
+    assert plan(96, 1, host=128) == (True, True, False)
+    assert plan(80, 1, host=128)[2] and plan(24, 4)[2]
     fixed = dataclasses.replace(settings, gradient_sync="every", keep_unsharded="off")
     kept = plan_memory(fixed, model_config=four, world_size=4, micro_batch=1, device_bytes=None)
     assert (kept.keep_unsharded, kept.sync_every) == (False, True)
