@@ -28,9 +28,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,20 @@ class App:
     arguments: list[str]
     environment: dict[str, str]
 
-    def state(self) -> NeuronState:
-        """What the miner's run folder tells of it."""
+    @cached_property
+    def run_folder(self) -> Path:
+        """By the miner's flags, which are read once: a file that they name may be away later, when
+        the old version has to be started again. Raises ConfigError."""
         environment, dotenv = self.environment, self.home / ".env"
-        config = load_config(
-            "miner", self.arguments, environ=environment, dotenv=dotenv, check=False
-        )
-        return NeuronState(self.home / config.run_folder).catch_up()
+        with chdir(self.home):  # where the miner finds what they name
+            config = load_config(
+                "miner", self.arguments, environ=environment, dotenv=dotenv, check=False
+            )
+        return self.home / config.run_folder
+
+    def state(self) -> NeuronState:
+        """What the miner's run folder tells of it. Raises ConfigError the first time."""
+        return NeuronState(self.run_folder).catch_up()
 
 
 def build_parser() -> Parser:

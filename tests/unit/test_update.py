@@ -42,11 +42,15 @@ elif command == "delete":
     apps = []
 elif command == "start":
     env = {{"status": "online", "restart_time": 0, "env": {{}}, "pm_cwd": {home!r},
-           "args": ["--neuron.run_folder", "run"],
+           "args": ["--config", "settings.toml"],
            "pm_exec_path": str(Path(words[0]).parent / "neurons" / "miner.py")}}
     apps = [{{"name": "distributed_training_miner", "pm2_env": env}}]
-    with (Path({home!r}) / "run" / "events.jsonl").open("a") as events:
-        print(json.dumps({{"kind": "step", "time": time.time() + 1}}), file=events)
+    home = Path({home!r})
+    if Path(words[0]).parent.name == "broken":
+        (home / "settings.toml").unlink()
+    else:
+        with (home / "run" / "events.jsonl").open("a") as events:
+            print(json.dumps({{"kind": "step", "time": time.time() + 1}}), file=events)
 state.write_text(json.dumps(apps))
 """
 
@@ -70,6 +74,7 @@ class Machine:
         self.git("clone", "--quiet", str(self.origin), str(self.home), at=folder)
         self.git("checkout", "--quiet", "v1", at=self.home)
         (self.home / "run").mkdir()
+        (self.home / "settings.toml").write_text('[neuron]\nrun_folder = "run"\n')
         (self.home / ".venv").mkdir()
         self.pm2 = folder / "pm2"
         self.pm2.write_text(
@@ -160,6 +165,16 @@ def test_the_version_before_is_gone_back_to_as_it_was(machine: Machine) -> None:
     machine.updated("v3")
     assert machine.updated("v2", setup="rm -rf .venv; exit 1") == before
     assert (before / ".venv" / "bin" / "btcli").exists()
+
+
+def test_the_version_before_is_gone_back_to_though_its_files_are_away_by_now(
+    machine: Machine,
+) -> None:
+    machine.updated("v2")
+    machine.release("broken")
+    done = machine.update("broken", "--first-step", "2s")
+    assert done.returncode == 1 and machine.runs_from.name == "v2", done.stdout + done.stderr
+    assert "it did not train (no inner step in 2 s); v2 runs again" in done.stderr
 
 
 def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> None:
