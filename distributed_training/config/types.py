@@ -144,6 +144,8 @@ def is_peer_address(text: str) -> bool:
 
 T = TypeVar("T")
 
+#: Names that the chain's client knows; with another one its thread would end at once.
+SUBTENSORS = frozenset({"finney", "test", "archive", "devnet", "local"})
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _USER = re.compile(r"(?<=://).*@")
 
@@ -222,7 +224,7 @@ def _is_url(*schemes: str, user: bool = False) -> Any:
 
 
 def _is_subtensor(text: str) -> bool:
-    return bool(re.fullmatch(r"[a-z][a-z0-9_-]*", text)) or _is_node(text)
+    return text in SUBTENSORS or _is_node(text)
 
 
 _is_node = _is_url("ws", "wss", user=True)

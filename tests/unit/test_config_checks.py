@@ -4,6 +4,7 @@ import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
 from distributed_training.config.settings import MinerSettings
+from distributed_training.config.types import SUBTENSORS
 from tests.tools.r2_keys import KEYS
 
 MASTER_HOTKEY = MinerSettings().master_ss58_address
@@ -90,6 +91,7 @@ def test_a_compression_that_parts_of_few_values_break_is_refused(compression: st
             ("--clamp.timeout", "0:5000"),
             "0:5000 is less than 0.1, so nothing was started: give LOW:HIGH within 0.1 to 3600",
         ),
+        (("--subtensor.network", "finey"), "'finey' is not finney, test, local, or a ws:// or"),
         (("--axon.external_ip", "1.2.3"), "--axon.external_ip: '1.2.3' is not an IP address"),
         (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
         (("--neuron.initial_peers", "/ip4/1.2.3.4/tcp/1/p2p/x"), "is not a peer's address"),
@@ -181,3 +183,9 @@ def test_an_effective_batch_that_does_not_divide_is_rounded_up_and_said() -> Non
     )
     assert line.endswith("rounded up to 108")
     assert notices(config("--nproc_per_node", "4")) == []
+
+
+def test_the_chains_with_a_name_are_those_that_the_client_knows() -> None:
+    from bittensor.settings import NETWORKS
+
+    assert set(NETWORKS) == SUBTENSORS
