@@ -166,34 +166,44 @@ def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
 
 
 @pytest.mark.parametrize(
-    ("first", "later", "outer_step", "withheld"),
+    ("before", "later", "outer_step", "withheld"),
     [
-        (-0.1, 100.0, 3, True),
-        (None, 100.0, 3, False),  # that was not checked either
-        (-0.1, 100.0, 4, False),  # of another outer step
-        (-0.1, 1200.0, 3, False),  # its blocks do not count any more
+        ([(-0.1, True)], 100.0, 3, True),
+        ([(None, True)], 100.0, 3, False),  # that was not checked either
+        ([(None, True), (-0.1, False)], 100.0, 3, False),  # the checked one did not get there
+        ([(-0.1, True), (-0.1, False)], 100.0, 3, True),  # and so what was there is there
+        ([(-0.1, True)], 100.0, 4, False),  # of another outer step
+        ([(-0.1, True)], 1200.0, 3, False),  # its blocks do not count any more
     ],
 )
 def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
-    first: float | None, later: float, outer_step: int, withheld: bool, tmp_path: Path
+    before: list[tuple[float | None, bool]],
+    later: float,
+    outer_step: int,
+    withheld: bool,
+    tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path)
     rig.see(ev.OuterStepEnded(True, 3))
-    rig.steps(range(1, 11))
-    rig.take(10)
-    rig.see(ev.Previewed(first, 0.5))
-    report = PublicationReport(Revision(5, 3, 10), True, 3.0, 1, "", finished_at=1.7e9)
-    rig.see(ev.PublicationEnded(report))
+    for number, (delta, ok) in enumerate(before):
+        rig.steps(range(10 * number + 1, 10 * number + 11))
+        handle = rig.take(10 * number + 10)
+        handle.complete = True
+        assert ev.SnapshotComplete() in rig.see(ev.Tick(rig.now)), "each of them"
+        rig.see(ev.Previewed(delta, 0.5))
+        revision = Revision(5, 3, 10 * number + 10)
+        report = PublicationReport(revision, ok, 3.0, 1, "", finished_at=1.7e9)
+        rig.see(ev.PublicationEnded(report))
     rig.now += later
-    handle: Any = Handle(tmp_path / "second")
-    rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 20)))
+    handle = Handle(tmp_path / "last")
+    rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 90)))
     (came,) = rig.see(ev.Previewed(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
-    assert len(rig.publisher.submitted) == 2 - withheld
+    assert len(rig.publisher.submitted) == len(before) + 1 - withheld
     assert handle.folder.exists() != withheld
     if isinstance(came, ev.SnapshotFailed):
-        assert (came.revision, came.kind) == (Revision(5, outer_step, 20), "unchecked")
-        assert "5.3.20 is not uploaded: its gradient could not be checked" in came.problem
+        assert (came.revision, came.kind) == (Revision(5, outer_step, 90), "unchecked")
+        assert "5.3.90 is not uploaded: its gradient could not be checked" in came.problem
 
 
 @pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.LOADING])

@@ -355,6 +355,17 @@ def test_the_last_snapshot_leaves_time_for_its_check_before_the_round(check: flo
     last, latest = 10 * chosen[-1] + 10, 9000 - 10 - (check or 0.0)
     assert latest - 100 < last <= latest
     assert plan.counts(1, 8999.0) and not plan.counts(2, 8999.0)
+    assert Pace(step=10.0, upload=900.0, block_age=0.0, check=95.0).lead == 105.0
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_check_that_a_round_held_up_does_not_tell_how_long_checks_take(interrupted: bool) -> None:
+    plan = schedule(5)
+    assert plan.step(report(50), 500.0).snapshot
+    if interrupted:
+        plan.interrupt()
+    plan.checked(700.0)
+    assert plan.check_seconds == (None if interrupted else 700.0)
 
 
 durations = st.floats(0.0, 1e5)
