@@ -228,7 +228,7 @@ def _same_key_text(hotkey: str, claimed: Claim) -> bytes:
 
 
 class _NoStore:
-    """Replays are the business of :class:`~.replay.NonceMemory`."""
+    """Replays are the business of :class:`~.callers.NonceMemory`."""
 
     def check_and_store(self, hotkey_ss58: str, nonce_ns: int) -> bool:
         return True

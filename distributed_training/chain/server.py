@@ -128,7 +128,7 @@ class SignedServer:
     # life
 
     def start(self) -> None:
-        self._save(clean=False)  # before the first call: see the module kept
+        self._save(clean=False)  # before the first call: see the module callers
         self._trust_endpoints()
         self._http.start()
         self._keeper.start()

@@ -1,9 +1,9 @@
 """A data worker: a process of its own that prepares blocks, and the rank's end of it.
 
 ``python -m distributed_training.data.worker FD``: the rank sends a :class:`WorkerSpec`, then block
-numbers, over a socket pair; answers are :class:`~.work.Prepared`. It is started as a plain program
-because ``multiprocessing``'s spawn would import the rank's program, torch included, and because a
-worker must end with its rank however that ends: it does when the socket closes.
+numbers, over a socket pair; answers are :class:`~.block_builder.Prepared`. It is started as a plain
+program because ``multiprocessing``'s spawn would import the rank's program, torch included, and
+because a worker must end with its rank however that ends: it does when the socket closes.
 """
 
 from __future__ import annotations

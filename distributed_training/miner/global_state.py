@@ -200,7 +200,7 @@ class GlobalBucket:
             return self.follow().fetch_inner_optimizer(outer_step, destination)
 
     def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
-        """See :func:`~.drift.drift`; of the bucket's ``model.safetensors`` of that epoch."""
+        """See :func:`drift`; of the bucket's ``model.safetensors`` of that epoch."""
         with _unavailable():
             model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
             return drift(rows, model.read_at, size=model.size, seed=outer_step)

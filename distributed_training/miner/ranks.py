@@ -2,7 +2,7 @@
 
 The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 48
 bytes whatever is ordered; what an order needs beyond integers (a folder, a round's request) stays
-on rank 0 (:class:`~.orders.Given`) or is derived from the integers.
+on rank 0 (:class:`~.state_machine.Given`) or is derived from the integers.
 """
 
 from __future__ import annotations

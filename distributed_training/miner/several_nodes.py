@@ -521,7 +521,7 @@ class Guest:
 
 def join_nodes(config: Config, *, ranks: int, remembered: int) -> Host | Guest | None:
     """This launcher's side; None for a miner of one machine. ``remembered``: as in
-    :func:`.node_facts.facts_of`. Raises ConfigError."""
+    :func:`facts_of`. Raises ConfigError."""
     settings = config.nodes
     if not settings.several:
         return None

@@ -494,7 +494,7 @@ class Previewer:
         random_blocks: Sequence[int],
         passes: int = PASSES,
     ) -> Preview:
-        """``passes``: of which the ranks and shares speak, see :func:`~.ranking.rank`. Raises
+        """``passes``: of which the ranks and shares speak, see :func:`rank`. Raises
         ChainError, Stopped."""
         began = time.monotonic()
         rows = [

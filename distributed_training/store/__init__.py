@@ -1,1 +1,1 @@
-"""The object store: client, resumable multipart, publisher, gate, cleanup, downloads."""
+"""The object store: client, resumable multipart, publisher, upload rules, cleanup, downloads."""

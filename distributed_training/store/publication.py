@@ -1,6 +1,6 @@
 """Publishing one snapshot: all of it, checked, in the order that readers can rely on.
 
-1. Checks of the snapshot (complete, unchanged, finite, of this revision) and the gate.
+1. Checks of the snapshot (complete, unchanged, finite, of this revision) and the upload rules.
 2. All parts of all large files are sent; nothing is visible yet. This is what takes long.
 3. ``epoch-N/metadata.json`` is removed, then the files appear together: while they change, no
    metadata in their folder vouches for them.

@@ -342,8 +342,8 @@ class AccessKeys:
 class S3ObjectStore:
     """``settings``: timeouts, concurrency, and how R2 differs from S3. Thread-safe.
 
-    Operations make one attempt each, see :func:`~.retry.patient`. All raise
-    :class:`~.errors.StoreError` of the kind that fits. A :class:`~.uplink.Section` is sent from its
+    Operations make one attempt each, see :func:`~.transfer.patient`. All raise
+    :class:`StoreError` of the kind that fits. A :class:`Section` is sent from its
     beginning. The tests have a twin in memory that passes the same contract test.
 
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an

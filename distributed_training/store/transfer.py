@@ -134,8 +134,8 @@ def download(
     An interrupted download of the same object goes on where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
     it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
-    files, else this one has its own. ``gate.DISK_RESERVE`` bytes stay free for the checkpoints and
-    the journal.
+    files, else this one has its own. ``upload_rules.DISK_RESERVE`` bytes stay free for the
+    checkpoints and the journal.
 
     Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced twice meanwhile),
     NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.

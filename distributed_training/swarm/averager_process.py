@@ -94,7 +94,7 @@ class Host:
         self._answers.write(to_line(message))
 
     async def run(self) -> None:
-        """Until :class:`~.messages.Close`, or rank 0 is gone. Raises HostFailed and what hivemind
+        """Until :class:`~.host_link.Close`, or rank 0 is gone. Raises HostFailed and what hivemind
         raises."""
         node = await self._start_node()
         tensors = map_tensors(self._config.tensors, self._config.shapes)

@@ -147,7 +147,7 @@ class RowStream:
     """Moves whole tensors between rank 0 and the row blocks, one tensor at a time.
 
     Over a gloo group of its own, in host memory: rank 0 receives straight into the rows of its
-    destination, so nothing is held twice. Where nodes hold copies (:class:`~.layout.Layout`), what
+    destination, so nothing is held twice. Where nodes hold copies (:class:`Layout`), what
     comes from rank 0 goes on from each rank of node 0 to its peers, which hold the same rows.
     """
 

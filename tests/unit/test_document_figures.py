@@ -28,10 +28,23 @@ def test_every_section_of_the_protocol_page_that_is_cited_is_there() -> None:
     assert set(cited) <= sections, {n: p for n, p in cited.items() if n not in sections}
 
 
-@pytest.mark.parametrize("package", ["validator", "scoring"])
+@pytest.mark.parametrize("package", ["chain", "node", "protocol", "validator", "scoring"])
 def test_a_package_names_modules_that_it_has(package: str) -> None:
     module = importlib.import_module(f"distributed_training.{package}")
     folder = ROOT / "distributed_training" / package
     named = re.findall(r"``(\w+)``", module.__doc__ or "")
     assert len(named) > 3
     assert [name for name in named if not (folder / f"{name}.py").exists()] == []
+
+
+def test_what_a_docstring_refers_to_is_in_the_module_that_it_names() -> None:
+    wrong = []
+    for path in (ROOT / "distributed_training").rglob("*.py"):
+        for dots, module, name in re.findall(
+            r":(?:mod|class|func|data|meth):`~?(\.+)(\w+)\.?(\w*)", path.read_text()
+        ):
+            there = path.parents[len(dots) - 1] / module
+            file = there / "__init__.py" if there.is_dir() else there.with_suffix(".py")
+            if not file.exists() or not re.search(rf"\b{name}\b", file.read_text()):
+                wrong.append(f"{path.relative_to(ROOT)}: {dots}{module}.{name}")
+    assert wrong == []
