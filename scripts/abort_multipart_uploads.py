@@ -97,8 +97,7 @@ def main() -> int:
 
 
 def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
-    from distributed_training.store.bucket_lease import LAPSES_AFTER, OWNER_KEY
-    from distributed_training.store.cleanup import upload_sizes
+    from distributed_training.store.cleanup import LAPSES_AFTER, OWNER_KEY, upload_sizes
 
     width = max(len(u.key) for u in found)
     print(f"{'KEY':{width}}  {'AGE':>9}  {'PARTS':>5}  {'SIZE':>10}  UPLOAD ID")

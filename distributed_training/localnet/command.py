@@ -19,8 +19,7 @@ from distributed_training.config.loader import Parser, argument, exit_with, rang
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.localnet.summary import Summary
-from distributed_training.localnet.view import View
+from distributed_training.localnet.summary import Summary, View
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.telemetry.page.process import PageProcess
 

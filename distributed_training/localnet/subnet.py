@@ -41,8 +41,7 @@ from distributed_training.localnet.processes import (
     stop_together,
 )
 from distributed_training.localnet.services import Services
-from distributed_training.localnet.summary import Summary, summarize
-from distributed_training.localnet.view import event_line
+from distributed_training.localnet.summary import Summary, event_line, summarize
 from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours

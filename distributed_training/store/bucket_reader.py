@@ -54,7 +54,6 @@ from distributed_training.protocol.pt_file import (
 from distributed_training.protocol.types import Revision
 from distributed_training.store.snapshot_folder import read_config
 
-from .progress import Progress
 from .s3 import (
     AccessDeniedError,
     ClockSkewError,
@@ -67,7 +66,7 @@ from .s3 import (
     StoreError,
     Uplink,
 )
-from .transfer import bytes_missing, check_room, deadline_in, download, patient
+from .transfer import Progress, bytes_missing, check_room, deadline_in, download, patient
 from .upload_rules import size_text
 
 log = logging.getLogger(__name__)

@@ -22,12 +22,11 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .bucket_lease import check_claim
+from .cleanup import check_claim
 from .journal import Journal, Submission
-from .progress import Progress
 from .s3 import IntegrityError, S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
 from .snapshot_folder import check_files, wait_complete
-from .transfer import Sender, Sent, Staged, patient
+from .transfer import Progress, Sender, Sent, Staged, patient
 from .upload_rules import preview_warning, upload_gate
 
 log = logging.getLogger(__name__)

@@ -32,8 +32,15 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.processes import Parent, write_stacks_on_signal
 from distributed_training.protocol.types import PublicationReport
 
-from .bucket_lease import RENEW_EVERY, claim_bucket, instance_of, release_bucket
-from .cleanup import STUCK_AGE, prune_old_steps, sweep_uploads
+from .cleanup import (
+    RENEW_EVERY,
+    STUCK_AGE,
+    claim_bucket,
+    instance_of,
+    prune_old_steps,
+    release_bucket,
+    sweep_uploads,
+)
 from .journal import Journal, Submission
 from .publication import Publication
 from .s3 import S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem

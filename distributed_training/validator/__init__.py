@@ -2,5 +2,5 @@
 
 ``program`` (start and stop, from the configuration), ``validator`` (the loop), ``rounds`` (one
 all-reduce), ``global_state`` (the published state, and the first one), ``scorer`` (scoring passes
-and the standings that they add up to), ``events`` (for other programs). Nothing is imported here.
+and the standings that they add up to). Nothing is imported here.
 """

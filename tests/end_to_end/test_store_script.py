@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.store.bucket_lease import claim_bucket
+from distributed_training.store.cleanup import claim_bucket
 from tests.tools.support_store import new_bucket, server, settings_for
 
 __all__ = ["server"]

@@ -23,8 +23,14 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import s3
-from distributed_training.store.bucket_lease import OWNER_KEY, claim_bucket, instance_of
-from distributed_training.store.cleanup import stuck_uploads, sweep_uploads, upload_sizes
+from distributed_training.store.cleanup import (
+    OWNER_KEY,
+    claim_bucket,
+    instance_of,
+    stuck_uploads,
+    sweep_uploads,
+    upload_sizes,
+)
 from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore, Uplink

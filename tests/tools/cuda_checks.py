@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.data.device import DeviceBuffer
+from distributed_training.data.pipeline import DeviceBuffer
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer

@@ -163,7 +163,7 @@ def _honest_chain_state() -> bytes:
 
 
 def _claim(path: Path) -> Any:
-    from distributed_training.store.bucket_lease import OWNER_KEY, check_claim, instance_of
+    from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
     from tests.tools.memory_store import MemoryObjectStore
 
     store = MemoryObjectStore()

@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from distributed_training.localnet.command import build_parser
-from distributed_training.localnet.summary import summarize
-from distributed_training.localnet.view import View, event_line, neuron_line
+from distributed_training.localnet.summary import View, event_line, neuron_line, summarize
 from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.neuron_state import NeuronState

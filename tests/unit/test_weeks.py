@@ -17,7 +17,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.data.dataset_server import PageCache
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import bucket_lease
+from distributed_training.store import cleanup
 from distributed_training.store.journal import Submission
 from distributed_training.store.uploader import Close, PeerId, Start
 from distributed_training.store.uploader_process import UploadLoop
@@ -141,13 +141,13 @@ def test_two_machines_with_one_copied_run_folder_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the same path, as with one image for many machines."""
-    here = bucket_lease.instance_of(tmp_path)
-    assert bucket_lease.instance_of(tmp_path) == here
-    monkeypatch.setattr(bucket_lease, "machine", lambda: "another:host")
-    there = bucket_lease.instance_of(tmp_path)
+    here = cleanup.instance_of(tmp_path)
+    assert cleanup.instance_of(tmp_path) == here
+    monkeypatch.setattr(cleanup, "machine", lambda: "another:host")
+    there = cleanup.instance_of(tmp_path)
     assert there != here
     store = MemoryObjectStore()
-    bucket_lease.claim_bucket(store, here)
-    with pytest.raises(bucket_lease.ForeignBucketError, match="take_bucket"):
-        bucket_lease.claim_bucket(store, there)
-    bucket_lease.claim_bucket(store, here)
+    cleanup.claim_bucket(store, here)
+    with pytest.raises(cleanup.ForeignBucketError, match="take_bucket"):
+        cleanup.claim_bucket(store, there)
+    cleanup.claim_bucket(store, here)
