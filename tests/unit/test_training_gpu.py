@@ -292,6 +292,18 @@ def test_only_a_compiler_keeps_to_a_budget_of_activations(
     assert functorch_config.activation_memory_budget == 1.0
 
 
+def test_ranks_plan_with_the_smallest_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans that differ would leave ranks in collectives that others do not call."""
+    assert (sharding._least(None), sharding._least(5)) == (1 << 62, 5)
+
+    def reduce(number: torch.Tensor, kind: Any) -> None:
+        assert kind == torch.distributed.ReduceOp.MIN
+        number.clamp_(max=3)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
+    assert (sharding._least(None), sharding._least(5)) == (3, 3)
+
+
 def test_what_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
     path, facts = tmp_path / "micro-batch.json", {"device": "H200", "sequence_length": 1024}
     first = KnownSize(path, facts)
