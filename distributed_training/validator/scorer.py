@@ -51,6 +51,15 @@ class _Entry:
     seen: str = ""  # revision of the upload seen last
 
 
+@dataclass(frozen=True)
+class Reached:
+    """A good round whose outer step is being published. ``asked``, ``good``: uids."""
+
+    outer_step: int
+    asked: list[int]
+    good: list[int]
+
+
 class Standings:
     """Scores and attendance by uid. A uid that changes its hotkey starts afresh."""
 
@@ -60,6 +69,8 @@ class Standings:
         self.failed_rounds = 0  # since the last success
         self.successful_rounds = 0
         self.last_round_block: int | None = None  # when the period was last restarted
+        # Saved before the publication: a kill after it must not lose the round.
+        self.reached: Reached | None = None
 
     def sync(self, neurons: Iterable[Neuron]) -> None:
         """Take in who is registered now."""
@@ -87,6 +98,14 @@ class Standings:
         good = set(alive) - set(failed)
         for uid in self.entries.keys() & set(asked):
             self.entries[uid].all_reduce = int(uid in good)
+        self.failed_rounds = 0
+        self.successful_rounds += 1
+
+    def published(self, outer_step: int) -> None:
+        """Count the round that was ``reached``, if it led to ``outer_step``."""
+        reached, self.reached = self.reached, None
+        if reached is not None and reached.outer_step == outer_step:
+            self.round_succeeded(alive=reached.good, asked=reached.asked, failed=())
 
     def judged(
         self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int
@@ -121,6 +140,7 @@ class Standings:
             "failed_rounds": self.failed_rounds,
             "successful_rounds": self.successful_rounds,
             "last_round_block": self.last_round_block,
+            "reached": None if self.reached is None else vars(self.reached),
         }
         write_json(path, state)
 
@@ -141,6 +161,8 @@ class Standings:
             found.successful_rounds = int(state["successful_rounds"])
             last = state["last_round_block"]
             found.last_round_block = None if last is None else int(last)
+            reached = state.get("reached")  # files of 0.1.0 have none
+            found.reached = None if reached is None else Reached(**reached)
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
         return found

@@ -74,7 +74,7 @@ from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.inner_optimizer import InnerPublisher
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
-from distributed_training.validator.scorer import Scorer, Standings
+from distributed_training.validator.scorer import Reached, Scorer, Standings
 
 log = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class Validator:
             self._publish_initial()
         else:
             self._state = found
+            self.standings.published(found.outer_step)
             self._publisher.announce(found.outer_step, self._rounds.peer_id)
         state = self.state
         self._loss = self._held_out_loss(state.weights)
@@ -226,9 +227,11 @@ class Validator:
                 fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
                 following = None
         self._told_round(outcome, fault, detail)
-        if following is not None and self._published(following):
-            self._succeeded(following, after, outcome, began)
-            return True
+        if following is not None:
+            self._keep_round(following.outer_step, outcome)
+            if self._published(following):
+                self._succeeded(following, after, outcome, began)
+                return True
         self._failed(fault or "publication", detail)
         return False
 
@@ -248,16 +251,9 @@ class Validator:
     def _succeeded(
         self, following: GlobalState, loss: float, outcome: RoundOutcome, began: float
     ) -> None:
-        standings = self.standings
         self._state, self._loss = following, loss
-        standings.round_succeeded(
-            alive=outcome.attendance.alive,
-            asked=outcome.attendance.asked,
-            failed=outcome.failed,
-        )
-        standings.failed_rounds = 0
-        standings.successful_rounds += 1
-        standings.last_round_block = following.last_allreduce_block
+        self.standings.published(following.outer_step)
+        self.standings.last_round_block = following.last_allreduce_block
         self._save()
         self._record(
             "outer_step",
@@ -273,8 +269,16 @@ class Validator:
         )
         self._report_loss()
 
+    def _keep_round(self, outer_step: int, outcome: RoundOutcome) -> None:
+        """Save who is to be credited if the publication that follows is this process's last act."""
+        attendance = outcome.attendance
+        good = sorted(set(attendance.alive) - set(outcome.failed))
+        self.standings.reached = Reached(outer_step, list(attendance.asked), good)
+        self._save()
+
     def _failed(self, fault: str, detail: str) -> None:
         """The epoch is kept and the whole period starts again."""
+        self.standings.reached = None
         self.standings.failed_rounds += 1
         self.standings.last_round_block = self._chain.block()
         self._save()

@@ -114,6 +114,28 @@ def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: W
     assert world.validator.standings.successful_rounds == 1  # read from its ledger
 
 
+@pytest.mark.parametrize("published", [True, False])
+def test_a_kill_around_the_publication_loses_no_standing(
+    world: World, published: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round counts if, and only if, the world has seen its outer step."""
+    world.train_and_publish()
+    target, name = (world.validator, "_succeeded") if published else (world.publisher, "publish")
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target, name, killed)
+    with pytest.raises(KeyboardInterrupt):
+        world.validator.round()
+    for _ in range(2):  # and not twice, whenever the next kill comes
+        world.restart()
+        world.validator.start(world.found, lambda: pytest.fail("the bucket is not empty"))
+        standings = world.validator.standings
+        assert standings.successful_rounds == int(published)
+        assert {e.all_reduce for e in standings.entries.values()} == {int(published)}
+
+
 def test_a_bucket_that_does_not_answer_is_not_an_empty_one(world: World) -> None:
     world.bucket.down = True
     with pytest.raises(StoreError):
