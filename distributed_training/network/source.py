@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import tomllib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
@@ -18,7 +19,7 @@ _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 
 
 class NetworkAway(RuntimeError):
-    """The URL of a network's file does not answer, and there is no copy. It may pass by itself."""
+    """The URL of a network's file does not give that file. It may pass by itself."""
 
 
 def read_network(
@@ -31,9 +32,12 @@ def read_network(
         kept: Run folder, which may hold the copy of an earlier start from the same URL.
         tell: Gets the one line that says that the copy is used.
 
+    A file of another founder than the copy's counts as no answer: whoever can write to that web
+    site must not move miners to a network of their own.
+
     Raises:
         NetworkFileError: The file is refused, or cannot be read.
-        NetworkAway: The URL does not answer and there is no copy.
+        NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
     """
     if "://" not in place:
         path = Path(os.path.expanduser(place))
@@ -45,18 +49,49 @@ def read_network(
             "it is no https:// URL without user and password", "give a path or such a URL"
         )
     copy = kept / KEPT
+    known = _kept_copy(copy, place, keys)
     try:
         text = _fetch(place)
-        return parse(text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name)))
+        if not _is_one(text):  # a page for maintenance, or of a proxy
+            raise NetworkAway(f"what {place} answers is no network's file")
+        found = parse(
+            text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name))
+        )
+        if known is not None and _founder(found) != _founder(known):
+            raise NetworkAway(
+                f"the network's file at {place} is another founder's ({_founder(found)}) than that "
+                f"of earlier starts ({_founder(known)}); to join that network, delete {copy}"
+            )
+        return found
     except NetworkAway as away:
-        try:
-            if (copy / "url").read_text(encoding="utf-8") != place:
-                raise away
-            text = (copy / _FILE).read_text(encoding="utf-8")
-        except OSError:
-            raise away from None
+        if known is None:
+            raise
         tell(f"{away}: the copy of an earlier start in {copy} is used")
-        return parse(text, place=place, keys=keys, beside=lambda name: _read(copy / name))
+        return known
+
+
+def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
+    """Return the network of the last good start from ``place``; None if there is none, or what is
+    left of it is damaged."""
+    try:
+        if (copy / "url").read_text(encoding="utf-8") != place:
+            return None
+        return parse(
+            _read(copy / _FILE), place=place, keys=keys, beside=lambda name: _read(copy / name)
+        )
+    except (OSError, ValueError):  # NetworkFileError too
+        return None
+
+
+def _is_one(text: str) -> bool:
+    try:
+        return "format" in tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError):
+        return False
+
+
+def _founder(network: Network) -> str:
+    return str(network.values["chain.master_hotkey"])
 
 
 def keep(network: Network, folder: Path) -> None:
@@ -101,12 +136,18 @@ def _fetch(url: str) -> str:
         try:
             with httpx.stream("GET", url, timeout=_TIMEOUT, follow_redirects=True) as reply:
                 reply.raise_for_status()
+                if reply.url.scheme != "https":
+                    raise NetworkAway(
+                        f"{url} leads to {reply.url}, which anybody on the way writes"
+                    )
                 data = b""
                 for part in reply.iter_bytes():
                     data += part
                     if len(data) > LARGEST_FILE:
                         break
                 return _text(data)
+        except NetworkFileError as error:  # a page of something else
+            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
         except (httpx.HTTPError, httpx.InvalidURL) as error:

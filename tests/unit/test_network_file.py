@@ -244,3 +244,35 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
     other = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url + "l")
     with pytest.raises(ConfigAway):  # the copy is of another URL
         load_config("miner", other, environ=KEYS, dotenv=None)
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, beside=beside)
+    answers = {
+        "<html>back soon</html>": "is no network's file",
+        "x" * (2 << 20): "is no network's file",
+        bobs: f"another founder's ({BOB.ss58_address})",
+    }
+    for text, words in answers.items():
+        odd = httpx.Client(
+            transport=httpx.MockTransport(lambda _, text=text: httpx.Response(200, text=text))
+        )
+        with monkeypatch.context() as answered:
+            answered.setattr(httpx, "stream", odd.stream)
+            again = configuration()
+            assert again.network == config.network
+            assert [words in line and "the copy" in line for line in again.warnings] == [True]
+            if text is not bobs:
+                with pytest.raises(ConfigAway, match="no network's file"):  # without a copy
+                    load_config("miner", other, environ=KEYS, dotenv=None)
+
+    def lead_astray(request: httpx.Request) -> httpx.Response:
+        if request.url.scheme == "https":
+            return httpx.Response(302, headers={"location": "http://127.0.0.1/network.toml"})
+        return httpx.Response(200, text=EXAMPLE)
+
+    odd = httpx.Client(transport=httpx.MockTransport(lead_astray))
+    with monkeypatch.context() as answered:
+        answered.setattr(httpx, "stream", odd.stream)
+        assert "leads to http://" in configuration().warnings[0]
+    for damaged in (b"\xff\xfe", b"name = ["):
+        (tmp_path / "run" / "network" / "network.toml").write_bytes(damaged)
+        with pytest.raises(ConfigAway, match="does not answer"):
+            configuration()
