@@ -39,7 +39,7 @@ from bittensor.sp_core import Keypair
 
 from distributed_training.chain.http_server import Head
 from distributed_training.chain.identity import Wallet
-from distributed_training.chain.registry import KEPT, RegistryChain
+from distributed_training.chain.registry import KEPT, RegistryChain, State, state_path
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.registry.service import Limits, Service
 from distributed_training.registry.store import Registry, new_charter
@@ -103,12 +103,12 @@ class Poller:
 
     async def run(self, stop: float, measured: Measured) -> None:
         """Poll until ``stop`` (``time.monotonic``)."""
-        query = ""
+        seen: State | None = None
         await asyncio.sleep(random.uniform(0, INTERVAL))
         while time.monotonic() < stop:
             began = time.perf_counter()
             try:
-                status, answer = await self._ask(self._request(query))
+                status, answer = await self._ask(self._request(state_path(seen)))
             except (OSError, asyncio.IncompleteReadError):
                 self._close()
                 measured.failed += 1
@@ -117,13 +117,12 @@ class Poller:
                 measured.received += len(answer)
                 measured.failed += status != 200
                 if self.knows:
-                    start, version = _known(answer)
-                    query = f"?since={version}&start={start}"
+                    seen = _known(answer)
             await asyncio.sleep(INTERVAL * random.uniform(0.9, 1.1))
         self._close()
 
-    def _request(self, query: str) -> bytes:
-        request = self.chain._client.build_request("GET", self.url.join(f"/state{query}"))
+    def _request(self, path: str) -> bytes:
+        request = self.chain._client.build_request("GET", self.url.join(path))
         lines = [b"GET " + request.url.raw_path + b" HTTP/1.1"]
         lines += [name + b": " + value for name, value in request.headers.raw]
         return b"\r\n".join(lines) + b"\r\n\r\n"
@@ -157,10 +156,9 @@ class Poller:
         self.streams = None
 
 
-def _known(body: bytes) -> tuple[str, int]:
+def _known(body: bytes) -> State:
     """What a poller remembers; its own work for the rows is not this bench's."""
-    fields = json.loads(body.partition(b', "rows"')[0].rstrip(b"}") + b"}")
-    return fields["start"], fields["version"]
+    return State(**json.loads(body.partition(b', "rows"')[0].rstrip(b"}") + b"}"))
 
 
 async def write(chain: RegistryChain, uids: int, stop: float) -> None:
@@ -229,7 +227,9 @@ def growth(folder: Path, size: int) -> str:
     with closing(Registry(folder)) as registry:
         service = Service(registry, listen("127.0.0.1", 0), Limits())
         view = registry.view
-        known = Head("GET", f"/state?since={view.version}&start={registry.start}", {}, True, "")
+        known = Head(
+            "GET", f"/state?since={view.version}&start={registry.start}&scores=1", {}, True, ""
+        )
         new = Head("GET", "/state", {}, True, "")
         numbers = itertools.count()
         weights = [{uid: float(uid % (5 + i)) for uid in range(1, size)} for i in range(8)]

@@ -13,7 +13,7 @@ import random
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -38,7 +38,8 @@ _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 @dataclass(frozen=True)
 class State:
     """An answer to ``/state``. ``start``: which process answered. ``rows``: uid, neuron and
-    commitment of each uid that changed since the version asked with; of all if ``full``."""
+    commitment of each uid that changed since the version asked with; of all if ``full``.
+    ``scores``: uid and incentive, where nothing else did."""
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
@@ -48,9 +49,15 @@ class State:
     seconds_per_block: float
     full: bool = True
     rows: tuple[tuple[int, Neuron | None, str | None], ...] = field(default=())
+    scores: tuple[tuple[int, float], ...] = field(default=())
 
 
 _STATE = TypeAdapter(State)
+
+
+def state_path(seen: State | None) -> str:
+    """What to ask for with that state known."""
+    return f"/state?since={seen.version}&start={seen.start}&scores=1" if seen else "/state"
 
 
 class Unusable(ValueError):
@@ -270,6 +277,9 @@ class RegistryChain(Chain):
             rows.pop(uid, None)
             if neuron is not None:
                 rows[uid] = (neuron, commitment)
+        for uid, incentive in state.scores:
+            old, commitment = rows[uid]
+            rows[uid] = (replace(old, incentive=incentive, consensus=incentive), commitment)
         self._rows = rows
         neurons = tuple(rows[uid][0] for uid in sorted(rows))
         self._saw_neurons(neurons)
@@ -284,8 +294,7 @@ class RegistryChain(Chain):
 
     def _ask(self) -> State:
         """Raises httpx.HTTPError, ValueError."""
-        query = f"?since={self._seen.version}&start={self._seen.start}" if self._seen else ""
-        status, answer = self._fetch(f"/state{query}")
+        status, answer = self._fetch(state_path(self._seen))
         if status != 200:
             raise Unusable(f"status {status}")
         state = _STATE.validate_json(answer)

@@ -276,17 +276,14 @@ def _chain(given: argparse.Namespace) -> Iterator[RegistryChain]:
 
 
 def _wallet(given: argparse.Namespace) -> Any:
-    if not hasattr(given, "wallet_name"):
-        return None
+    """None for a command that signs nothing."""
     from dataclasses import replace
 
     from distributed_training.chain.identity import load_wallet
     from distributed_training.config.settings import ChainSettings
 
-    names = {
-        f"wallet_{part}": getattr(given, f"wallet_{part}") for part in ("name", "hotkey", "path")
-    }
-    return load_wallet(replace(ChainSettings(), **names))
+    names = {name: value for name, value in vars(given).items() if name.startswith("wallet_")}
+    return load_wallet(replace(ChainSettings(), **names)) if names else None
 
 
 def invite(given: argparse.Namespace) -> int:

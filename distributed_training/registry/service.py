@@ -4,7 +4,7 @@ Reads are open and come from an immutable view; a poller that knows the newest v
 bytes. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
 thread stores them, one after the other, while reads go on.
 
-``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
+``GET /state?since=VERSION&start=START&scores=1``, ``/health``, ``/metrics`` and ``/``, the page.
 ``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
 ``/enroll``, ``/expel``, ``/invite``, ``/allow``, ``/loss``.
 """
@@ -22,10 +22,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any
+from functools import partial
+from typing import Any
 from urllib.parse import parse_qs
 
-from pydantic import Field, ValidationError, validate_call
+from pydantic import ValidationError, validate_call
 
 from distributed_training.chain import auth
 from distributed_training.chain.auth import Refusal, RefusalLog, Refused
@@ -51,8 +52,6 @@ _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _KEEP_INTERVAL = 2.0
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
-
-_Short = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,19 @@ class Service:
         self._registrations = Buckets(
             rate=_REGISTRATIONS_PER_SECOND, burst=_REGISTRATIONS_BURST, capacity=16384
         )
-        self._writes = self._actions()
+        writes: dict[str, Callable[..., Any]] = {
+            "/register": registry.join,
+            "/deregister": registry.remove,
+            "/commit": registry.commit,
+            "/serve": registry.serve,
+            "/weights": registry.set_weights,
+            "/enroll": registry.enroll,
+            "/expel": registry.remove,
+            "/invite": registry.invite,
+            "/allow": registry.allow,
+            "/loss": registry.report_loss,
+        }
+        self._writes = {path: validate_call(write) for path, write in writes.items()}
         self._reads: dict[str, Callable[[Head], bytes]] = {
             "/state": self._state,
             "/health": self._health,
@@ -216,7 +227,7 @@ class Service:
         }
         content = json.dumps(fields).encode()
         if full or known < view.version:
-            content = content[:-1] + b', "rows": ' + view.changes(known) + b"}"
+            content = content[:-1] + b", " + view.changes(known, "scores" in query) + b"}"
         return whole_reply(200, content, "application/json", {"cache-control": "no-store"})
 
     def _health(self, head: Head) -> bytes:
@@ -237,50 +248,23 @@ class Service:
 
     # writes
 
-    def _actions(self) -> dict[str, Callable[..., Any]]:
-        """What a proven call may change, by path: of its hotkey and, by name, its fields."""
-        registry = self.registry
-
-        def as_founder(action: Callable[..., Any]) -> Callable[..., Any]:
-            checked = validate_call(action)
-            return lambda _, **fields: checked(**fields)
-
-        def join(hotkey: str, invitation: _Short | None = None) -> int:
-            return registry.join(hotkey, invitation)
-
-        def invite(hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
-            registry.invite(hashed, uses, expires)
-
-        return {
-            "/register": validate_call(join),
-            "/deregister": validate_call(registry.remove),
-            "/commit": validate_call(registry.commit),
-            "/serve": validate_call(registry.serve),
-            "/weights": validate_call(registry.set_weights),
-            "/enroll": as_founder(registry.enroll),
-            "/expel": as_founder(registry.remove),
-            "/invite": as_founder(invite),
-            "/allow": as_founder(registry.allow),
-            "/loss": as_founder(registry.report_loss),
-        }
-
     def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Any:
         """Verify the call and hand it to the writer. Raises Refused."""
         registry = self.registry
-        own = registry.charter.identity
-        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=own)
+        receiver = registry.charter.identity
+        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=receiver)
         self._hotkeys.take(claim.hotkey)
         if head.path == "/register" and not self._registrations.take(self._caller(head)):
             raise Refused(Refusal.RATE)
         fields = parse_fields(body)
-        action = self._writes[head.path]
+        # A neuron writes for itself, the founder for whom the fields name.
+        own = () if head.path in _FOUNDERS else (claim.hotkey,)
+        action = partial(self._writes[head.path], *own, **fields)
         loop = asyncio.get_running_loop()
 
         def store() -> bytes:
             try:
-                done = registry.write(
-                    claim.hotkey, claim.nonce, lambda: action(claim.hotkey, **fields)
-                )
+                done = registry.write(claim.hotkey, claim.nonce, action)
             except Replayed:
                 self.counts["refused.replay"] += 1
                 return _json(401, {"message": Refusal.REPLAY.message})
@@ -291,11 +275,6 @@ class Service:
             return _json(200, {"result": done})
 
         return loop.run_in_executor(self._writer, store)
-
-
-_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-_Uses = Annotated[int, Field(ge=1, le=4096)]
-_Expires = Annotated[float, Field(ge=0, le=1e11)]
 
 
 def _reason(error: Exception) -> str:

@@ -29,7 +29,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field
 
 from distributed_training.chain.base import ChainError, Neuron, find
 from distributed_training.common.files import sync_folder
@@ -48,7 +50,6 @@ _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _NONCES_KEPT = 86400.0  # seconds, of hotkeys that are not registered
 _FIRST_BLOCK = 1000
 _MOST_MADE = 32  # answers that a view keeps: pollers know one of the last few versions
-_KEPT = frozenset({"hotkey", "ip", "port", "stake", "validator_permit", "last_update"})
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
@@ -57,6 +58,10 @@ CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires 
 CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
 """
 
+_Short = Annotated[str, Field(min_length=1, max_length=200)]
+_Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_Uses = Annotated[int, Field(ge=1, le=4096)]
+_Expires = Annotated[float, Field(ge=0, le=1e11)]
 Admission = Literal["open", "invited", "listed"]
 
 
@@ -86,27 +91,58 @@ class Charter:
         return f"{self.name}/{self.genesis}/{self.master}"
 
 
+class Row(NamedTuple):
+    """The version that changed a uid, the one that changed at least its incentive, and JSON: uid,
+    neuron or null, commitment or null; uid and incentive."""
+
+    changed: int
+    scored: int
+    text: str
+    score: str
+
+
 @dataclass(frozen=True)
 class View:
-    """What readers see after one write. ``rows``: the version that changed a uid, and its JSON:
-    uid, neuron or null, commitment or null."""
+    """What readers see after one write."""
 
     version: int
     neurons: tuple[Neuron, ...]  # by uid
-    rows: dict[int, tuple[int, str]]
-    made: dict[int, bytes]  # by version known
+    rows: dict[int, Row]  # by uid
+    made: dict[tuple[int, bool], bytes]  # answers, by what they were asked with
     losses: Losses
 
-    def changes(self, known: int) -> bytes:
-        """Return a JSON list of the rows that changed after version ``known``; -1: all."""
-        answer = self.made.get(known)
+    def changes(self, known: int, scores: bool = True) -> bytes:
+        """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``; with
+        ``scores`` also a short one for the uids of which nothing but the incentive did."""
+        answer = self.made.get((known, scores))
         if answer is None:
-            rows = (text for changed, text in self.rows.values() if changed > known)
-            answer = f"[{','.join(rows)}]".encode()
+            rows, short = [], []
+            for row in self.rows.values():
+                if row.changed > known or (row.scored > known and not scores):
+                    rows.append(row.text)
+                elif row.scored > known:
+                    short.append(row.score)
+            answer = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'.encode()
             # Anybody may name any version: to keep them all would take gigabytes.
             if len(self.made) < _MOST_MADE:
-                self.made[known] = answer
+                self.made[known, scores] = answer
         return answer
+
+
+class _Part(NamedTuple):
+    """What the file keeps of a uid."""
+
+    neuron: Neuron
+    since: Since
+    commitment: str | None
+    weights: dict[int, float] | None
+    earned: tuple[float, float] | None
+
+    def is_but_scored(self, old: _Part) -> bool:
+        """Whether callers see nothing new but the incentive."""
+        share = old.neuron.incentive
+        same = replace(self.neuron, incentive=share, consensus=share) == old.neuron
+        return same and self.commitment == old.commitment
 
 
 def found(folder: Path, charter: Charter) -> None:
@@ -119,7 +155,7 @@ def found(folder: Path, charter: Charter) -> None:
         db.executescript(
             f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};" + _TABLES
         )
-        meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK, "earned": {}}
+        meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
         db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
     _publish(temporary, folder / FILE)
@@ -151,8 +187,7 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: known versions count within it only
         self.faults = 0  # writes that could not be stored
-        self._stored: dict[int, dict[str, Any]] = {}  # slots as the file has them
-        self._seen: dict[int, tuple[Any, ...]] = {}  # :meth:`_parts` after the last write
+        self._seen: dict[int, _Part] = {}  # after the last write
         try:
             self._db = _open(folder / FILE)
             self._begin()
@@ -207,15 +242,16 @@ class Registry(Ledger):
     def _load(self) -> None:
         self.version = self._meta("version")
         for uid, content in self._db.execute("SELECT uid, content FROM slots"):
-            self._stored[uid] = slot = json.loads(content)
-            self.entries[uid] = neuron = Neuron(uid=uid, **slot["neuron"])
+            slot = json.loads(content)
+            self.entries[uid] = neuron = Neuron(**{**slot["neuron"], "uid": uid})
             self.since[uid] = Since(**slot["since"])
             if slot["commitment"] is not None:
                 self.commitments[neuron.hotkey] = slot["commitment"]
             if slot["weights"] is not None:
                 self.weights[uid] = {int(k): v for k, v in slot["weights"].items()}
-        self._score()
-        self.earned = {int(k): (mean, at) for k, (mean, at) in self._meta("earned").items()}
+            if slot.get("earned") is not None:
+                mean, at = slot["earned"]
+                self.earned[uid] = (mean, at)
         losses = self._meta("losses") or {}
         self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
         self.view = View(self.version, (), {}, {}, self.losses)
@@ -227,22 +263,17 @@ class Registry(Ledger):
             f"DELETE FROM nonces WHERE nonce < ? AND hotkey NOT IN ({marks})", (oldest, *hotkeys)
         )
 
-    def _parts(self) -> dict[int, tuple[Any, ...]]:
+    def _parts(self) -> dict[int, _Part]:
         """By uid, all that a write may replace: cheap to compare, since most of it is the same."""
         return {
-            uid: (n, self.commitments.get(n.hotkey), self.weights.get(uid), self.since[uid])
-            for uid, n in self.entries.items()
-        }
-
-    def _slot(self, neuron: Neuron) -> dict[str, Any]:
-        """What the file keeps of a uid; what follows from weights is worked out again."""
-        own = {k: v for k, v in vars(neuron).items() if k in _KEPT}
-        weights = self.weights.get(neuron.uid)
-        return {
-            "neuron": own,
-            "since": vars(self.since[neuron.uid]),
-            "commitment": self.commitments.get(neuron.hotkey),
-            "weights": {str(k): v for k, v in weights.items()} if weights is not None else None,
+            uid: _Part(
+                neuron,
+                self.since[uid],
+                self.commitments.get(neuron.hotkey),
+                self.weights.get(uid),
+                self.earned.get(uid),
+            )
+            for uid, neuron in self.entries.items()
         }
 
     @contextmanager
@@ -251,7 +282,7 @@ class Registry(Ledger):
             self._db.execute("BEGIN IMMEDIATE")
             yield
             parts = self._parts()
-            slots = self._store_changes(parts)
+            self._store_changes(parts)
             self._db.execute("COMMIT")
         except BaseException as error:
             with contextlib.suppress(sqlite3.Error):
@@ -266,35 +297,37 @@ class Registry(Ledger):
                 )
                 raise ChainError(f"the registry cannot store writes now ({error})") from None
             raise
-        self._stored.update(slots)
         self._show(parts)
 
-    def _store_changes(self, parts: dict[int, tuple[Any, ...]]) -> dict[int, dict[str, Any]]:
-        """Return the slots that were stored."""
-        for uid in self._seen.keys() - parts.keys():
-            self._db.execute("DELETE FROM slots WHERE uid = ?", (uid,))
-        changed = [uid for uid, part in parts.items() if part != self._seen.get(uid)]
-        slots = {uid: self._slot(self.entries[uid]) for uid in changed}
-        slots = {u: s for u, s in slots.items() if u not in self._seen or s != self._stored[u]}
+    def _store_changes(self, parts: dict[int, _Part]) -> None:
+        gone, changed = self._changes(parts)
+        self._db.executemany("DELETE FROM slots WHERE uid = ?", [(uid,) for uid in gone])
         self._db.executemany(
             "INSERT OR REPLACE INTO slots VALUES (?, ?)",
-            [(uid, json.dumps(slot)) for uid, slot in slots.items()],
+            [(uid, json.dumps(part._asdict(), default=vars)) for uid, part in changed.items()],
         )
         self._set_meta("version", self.version)
-        if self.earned:
-            self._set_meta("earned", self.earned)
         if self.losses != self.view.losses:
             self._set_meta("losses", self.losses)
-        return slots
 
-    def _show(self, parts: dict[int, tuple[Any, ...]]) -> None:
+    def _changes(self, parts: dict[int, _Part]) -> tuple[set[int], dict[int, _Part]]:
+        """Return the uids that are gone since the last write, and what is new of others."""
+        changed = {uid: part for uid, part in parts.items() if part != self._seen.get(uid)}
+        return self._seen.keys() - parts.keys(), changed
+
+    def _show(self, parts: dict[int, _Part]) -> None:
         """Replace the view."""
+        gone, changed = self._changes(parts)
         rows = dict(self.view.rows)
-        for uid in self._seen.keys() - parts.keys():
-            rows[uid] = (self.version, json.dumps([uid, None, None]))
-        for uid, part in parts.items():
-            if part != self._seen.get(uid):
-                rows[uid] = (self.version, json.dumps([uid, vars(part[0]), part[1]]))
+        for uid in gone:
+            rows[uid] = Row(self.version, self.version, json.dumps([uid, None, None]), "")
+        for uid, part in changed.items():
+            text = json.dumps([uid, vars(part.neuron), part.commitment])
+            if uid in rows and rows[uid].text == text:
+                continue  # only the file has more of it: weights, what was earned
+            score = json.dumps([uid, part.neuron.incentive])
+            known = uid in self._seen and part.is_but_scored(self._seen[uid])
+            rows[uid] = Row(rows[uid].changed if known else self.version, self.version, text, score)
         self._seen = parts
         neurons = tuple(self.entries[uid] for uid in sorted(self.entries))
         self.view = View(self.version, neurons, rows, {}, self.losses)
@@ -356,7 +389,7 @@ class Registry(Ledger):
     def _one(self, query: str, *values: Any) -> Any:
         return self._db.execute(query, values).fetchone()
 
-    def join(self, hotkey: str, invitation: str | None = None) -> int:
+    def join(self, hotkey: str, invitation: _Short | None = None) -> int:
         """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all."""
         with self._change():
             known = find(list(self.entries.values()), hotkey)
@@ -420,7 +453,7 @@ class Registry(Ledger):
             raise ChainError("deregister: the founder's hotkey stays registered")
         self.deregister(hotkey)
 
-    def invite(self, hashed: str, uses: int, expires: float) -> None:
+    def invite(self, hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
         """Make the invitation whose token has the hash ``hashed`` good for ``uses`` hotkeys."""
         with self._change():
             self._db.execute("DELETE FROM invitations WHERE expires < ?", (time.time(),))

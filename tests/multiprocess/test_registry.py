@@ -519,8 +519,16 @@ class TestReading:
             assert "rows" not in self.get(server, known).json()
             chain.commit("x")
             assert [row[::2] for row in self.get(server, known).json()["rows"]] == [[1, "x"]]
+            between = f"/state?since={server.registry.version}&start={first['start']}"
+            server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})
+            whole = self.get(server, between).json()
+            assert [row[0] for row in whole["rows"]][-1] == 1 and not whole["scores"]
+            brief = self.get(server, f"{between}&scores=1").json()
+            assert brief["scores"] == [[1, 1.0]] and 1 not in [row[0] for row in brief["rows"]]
+            wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 1.0])
+            assert chain.commitment(PEER.ss58) == "x"
             chain.deregister()
-            assert self.get(server, known).json()["rows"] == [[1, None, None]]
+            assert self.get(server, known).json()["rows"][-1] == [1, None, None]
             for version in range(200):  # anybody may name any: what is kept of it has a bound
                 server.registry.view.changes(version)
             assert len(server.registry.view.made) < 50
