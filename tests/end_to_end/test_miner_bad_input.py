@@ -131,20 +131,6 @@ def test_missing_keys(world: World) -> None:
     assert_one_line(run, "R2_WRITE_SECRET_ACCESS_KEY", ".env")
 
 
-def test_an_unknown_flag_names_the_nearest(world: World) -> None:
-    assert_one_line(world.miner("--neuron.upload_step", "3"), "--neuron.upload_steps")
-
-
-def test_dct_on_the_public_network(world: World) -> None:
-    run = world.miner("--preset", "public", "--neuron.use_dct")
-    assert_one_line(run, "--neuron.use_dct")
-
-
-def test_a_micro_batch_larger_than_the_effective_batch(world: World) -> None:
-    run = world.miner("--neuron.local_batch_size_train", "64")
-    assert_one_line(run, "--neuron.local_batch_size_train", "64")
-
-
 def test_ports_in_use(world: World) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -74,7 +74,7 @@ def test_a_killed_process_is_mended_before_the_next_round(
     told = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(told) == 1 and "SIGKILL" in told[0].getMessage(), told
     assert swarm.peer_id == peer_id
-    _, left = psutil.wait_procs(list(tree.values()), timeout=10)
+    _, left = psutil.wait_procs(list(tree.values()), timeout=60)
     assert left == []
     assert_good_round(*pair)
 
@@ -128,7 +128,7 @@ def test_a_process_that_hangs_is_ended_and_started_again(
     tree = processes(swarm)
     tree[victim].suspend()
     wait_for(lambda: mended(swarm, tree), "it was started again", seconds=60)
-    _, left = psutil.wait_procs([tree[victim]], timeout=10)  # also reaped, by whoever inherited it
+    _, left = psutil.wait_procs([tree[victim]], timeout=60)  # also reaped, by whoever inherited it
     assert left == []
     assert_good_round(*pair)
 
@@ -190,7 +190,7 @@ def test_the_host_of_a_closed_swarm_is_gone_with_its_sockets(pair: list[Hivemind
     began = time.monotonic()
     swarm.close()
     assert time.monotonic() - began < 30
-    _, left = psutil.wait_procs(list(tree.values()), timeout=5)
+    _, left = psutil.wait_procs(list(tree.values()), timeout=60)
     assert left == [] and not sockets.exists()
     with pytest.raises(AllReduceError):
         swarm.average(REQUEST)

@@ -122,7 +122,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
     ],
 )
 def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -> None:
-    for content in ("[]", '{"hidden_size": "x"}', '{"num_attention_heads": 0}', "[" * 100_000):
+    for content in ('{"num_attention_heads": 0}', "[" * 100_000):
         (tmp_path / "MODEL.json").write_text(content)
         done = subprocess.run(
             [sys.executable, str(ROOT / "scripts" / f"{command[0]}.py"), *command[1:]],
