@@ -9,7 +9,7 @@
 PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
 # come first (conftest.py).
-WORKERS := -n 6 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 5 --dist loadfile --no-loadscope-reorder
 # The oldest that the project allows; `make test-long` runs the tests of training with it too.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.

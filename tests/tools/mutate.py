@@ -193,10 +193,10 @@ def run(mutations: list[Mutation], workers: int) -> int:
         TemporaryDirectory(prefix="mutations-") as folder,
         ProcessPoolExecutor(workers, context, initializer=own_tree, initargs=(folder,)) as pool,
     ):
-        groups = sorted({mutation.tests for mutation in mutations})
-        for tests, status in zip(groups, pool.map(run_tests, groups), strict=True):
+        files = sorted({file for mutation in mutations for file in mutation.tests})
+        for file, status in zip(files, pool.map(run_tests, ((f,) for f in files)), strict=True):
             if status != 0:
-                raise SystemExit(f"error: without a mutation too these fail: {' '.join(tests)}")
+                raise SystemExit(f"error: {file} fails without a mutation too, so it tells nothing")
         survived = 0
         for mutation, status, seconds in pool.map(attempt, mutations):
             if status not in (0, 1, 2, -9):
