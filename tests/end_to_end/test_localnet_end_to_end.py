@@ -67,7 +67,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         outer_steps=OUTER_STEPS,
-        blocks_per_allreduce=40,  # seconds: two uploads of a miner that is paced fit between rounds
         miner_flags=("--neuron.stop_timeout", "60"),  # a busy machine takes long for a checkpoint
     )
     subnet = LocalSubnet(options=paced(options), stop_grace=timedelta(seconds=90))
