@@ -54,6 +54,7 @@ def test_the_defaults_have_no_problem() -> None:
         (("--r2.part_size", "1KiB"), "--r2.part_size 1KiB is less than S3 and R2 take"),
         (("--r2.part_size", "5242879"), "give 5MiB or more"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
+        (("--neuron.allreduce_timeout", "14m"), "is not shorter than --neuron.round_timeout"),
     ],
 )
 def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:

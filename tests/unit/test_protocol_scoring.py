@@ -77,6 +77,8 @@ def test_totals_without_anything_to_normalise_by_are_zero() -> None:
     board = ScoreBoard([1, 2])
     assert board.total_scores(all_reduce={}, repo_valid={1: 1, 2: 1}) == {1: 0.0, 2: 0.0}
     assert board.total_scores(all_reduce={1: 1}, repo_valid={1: 1}) == {1: 0.25, 2: 0.0}
+    nobody_looked = board.total_scores(all_reduce={1: 1, 2: 1}, repo_valid={1: 1})
+    assert nobody_looked == {1: 0.125, 2: 0.0}, "a repository nobody looked at is not valid"
 
 
 @pytest.mark.parametrize(

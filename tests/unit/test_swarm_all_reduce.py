@@ -89,6 +89,42 @@ def test_whatever_a_reducer_answers_the_round_goes_on(answer: bytes) -> None:
     assert all_reduce.kept_local == 3 * PART
 
 
+@pytest.mark.parametrize("then", [framed(b"\x02", b"no message"), b""], ids=["nonsense", "gone"])
+def test_a_sender_that_fails_after_its_first_part_is_left_out(then: bytes) -> None:
+    """Its first part stays in the average; nobody waits for its others."""
+
+    async def run() -> list[float]:
+        ours, theirs = socket.socketpair()
+        tensor = torch.ones(3 * PART)
+        all_reduce = AllReduce(
+            Group(b"group", (OWN, OTHER), (3 * PART, 0)),
+            OWN,
+            tensors=[tensor],
+            terms=Terms(weight=1.0, part_values=PART, compression=0, chunk_timeout=60.0),
+            open_stream=lambda peer: pytest.fail(f"{peer} averages nothing"),
+        )
+        with ours, theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)
+            sender, stream = Stream(theirs, OWN), Stream(ours, OTHER)
+            code = averaging_pb2.PART_FOR_AVERAGING
+            part = wire.encode(torch.full((PART,), 3.0), code=code, group_id=b"group", weight=1.0)
+            await sender.send(*part, then)
+            sender.end_sending()
+            first = await all_reduce._next(stream)
+            assert first is not None
+            serving = asyncio.create_task(all_reduce.serve(stream, first))
+            async with asyncio.timeout(30):  # of the 60 s that a part may take
+                with contextlib.suppress(GroupFailed):  # the only other one
+                    await all_reduce.run()
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+        assert all_reduce.reducer.failed == {OTHER}
+        return [float(part.mean()) for part in tensor.split(PART)]
+
+    assert asyncio.run(run()) == [2.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("code", [99, averaging_pb2.CANCELLED])
 def test_why_a_reducer_refuses_is_told_also_if_nobody_knows_its_code(
     code: int, caplog: pytest.LogCaptureFixture

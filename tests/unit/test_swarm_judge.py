@@ -8,7 +8,7 @@ import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 from distributed_training.swarm.supervisor import address_of, bound_log
-from distributed_training.swarm.swarm import PastNorms, judge
+from distributed_training.swarm.swarm import Judge, PastNorms, judge
 
 pytestmark = pytest.mark.timeout(10)
 
@@ -37,6 +37,17 @@ def test_a_peer_that_diverged_with_another_does_not_vouch_for_it() -> None:
 
 def test_one_bad_round_before_does_not_move_the_measure() -> None:
     assert fault(10.0, 500.0, 10.0, 9000.0, 11.0) == AllReduceFault.OUT_OF_BOUNDS.name
+
+
+def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:
+    """But a run that changes for good is followed, at most twice as far with each round."""
+    judging = Judge(tmp_path / "norms.json", run_id="a", max_ratio=20.0)
+    for _ in range(3):
+        judging.check(local_norm=10.0, average_norm=10.0)
+    for _ in range(5):
+        with pytest.raises(AllReduceError, match="the rounds before"):
+            judging.check(local_norm=10.0, average_norm=9e9)
+    judging.check(local_norm=10.0, average_norm=300.0)
 
 
 def test_zero_accepts_any_norm_but_not_nan() -> None:
