@@ -126,6 +126,9 @@ class Server:
     def counters(self) -> dict[str, int]:
         return {"connections": 0}
 
+    def called_at(self) -> float | None:
+        return None
+
     def start(self) -> None: ...
 
     def close(self) -> None: ...
