@@ -557,20 +557,13 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
 
 
-def _at_once(path: str, flags: int) -> int:
-    """A pipe without a writer, or a terminal, would be waited for, for ever."""
-    return os.open(path, flags | os.O_NONBLOCK)
-
-
 def _read_text(path: Path, name: str) -> str:
     """A small UTF-8 file. Raises ConfigError; ``name`` is what to call it."""
     try:
-        with open(path, "rb", opener=_at_once) as file:
-            if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
-                raise OSError(errno.ESPIPE, "it is a pipe")
+        if path.is_fifo():  # without a writer it would be waited for, for ever
+            raise OSError(errno.ESPIPE, "it is a pipe")
+        with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
-        if data is None:
-            raise OSError(errno.EAGAIN, "it is no file, and has nothing to read now")
     except OSError as error:
         raise ConfigError(
             f"{name} cannot be read ({error.strerror}), so nothing was started: correct the path "

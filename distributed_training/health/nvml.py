@@ -56,7 +56,7 @@ class NvmlSampler:
             return None
         return GpuSample(
             index=self.index,
-            name=name.decode() if isinstance(name, bytes) else str(name),
+            name=_text(name),
             memory_total_gb=memory.total / 1e9,
             memory_used_gb=memory.used / 1e9,
             utilization=self._optional(
@@ -99,26 +99,22 @@ def unused_gpu() -> tuple[str | None, str]:
     Without one: None, and in words why. A card counts as used when its memory is, too: a container
     is not shown the processes of others.
     """
-    nvml = _start()
-    if nvml is None:
-        return None, "no GPU is visible: no NVIDIA driver answers"
-    try:
+    with _session() as nvml:
+        if nvml is None:
+            return None, "no GPU is visible: no NVIDIA driver answers"
         why = "no GPU is visible"
         for index, handle in enumerate(_visible_handles(nvml)):
             try:
                 pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
                 used = _used_bytes(nvml, handle)
                 if not pids and used < _IDLE_BYTES:
-                    uuid = nvml.nvmlDeviceGetUUID(handle)
-                    return uuid.decode() if isinstance(uuid, bytes) else str(uuid), ""
+                    return _text(nvml.nvmlDeviceGetUUID(handle)), ""
             except nvml.NVMLError as error:
                 why = f"GPU {index} does not tell whether it is in use ({error})"
                 continue
             by = f" by process {pids[0]}" if pids else ""
             why = f"GPU {index} is in use{by} ({used / 1e9:.1f} GB)"
         return None, why
-    finally:
-        nvml.nvmlShutdown()
 
 
 def _used_bytes(nvml: Any, handle: Any) -> int:
@@ -131,26 +127,31 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
 
 def visible_gpu_count() -> int:
     """GPUs this process may use; 0 without driver or with ``CUDA_VISIBLE_DEVICES`` empty."""
-    nvml = _start()
-    if nvml is None:
-        return 0
-    try:
-        return len(_visible_handles(nvml))
-    finally:
-        nvml.nvmlShutdown()
+    with _session() as nvml:
+        return 0 if nvml is None else len(_visible_handles(nvml))
 
 
 def driver_version() -> str | None:
+    with _session() as nvml:
+        try:
+            return _text(nvml.nvmlSystemGetDriverVersion()) if nvml is not None else None
+        except nvml.NVMLError:
+            return None
+
+
+@contextlib.contextmanager
+def _session() -> Iterator[Any]:
+    """Yield the driver's library; None if no driver answers."""
     nvml = _start()
-    if nvml is None:
-        return None
     try:
-        version = nvml.nvmlSystemGetDriverVersion()
-        return version.decode() if isinstance(version, bytes) else str(version)
-    except nvml.NVMLError:
-        return None
+        yield nvml
     finally:
-        nvml.nvmlShutdown()
+        if nvml is not None:
+            nvml.nvmlShutdown()
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _start() -> Any:

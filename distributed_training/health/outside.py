@@ -41,15 +41,11 @@ _DATA_REMEDY = "check the network, --data.source and --data.rows_url"
 _TOKENIZER_REMEDY = "check the network and --neuron.global_tokenizer_name"
 
 
-class ProbeError(Exception):
-    """A probe found what it checks broken. The text is the finding."""
-
-
 def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
-    """``probe`` returns its finding, or raises what a start raises, ProbeError or OSError."""
+    """``probe`` returns its finding, or raises what is wrong, as a start does."""
     try:
         return Check(name, "ok", probe())
-    except (ProbeError, ConfigError, NetworkFailure, StoreError, OSError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
         return Check(name, "fail", finding, remedy)
 
@@ -232,7 +228,7 @@ def bucket_checks(examination: Examination) -> list[Check]:
 def probe_bucket(config: Config, bucket: str) -> str:
     """Check the bucket as a start does; then write, read back and delete a small object.
 
-    Raises ConfigError, NetworkFailure, StoreError, ProbeError.
+    Raises ConfigError, NetworkFailure, StoreError.
     """
     with (
         closing(open_own(config.store, bucket)) as writer,
@@ -244,7 +240,7 @@ def probe_bucket(config: Config, bucket: str) -> str:
         writer.put(key, content)
         try:
             if reader.get(key, limit=64) != content:
-                raise ProbeError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
+                raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
         finally:
             writer.delete([key])
     return f"{bucket}: R2_WRITE writes, R2_READ only reads"
@@ -297,21 +293,18 @@ def check_bootstrap(config: Config) -> Check:
 
 
 def probe_tokenizer(config: Config) -> str:
-    """Fetch the tokenizer and encode a sentence. Raises ProbeError, OSError."""
+    """Fetch the tokenizer and encode a sentence. Raises ValueError, OSError."""
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
     name = config.miner.global_tokenizer_name
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            path, eos_id = build_tokenizer(name, Path(folder))
-            tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
-        except ValueError as error:
-            raise ProbeError(str(error)) from None
+        path, eos_id = build_tokenizer(name, Path(folder))
+        tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
     return f"{name}, EOS is {eos_id}, {len(tokens)} tokens for two words"
 
 
 def probe_data(config: Config) -> str:
-    """Ask for the table of rows and for one page. Raises ProbeError."""
+    """Ask for the table of rows and for one page. Raises RuntimeError."""
     from distributed_training.data.block_builder import open_source
     from distributed_training.data.page_source import PageUnavailable
 
@@ -321,7 +314,7 @@ def probe_data(config: Config) -> str:
         start = time.monotonic()
         texts = source.rows(min(table), 0, split="train", limit=config.data.rows_per_page)
     except PageUnavailable as error:
-        raise ProbeError(f"{config.data.source}: {error}") from None
+        raise RuntimeError(f"{config.data.source}: {error}") from None
     seconds = time.monotonic() - start
     rows = sum(table.values())
     return f"{len(table)} configs, {rows} rows; a page of {len(texts)} rows in {seconds:.1f} s"

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -42,6 +42,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.health.machine import bytes_under
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
@@ -269,15 +270,7 @@ def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]
     most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
     runs = {path.parent for path in miners.glob("*/checkpoints")}
     same = [run for run in runs if run.stat().st_dev == folder.stat().st_dev]
-    return sum(max(0, most - _bytes_in(run)) for run in same)
-
-
-def _bytes_in(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # a miner that runs removes files
-            total += path.lstat().st_size
-    return total
+    return sum(max(0, most - bytes_under(run)) for run in same)
 
 
 def _learning_rate(bucket: BucketReader, outer_step: int) -> float:

@@ -33,7 +33,7 @@ from distributed_training.health.machine import (
     check_torch,
 )
 from distributed_training.health.nvml import NvmlSampler
-from distributed_training.health.outside import ProbeError, run_probe
+from distributed_training.health.outside import run_probe
 from distributed_training.node import network
 from distributed_training.node.buckets import NoBucket
 from distributed_training.node.network import check_network
@@ -367,7 +367,7 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
 
 def test_probes_of_other_rooms() -> None:
     def broken() -> str:
-        raise ProbeError("403 for the read key")
+        raise StoreError("403 for the read key")
 
     assert run_probe("keys", lambda: "both work", remedy="x") == Check("keys", "ok", "both work")
     check = run_probe("keys", broken, remedy="copy the key again")
