@@ -168,6 +168,8 @@ class Arena:
             sequence_length=SEQUENCE,
             ranks=ranks,
             pages=1,
+            rows_per_page=100,
+            max_length=1024,
             limit=limit,
         )
 

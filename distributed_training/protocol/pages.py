@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-ROWS_PER_PAGE = 100
+ROWS_PER_PAGE = 100  # left free at a config's end, whatever data.rows_per_page says
 VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
 JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
-MAX_TOKENS_PER_ROW = 1024  # before the end-of-sequence token is appended
 
 
 def select_pages(

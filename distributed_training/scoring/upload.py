@@ -30,7 +30,7 @@ from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.protocol.pages import MAX_TOKENS_PER_ROW, ROWS_PER_PAGE, select_pages
+from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.payload import (
     GradientPayload,
     PayloadError,
@@ -121,8 +121,9 @@ def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
 class PageReader:
     """Sequences of ``(uid, block)`` for the evaluator.
 
-    ``ranks``: how many ranks of the miner are looked at, ``pages`` of each; ``limit``: at most so
-    many sequences in all, the same number of each rank (0: no limit).
+    ``ranks``: how many ranks of the miner are looked at, ``pages`` of each, of ``rows_per_page``
+    rows cut after ``max_length`` tokens, as the miner reads them; ``limit``: at most so many
+    sequences in all, the same number of each rank (0: no limit).
     """
 
     def __init__(
@@ -133,6 +134,8 @@ class PageReader:
         sequence_length: int,
         ranks: int,
         pages: int,
+        rows_per_page: int,
+        max_length: int,
         limit: int = 0,
     ) -> None:
         self._source = source
@@ -140,6 +143,8 @@ class PageReader:
         self._sequence_length = sequence_length
         self._ranks = ranks
         self._pages = pages
+        self._rows_per_page = rows_per_page
+        self._max_length = max_length
         self._limit = limit
 
     @classmethod
@@ -153,6 +158,8 @@ class PageReader:
             sequence_length=config.training.sequence_length,
             ranks=config.validator.evaluation_ranks,
             pages=config.validator.evaluation_pages,
+            rows_per_page=config.data.rows_per_page,
+            max_length=config.data.max_length,
             limit=config.validator.evaluation_sequences,
         )
 
@@ -170,8 +177,8 @@ class PageReader:
                     n_pages=self._pages,
                     num_rows=self._source.num_rows(),
                 ):
-                    rows += self._source.rows(config, row, split=split, limit=ROWS_PER_PAGE)
-                tokens = self._tokenizer.encode_rows(rows, max_length=MAX_TOKENS_PER_ROW)
+                    rows += self._source.rows(config, row, split=split, limit=self._rows_per_page)
+                tokens = self._tokenizer.encode_rows(rows, max_length=self._max_length)
                 parts.append(to_sequences(tokens, self._sequence_length)[:per_rank])
         except (PageUnavailable, OSError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error

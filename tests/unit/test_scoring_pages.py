@@ -41,6 +41,8 @@ def _reader(source: object, **changes: object) -> PageReader:
         "sequence_length": 16,
         "ranks": 2,
         "pages": 2,
+        "rows_per_page": 100,
+        "max_length": 1024,
         **changes,
     }
     return PageReader(**options)
