@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import shlex
 import shutil
@@ -304,11 +305,15 @@ def _sign(options: argparse.Namespace) -> None:
 
 def _join(options: argparse.Namespace) -> None:
     """Raises ConfigError; ChainError for a registry that is away or refuses."""
+    from distributed_training.health.machine import refuse_model
+    from distributed_training.health.nvml import visible_gpu_count
+
     given = vars(options)
     names = ("path", "name", "hotkey")
     wallet_flags = [w for n in names for w in (f"--wallet.{n}", given[f"wallet.{n}"])]
     config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
     assert config.network is not None
+    refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     print(config.network.line)
     hotkey = _hotkey(config.chain)
     print(f"hotkey {hotkey.ss58}")
@@ -359,6 +364,7 @@ def _take_uid(config: Config, wallet: Wallet) -> int:
     from distributed_training.chain.registry import RegistryChain
 
     url = config.chain.registry_url
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)  # one line is enough
     with closing(
         RegistryChain(
             url=str(url),
@@ -369,8 +375,8 @@ def _take_uid(config: Config, wallet: Wallet) -> int:
     ) as chain:
         if not chain.wait_ready(timedelta(seconds=30)):
             raise ChainUnavailable(
-                f"the registry at {url} does not answer, so no uid was taken: check the network, "
-                "or ask the founder"
+                f"the registry at {url} does not answer ({chain.trouble}), so no uid was taken: "
+                "check the network, or ask the founder"
             )
         uid = chain.uid(wallet.ss58)
         return chain.register() if uid is None else uid

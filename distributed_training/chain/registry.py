@@ -231,6 +231,11 @@ class RegistryChain(Chain):
 
     # reads
 
+    @property
+    def trouble(self) -> str:
+        """Why the registry cannot be used now; empty if it can, or was not asked yet."""
+        return self._told
+
     def _poll(self) -> None:
         try:
             self._poll_until_stopped(Backoff(first=self._interval, longest=_LONGEST_WAIT))

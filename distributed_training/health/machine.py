@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import math
 import os
 import platform
 import resource
@@ -16,7 +17,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -278,8 +279,30 @@ def refuse_model(config: Config, *, ranks: int) -> None:
         shape = ModelShape.from_config(network.model)
     except ValueError:
         return
-    gpu, host = gpu_bytes(config), host_bytes()
+    gpu = gpu_bytes(config)
+    has = {"host memory": host_bytes() or math.inf, "GPU memory": gpu or math.inf}
     tight = []  # what each way of doing it lacks
+    for needs in _ways(config, shape, ranks=ranks, cuda=gpu is not None):
+        lacks = [(kind, need) for kind, need in needs if need > _TOO_MUCH * has[kind]]
+        if not lacks:
+            return
+        tight.append(lacks[0])
+    kind, needed = min(tight, key=lambda lack: lack[1])
+    raise ConfigError(
+        f"--network {network.place}: its model of {shape.parameters / 1e9:.2f} B parameters needs "
+        f"about {needed / 1e9:.0f} GB of {kind} and this machine has {has[kind] / 1e9:.0f}, so "
+        "nothing was started: use a larger machine or more GPUs, or join a network with a smaller "
+        "model"
+    )
+
+
+def _ways(
+    config: Config, shape: ModelShape, *, ranks: int, cuda: bool
+) -> Iterator[list[tuple[str, float]]]:
+    """Yield the memory that each way of running the model takes: its kind, and bytes at least."""
+    if config.kind == "validator":  # weights, momentum, a round's buffers and their average
+        yield [("host memory", 16 * shape.parameters)]
+        return
     for at_last, offload in itertools.product((False, True), (False, True)):
         how = Arrangement(
             world_size=ranks,
@@ -288,22 +311,10 @@ def refuse_model(config: Config, *, ranks: int) -> None:
             checkpointing="full",
             reduce_at_last=at_last,
             offload_optimizer=offload,
-            cuda=gpu is not None,
+            cuda=cuda,
         )
-        needs = [("host memory", host_memory(shape, how).needed, host)]
-        if gpu is not None:
-            needs.append(("GPU memory", device_memory(shape, how).total, gpu))
-        lacks = [n for n in needs if n[2] is not None and n[1] > _TOO_MUCH * n[2]]
-        if not lacks:
-            return
-        tight.append(lacks[0])
-    kind, needed, there = min(tight, key=lambda lack: lack[1])
-    raise ConfigError(
-        f"--network {network.place}: its model of {shape.parameters / 1e9:.2f} B parameters needs "
-        f"about {needed / 1e9:.0f} GB of {kind} and this machine has {(there or 0) / 1e9:.0f}, so "
-        "nothing was started: use a larger machine or more GPUs, or join a network with a smaller "
-        "model"
-    )
+        needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how).needed)]
+        yield needs + ([("GPU memory", device_memory(shape, how).total)] if cuda else [])
 
 
 # --- disk ---------------------------------------------------------------------------------------

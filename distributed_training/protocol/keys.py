@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 ROOT_METADATA = "metadata.json"
+NETWORK = "network.json"  # global bucket only: whose it is
 METADATA = "metadata.json"  # inside an epoch's folder
 CONFIG = "config.json"
 MODEL = "model.safetensors"

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config.types import ConfigError
+from distributed_training.network import Network
+from distributed_training.node.failures import WrongNetwork
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
@@ -98,6 +100,24 @@ _SMALL = timedelta(seconds=30)  # one small write with its retries
 
 class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
+
+
+def claim(store: S3ObjectStore, network: Network) -> None:
+    """Write into the global bucket whose it is. Raises WrongNetwork where it is another founder's:
+    two networks of one name would overwrite each other's model. Raises StoreError."""
+    master = network.values["chain.master_hotkey"]
+    try:
+        owner = json.loads(store.get(keys.NETWORK, limit=4096) or b"{}").get("master", master)
+    except (ValueError, AttributeError):
+        owner = master  # damaged: what is written now replaces it
+    if owner != master:
+        raise WrongNetwork(
+            f"the global bucket {store.bucket} is another network's (its master is {owner}, not "
+            f"{master}), so each would overwrite the other's model and nothing was started: give "
+            "this network's file another store.global_bucket and sign it again"
+        )
+    named = {"name": network.head.name, "version": network.head.version, "master": master}
+    store.put(keys.NETWORK, json.dumps(named).encode())
 
 
 class GlobalPublisher:

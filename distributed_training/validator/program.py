@@ -53,6 +53,7 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
+    claim,
     initial_weights,
     read_model_config,
     small_llama,
@@ -85,6 +86,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     member = join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
+    if config.network is not None:
+        claim(store, config.network)
     commit(member, own_commitment(config.store, store.bucket))
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     held_out = held_out_batches(

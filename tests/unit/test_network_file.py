@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -160,25 +161,53 @@ LARGE = [("hidden_size = 192", "hidden_size = 16384"), ("_layers = 4", "_layers 
          ("1_872_576 ", "1_610_634_510_336 ")]  # fmt: skip
 
 
-@pytest.mark.parametrize("bad", ["unsigned", "too large"])
-def test_the_miner_ends_with_status_2_and_writes_nothing(tmp_path: Path, bad: str) -> None:
-    text = re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M)
-    if bad == "too large":
-        for old, new in LARGE:
-            assert old in text
-            text = text.replace(old, new)
-        text = signed(text, ALICE, beside=beside)
-    path, run = tmp_path / "network.toml", tmp_path / "run"
-    path.write_text(text)
-    words = ["-m", "distributed_training.miner", "--network", str(path), "--neuron.device", "cpu"]
+def large() -> str:
+    text = EXAMPLE
+    for old, new in LARGE:
+        assert old in text
+        text = text.replace(old, new)
+    return signed(text, ALICE, beside=beside)
+
+
+BAD = {
+    "unsigned": (re.sub(r"^signature.*\n", "", EXAMPLE, flags=re.M), "it is not signed"),
+    "altered": (EXAMPLE.replace("min_group_size = 3", "min_group_size = 4"), "was altered"),
+    "another version": (EXAMPLE.replace("format = 1 ", "format = 2 "), "its format is 2"),
+    "out of range": (changed("momentum = 0.9", "momentum = 1.5"), "1.5 is more than 1"),
+    "too large": (large(), "GB of host memory"),
+}
+PROGRAMS = {
+    "miner": ["miner", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
+    "validator": ["validator", "--neuron.run_folder", "run", "--neuron.device", "cpu", "--network"],
+    "join": ["network_command", "join", "--wallet.path", "wallets"],
+    "registry": ["registry", "serve", "--folder", "registry", "--network"],
+}
+
+
+@pytest.mark.parametrize(
+    ("program", "bad"),
+    [
+        (program, bad)
+        for program, bad in itertools.product(PROGRAMS, BAD)
+        # Each bad file and each program once; a registry holds no model.
+        if program == "miner" or bad in ("unsigned", "too large")
+        if (program, bad) != ("registry", "too large")
+    ],
+)
+def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
+    tmp_path: Path, program: str, bad: str
+) -> None:
+    text, words = BAD[bad]
+    (tmp_path / "network.toml").write_text(text)
+    module, *flags = PROGRAMS[program]
     done = subprocess.run(
-        [sys.executable, *words, "--neuron.run_folder", str(run)],
+        [sys.executable, "-m", f"distributed_training.{module}", *flags, "network.toml"],
         env=KEYS | {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)},
         cwd=tmp_path, capture_output=True, text=True, timeout=50,
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 2 and line.startswith(f"error: --network {path}: ")
-    assert ("it is not signed" if bad == "unsigned" else "GB of host memory") in line
+    assert done.returncode == 2 and line.startswith("error: ") and "network.toml" in line
+    assert words in line and not done.stdout
     assert [entry.name for entry in tmp_path.iterdir()] == ["network.toml"]
 
 

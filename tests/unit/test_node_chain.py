@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from distributed_training.chain.base import ChainState, Neuron
+from distributed_training.chain.base import ChainError, ChainState, Neuron
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
@@ -253,6 +254,30 @@ def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
                 VALIDATOR.ss58
             ]
             assert content["at"] > time.time() - 60
+
+
+@pytest.mark.parametrize("apart", [600.0, -600.0])
+def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
+    apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A founder whose clock is wrong: each write is signed with it, so that none counts twice."""
+    with (
+        RegistryServer(tmp_path) as server,
+        closing(RegistryChain(url=server.url, wallet=VALIDATOR)) as founder,
+    ):
+        assert founder.wait_ready(timedelta(seconds=10))
+        ours = SimpleNamespace(
+            monotonic=time.monotonic,
+            time=lambda: time.time() + apart,
+            time_ns=lambda: time.time_ns() + round(apart * 1e9),
+        )
+        with monkeypatch.context() as wrong:
+            wrong.setattr("bittensor.http_auth.time", ours)
+            wrong.setattr("distributed_training.chain.registry.time", ours)
+            with pytest.raises(ChainError, match=r"clock is [+-]600 s from .*timedatectl"):
+                founder.commit("x" * 128)
+        founder.commit("y" * 128)
+        assert founder.commitment(VALIDATOR.ss58) == "y" * 128
 
 
 def test_an_invitation_gives_a_uid_at_the_start(

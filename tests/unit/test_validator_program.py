@@ -10,19 +10,24 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
+from distributed_training.node.failures import WrongNetwork, exit_status_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.scoring.evaluator import evaluation_device
 from distributed_training.swarm import SwarmUnavailable
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
+from distributed_training.validator.global_state import claim
 from distributed_training.validator.program import Parts
+from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.r2_keys import KEYS
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
@@ -111,6 +116,23 @@ def test_it_starts_trains_a_round_scores_and_stops(tmp_path: Path) -> None:
     assert held_out[-1]["after"] < held_out[-1]["before"]
     root = Metadata.parse(outside.bucket.objects[keys.ROOT_METADATA][0])
     assert (root.outer_step, root.inner_step) == (1, 0)
+
+
+def test_a_global_bucket_of_another_founder_is_left_alone() -> None:
+    """Two founders of one name on one store."""
+    store: Any = MemoryObjectStore("lab")
+
+    def network(master: str) -> Any:
+        head = SimpleNamespace(name="lab", version=1)
+        return SimpleNamespace(head=head, values={"chain.master_hotkey": master})
+
+    claim(store, network("first"))
+    claim(store, network("first"))  # a restart, or other rules of the same founder
+    before = store.get(keys.NETWORK, limit=999)
+    with pytest.raises(WrongNetwork, match=r"bucket lab is another network's .* first, not") as end:
+        claim(store, network("second"))
+    assert exit_status_of(end.value) == ExitStatus.BAD_CONFIGURATION
+    assert store.get(keys.NETWORK, limit=999) == before and "\n" not in str(end.value)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
