@@ -77,7 +77,8 @@ def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
             raise PayloadError(f"{name}: {error}") from None
         if not bool(torch.isfinite(vals).all()):
             raise PayloadError(f"{name}: vals hold NaN or Inf")
-        codes[name] = (idxs, vals)
+        # A parameter in place of a tensor would have autograd record, and keep, all done with it.
+        codes[name] = (idxs, vals.detach())
     return GradientPayload(metadata, codes)
 
 

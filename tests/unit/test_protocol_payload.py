@@ -85,6 +85,15 @@ def test_missing_parameters_and_unknown_entries_are_tolerated() -> None:
     assert list(loaded.codes) == ["model.a.weight"]
 
 
+def test_a_parameter_in_place_of_a_tensor_is_a_tensor() -> None:
+    """Autograd would record what is done with it, and a validator's memory grow with each pass."""
+    payload = build_payload(_codes(), META)
+    name = SCHEMA[0][0]
+    payload[f"{name}vals"] = torch.nn.Parameter(payload[f"{name}vals"])
+    decoded = load_payload(_bytes(payload), SCHEMA).decode(*SCHEMA[0])
+    assert decoded is not None and not decoded.requires_grad
+
+
 class _Evil:
     def __reduce__(self) -> Any:
         return print, ("executed",)
