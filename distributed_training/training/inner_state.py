@@ -9,7 +9,7 @@ tensors (:mod:`..protocol.pt_file`), and numbers as bytes.
 from __future__ import annotations
 
 import math
-import zipfile
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 _DTYPES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+# PKWARE's APPNOTE.TXT, 4.3.7: bytes of a member's local header, and where in it the lengths are of
+# the name and of the extra field that follow it, and the stored bytes those.
+_LOCAL_HEADER, _LOCAL_LENGTHS = 30, 26
 _MOST_STEPS = 10**9
 
 
@@ -71,8 +74,8 @@ class InnerState:
         whole = torch.empty(shape, dtype=torch.float32)
         first = 0
         for number, (storage, offset, size) in enumerate(self._parts(kind, name, shape)):
-            rows = self._read(number, storage)[offset : offset + math.prod(size)].view(size)
-            whole[first : first + size[0]] = rows
+            rows = self._read(number, storage, offset, math.prod(size))
+            whole[first : first + size[0]] = rows.view(size)
             first += size[0]
         if not bool(torch.isfinite(whole).all()) or (
             kind == MOMENTS[1] and bool((whole < 0).any())
@@ -80,12 +83,25 @@ class InnerState:
             raise ValueError(f"{kind} of {name} is no moment of AdamW: NaN, Inf or below 0")
         return whole
 
-    def _read(self, number: int, storage: Storage) -> Tensor:
-        if not storage.count:
-            return torch.empty(0, dtype=_DTYPES[storage.kind])
-        with zipfile.ZipFile(self._paths[number]) as archive:
-            data = archive.read(self._files[number].members[storage.key])
-        return torch.frombuffer(bytearray(data), dtype=_DTYPES[storage.kind])
+    def _read(self, number: int, storage: Storage, offset: int, count: int) -> Tensor:
+        """Return ``count`` elements of a storage. Raises OSError, ValueError.
+
+        No more is read: a stranger's moments may all be views of one storage as large as the file,
+        and there are hundreds of them.
+        """
+        dtype = _DTYPES[storage.kind]
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        member = self._files[number].members[storage.key]
+        with self._paths[number].open("rb") as file:
+            file.seek(member.header_offset + _LOCAL_LENGTHS)
+            name_and_extra = sum(struct.unpack("<2H", file.read(4)))
+            start = member.header_offset + _LOCAL_HEADER + name_and_extra
+            file.seek(start + offset * dtype.itemsize)
+            data = bytearray(file.read(count * dtype.itemsize))
+        if len(data) != count * dtype.itemsize:
+            raise ValueError(f"{self._paths[number].name} became shorter while it was read")
+        return torch.frombuffer(data, dtype=dtype)
 
     def _facts(self, file: PtContent) -> InnerFacts:
         content = file.content
@@ -94,7 +110,7 @@ class InnerState:
         step = content["optimizer_state_dict"]["state"][self._schema[0][0]]["step"]
         if isinstance(step, Made):
             storage, offset, _ = _tensor(step)
-            step = float(self._read(0, storage)[offset])
+            step = float(self._read(0, storage, offset, 1)[0])
         _check_count(step)
         peak = rates[0] if type(rates[0]) is float and 0 < rates[0] < 10 else None
         return InnerFacts(int(step), finished, peak)
