@@ -71,6 +71,7 @@ CONTENDERS = {
         Contender("schedule", "public way, our upload schedule", "upload", False),
         Contender("off", "--neuron.error_feedback off", "off"),
         Contender("upload", "--neuron.error_feedback upload", "upload"),
+        Contender("not curved", "ours, entries chosen by their size alone", curved=False),
         Contender("late", "--neuron.upload_steps 20", schedule="20"),
         Contender("rows", "each row's values rescaled before the search", rescale="rows"),
         Contender("rows of off", "as rows, direction off alone", rescale="rows of off"),
@@ -319,7 +320,7 @@ def main() -> int:
     parser.add_argument("--step", type=float, default=60.0, help="seconds of an inner step")
     parser.add_argument("--upload", type=float, default=300.0, help="seconds of an upload")
     parser.add_argument("--look", type=int, default=75, help="blocks between a validator's looks")
-    parser.add_argument("--topk", type=int, default=32, help="values published of each row")
+    parser.add_argument("--topk", type=int, default=2, help="values published of each row")
     parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
     parser.add_argument("--json", type=Path, help="write every look here")
     parser.add_argument("--read", type=Path, help="show what --json wrote, run nothing")

@@ -48,8 +48,9 @@ class Contender:
     search: bool = True
     schedule: str = "5"
     rescale: str = ""
+    curved: bool = True  # its part of `best`
     training: str = "adamw"
-    topk: int = 32
+    topk: int = 2  # of rows of 96 and 256: the public network's density
 
 
 @dataclass
@@ -191,7 +192,13 @@ class Miner:
         start = step.epoch_start
         assert start is not None
         current = step.current()
-        directions = each.feedback.directions(start, current, step.learning_rate)
+        moment = [v.clone() for v in self.trainer.optimizer.exp_avg_sq]
+        directions = each.feedback.directions(
+            start,
+            current,
+            step.learning_rate,
+            second_moment=moment if each.contender.curved else None,
+        )
         codes: Codes = {d.name: d.encode() for d in directions}
         if each.contender.rescale:
             codes = LEVERS[each.contender.rescale](codes, start, current, step.learning_rate)

@@ -736,8 +736,8 @@ class TrainingSettings:
     error_feedback: Literal["best", "upload", "off"] = flag("neuron.error_feedback", "best")
     """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
     what earlier uploads left out, as the public miner does; 'off' publishes the largest entries
-    and forgets the rest; 'best' tries both at each upload and publishes the one that lowers the
-    loss more. Never part of the all-reduce"""
+    and forgets the rest; 'best' tries both at each upload, and entries chosen by AdamW's second
+    moment, and publishes what lowers the loss most. Never part of the all-reduce"""
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
     """'search': multiply the published values by the factor that lowers the loss on held-back
     sequences most, as validators apply them; 'plain': publish them as they are, as the public

@@ -8,8 +8,8 @@ g is cumulative over the outer step, so an EF that advances at every upload adds
 again and again, and it still holds the last outer step's g when a new one begins. What is uploaded
 is a *direction*; the gradient check measures how long a step along it helps most. Modes:
 
-``best``    two directions are tried at each upload, ``upload`` and ``off``; the one that lowers the
-            loss more is uploaded.
+``best``    three directions are tried at each upload, ``upload``, ``off`` and ``curved``, which
+            sends other entries than ``off``; the one that lowers the loss most is uploaded.
 ``upload``  EF advances at every upload, as the public miner does.
 ``off``     upload top-k(lr * g) and remember nothing.
 
@@ -321,12 +321,18 @@ class ErrorFeedback:
         return len(self._shards[index].shape) == 2 and not self.codec.use_dct
 
     def directions(
-        self, start: Sequence[Tensor], current: Sequence[Tensor], lr: float
+        self,
+        start: Sequence[Tensor],
+        current: Sequence[Tensor],
+        lr: float,
+        *,
+        second_moment: Sequence[Tensor] | None = None,
     ) -> list[Direction]:
         """What may be published now; the first is published when nothing is measured.
 
-        ``start``, ``current``: host row blocks that do not change any more. Collective. With
-        ``best`` and ``upload`` EF advances, once the direction of that name is encoded.
+        ``start``, ``current``, AdamW's ``second_moment`` (for ``curved``): host row blocks that do
+        not change any more. Collective. With ``best`` and ``upload`` EF advances, once the
+        direction of that name is encoded.
         """
 
         def gradient(i: int) -> Tensor:
@@ -337,6 +343,8 @@ class ErrorFeedback:
             made.append(self._upload(gradient))
         if self.mode != "upload":
             made.append(self._off(gradient))
+        if self.mode == "best" and second_moment is not None:
+            made.append(self._curved(gradient, second_moment, made[-1]))
         return made
 
     def _off(self, gradient: Rows) -> Direction:
@@ -348,6 +356,25 @@ class ErrorFeedback:
         count = range(len(self._shards))
         codes = self._take_wholes(gradient, None)
         return Direction("off", [codes[i] if i in codes else later(i) for i in count])
+
+    def _curved(self, gradient: Rows, second_moment: Sequence[Tensor], off: Direction) -> Direction:
+        """As ``off``, but of a row the entries whose change weighs most, not the largest ones.
+
+        The loss bends along an entry about as AdamW's second moment says (the diagonal of the
+        Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167). What must be encoded whole
+        is as in ``off``.
+        """
+
+        def later(i: int) -> Callable[[], Code]:
+            def part() -> Code:
+                rows = gradient(i)
+                where, _ = self._encode_rows(i, rows * second_moment[i].sqrt())
+                return where, rows.gather(1, where.long())
+
+            return part
+
+        parts = [later(i) if self.by_rows(i) else each for i, each in enumerate(off.parts)]
+        return Direction("curved", parts)
 
     def _upload(self, gradient: Rows) -> Direction:
         """The public miner's way: EF advances by what ``gradient`` gives."""

@@ -110,7 +110,10 @@ class Publication:
         }
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
         directions = self._outer.feedback.directions(
-            start, copies.weights, self._outer.learning_rate
+            start,
+            copies.weights,
+            self._outer.learning_rate,
+            second_moment=copies.exp_avg_sq,
         )
         state = self._state(directions, copies, steps, config, metadata)
         epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
