@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from distributed_training.chain.base import Neuron
 from distributed_training.common.processes import leave
 from distributed_training.config import load_config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
@@ -176,6 +177,9 @@ class Network:
 
     def age(self) -> timedelta:
         return timedelta(0)
+
+    def neurons(self) -> list[Neuron]:
+        return []
 
     def disk_problem(self, needed: int) -> str | None:
         return self.no_room
