@@ -1,6 +1,6 @@
 """Answer a registry's callers over HTTP, all of it bounded (:mod:`..chain.http_server`).
 
-Reads are open and come from an immutable view; a poller that knows the newest version gets 150
+Reads are open and come from an immutable view; a poller that knows the newest version gets 250
 bytes. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
 thread stores them, one after the other, while reads go on.
 

@@ -255,7 +255,9 @@ class Registry(Ledger):
         losses = self._meta("losses") or {}
         self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
         self.view = View(self.version, (), {}, {}, self.losses)
-        self._show(self._parts())
+        parts = self._parts()
+        self._show(set(), parts)
+        self._seen = parts
         hotkeys = [neuron.hotkey for neuron in self.entries.values()]
         oldest = int((time.time() - _NONCES_KEPT) * 1e9)
         marks = ",".join("?" * len(hotkeys))
@@ -282,7 +284,9 @@ class Registry(Ledger):
             self._db.execute("BEGIN IMMEDIATE")
             yield
             parts = self._parts()
-            self._store_changes(parts)
+            gone = self._seen.keys() - parts.keys()
+            changed = {uid: part for uid, part in parts.items() if part != self._seen.get(uid)}
+            self._store_changes(gone, changed)
             self._db.execute("COMMIT")
         except BaseException as error:
             with contextlib.suppress(sqlite3.Error):
@@ -297,10 +301,10 @@ class Registry(Ledger):
                 )
                 raise ChainError(f"the registry cannot store writes now ({error})") from None
             raise
-        self._show(parts)
+        self._show(gone, changed)
+        self._seen = parts
 
-    def _store_changes(self, parts: dict[int, _Part]) -> None:
-        gone, changed = self._changes(parts)
+    def _store_changes(self, gone: set[int], changed: dict[int, _Part]) -> None:
         self._db.executemany("DELETE FROM slots WHERE uid = ?", [(uid,) for uid in gone])
         self._db.executemany(
             "INSERT OR REPLACE INTO slots VALUES (?, ?)",
@@ -310,14 +314,8 @@ class Registry(Ledger):
         if self.losses != self.view.losses:
             self._set_meta("losses", self.losses)
 
-    def _changes(self, parts: dict[int, _Part]) -> tuple[set[int], dict[int, _Part]]:
-        """Return the uids that are gone since the last write, and what is new of others."""
-        changed = {uid: part for uid, part in parts.items() if part != self._seen.get(uid)}
-        return self._seen.keys() - parts.keys(), changed
-
-    def _show(self, parts: dict[int, _Part]) -> None:
+    def _show(self, gone: set[int], changed: dict[int, _Part]) -> None:
         """Replace the view."""
-        gone, changed = self._changes(parts)
         rows = dict(self.view.rows)
         for uid in gone:
             rows[uid] = Row(self.version, self.version, json.dumps([uid, None, None]), "")
@@ -328,7 +326,6 @@ class Registry(Ledger):
             score = json.dumps([uid, part.neuron.incentive])
             known = uid in self._seen and part.is_but_scored(self._seen[uid])
             rows[uid] = Row(rows[uid].changed if known else self.version, self.version, text, score)
-        self._seen = parts
         neurons = tuple(self.entries[uid] for uid in sorted(self.entries))
         self.view = View(self.version, neurons, rows, {}, self.losses)
 
