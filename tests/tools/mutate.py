@@ -34,7 +34,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "tests" / "mutations.toml"
 GOAL = 0.95
-SECONDS = 180.0  # a mutation may make a test wait for ever
+SECONDS = 600.0  # of a mutation; a test that it makes wait for ever has a limit of its own
 _LARGE = (
     *("torch.distributed.fsdp", "transformers.models.llama.modeling_llama", "hivemind", "boto3"),
     *("bittensor", "pyarrow", "uvicorn", "openskill", "hypothesis", "pytest"),
@@ -204,8 +204,8 @@ def run(mutations: list[Mutation], workers: int) -> int:
         for mutation, status, seconds in pool.map(attempt, mutations):
             if status not in (0, 1, 2, -9):
                 raise SystemExit(f"error: pytest ended with {status} for {mutation}")
-            survived += status == 0
-            word = "SURVIVED" if status == 0 else "killed" if status > 0 else "never ended"
+            survived += status <= 0  # too slow a machine proves nothing
+            word = "SURVIVED" if status == 0 else "killed" if status > 0 else "UNDECIDED"
             print(f"{word:12}{seconds:5.1f} s  {mutation}", flush=True)
     killed = len(mutations) - survived
     print(f"{killed} of {len(mutations)} killed ({killed / len(mutations):.0%}), goal {GOAL:.0%}")

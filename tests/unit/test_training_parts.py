@@ -142,10 +142,9 @@ def test_outer_optimizer_file_is_sgds_own_and_comes_back(tmp_path: Path) -> None
 def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "outer_optimizer.pt"
     save_outer_optimizer(path, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
-    with pytest.raises(ValueError, match="another model"):
-        load_outer_optimizer(path, [("a", (3,))])
-    with pytest.raises(ValueError, match="another model"):
-        load_outer_optimizer(path, [("a", (2,)), ("b", (2,))])
+    for schema in ([("a", (3,))], [("a", (2,)), ("b", (2,))], []):
+        with pytest.raises(ValueError, match="another model"):
+            load_outer_optimizer(path, schema)
     for lr, mu in ((float("nan"), 0.9), (0.0, 0.9), (0.8, 1.0), (0.8, float("inf"))):
         save_outer_optimizer(path, OuterOptimizerState(None, lr, mu, 1))
         with pytest.raises(ValueError, match="fetch it again"):
