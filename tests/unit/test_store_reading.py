@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
     DeadlineError,
+    IntegrityError,
     NoRoomError,
     ObjectInfo,
     StoreError,
@@ -369,6 +371,32 @@ def test_half_of_one_object_is_never_joined_to_half_of_another(
     transfer.download(store, "model", path, limit=9999, deadline=deadline, concurrency=1)
     assert path.read_bytes() == other
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_object_replaced_between_two_ranges_is_read_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """And given up the second time: it is replaced faster than it can be read."""
+    monkeypatch.setattr(transfer, "RANGE", 1000)
+    ranges, path = 0, tmp_path / "model"
+
+    def before(operation: str, key: str) -> None:
+        nonlocal ranges
+        ranges += operation == "get_range"
+        if operation == "get_range" and ranges in (3, 6)[:times]:
+            store.put(key, bytes([ranges]) * 4500)
+
+    store = MemoryObjectStore(before=before)
+    store.put("model", bytes(4500))
+    wanted: Any = {"limit": 9999, "deadline": time.monotonic() + 60, "concurrency": 1}
+    if times == 2:
+        with pytest.raises(IntegrityError, match="replaced again and again"):
+            transfer.download(store, "model", path, **wanted)
+        assert not path.exists()
+    else:
+        transfer.download(store, "model", path, **wanted)
+        assert path.read_bytes() == bytes([3]) * 4500
 
 
 def test_a_state_published_again_under_the_same_revision_is_fetched_again(tmp_path: Path) -> None:
