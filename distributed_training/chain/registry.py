@@ -346,7 +346,8 @@ class RegistryChain(Chain):
         there = any(n is not None and n.hotkey == own for _, n, _ in state.rows)
         try:
             if own in self._uids and not there:
-                self._post("register", self._registration())
+                # Another uid would mean another bucket.
+                self._post("register", {**self._registration(), "uid": self._uids[own]})
                 there = True
             for kind, fields in self._written.items() if there else ():
                 self._post(kind, fields)

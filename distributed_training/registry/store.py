@@ -386,14 +386,18 @@ class Registry(Ledger):
     def _one(self, query: str, *values: Any) -> Any:
         return self._db.execute(query, values).fetchone()
 
-    def join(self, hotkey: str, invitation: _Short | None = None) -> int:
-        """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all."""
+    def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
+        """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
+
+        ``uid``: what it had before an older backup was put back; it gets that if nobody has it.
+        """
         with self._change():
             known = find(list(self.entries.values()), hotkey)
             if known is not None:
                 return known.uid
             self._admit(hotkey, invitation)
-            uid = self.register(hotkey)
+            free = uid is not None and uid < self.most_uids and uid not in self.entries
+            uid = self.register(hotkey, uid=uid if free else None)
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
 

@@ -41,7 +41,7 @@ from distributed_training.registry.store import Registry, hash_of
 from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_server_thread import FAST, RegistryServer
-from tests.tools.chain_world import PEER, STRANGER, VALIDATOR
+from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
@@ -335,25 +335,32 @@ class TestKept:
     ) -> None:
         server = RegistryServer(tmp_path / "registry").start()
         copy = tmp_path / "copies" / "registry.db"
-        with chain_of(server.url, PEER) as chain, chain_of(server.url, STRANGER) as late:
+        with (
+            chain_of(server.url, PEER) as chain,
+            chain_of(server.url, STRANGER) as late,
+            chain_of(server.url, MINER) as later,
+        ):
             chain.register()
             chain.serve("1.2.3.4", 1)
             assert store.backup(server.folder / store.FILE, copy) == server.registry.version
             chain.serve("5.6.7.8", 2)
             chain.commit("newer")
-            assert late.register() == 2
+            assert late.register() == 2 and later.register() == 3
             assert program.main(["restore", "--folder", str(server.folder), str(copy)]) == 1
             server.stop()
             kept = store.restore(copy, server.folder)
             assert kept is not None and kept.stat().st_size > 0
-            server.start()
-            wait_for(lambda: caplog.text.count("went back") >= 2)  # each client asks by itself
-            for one in (chain, late):
+            with late._lock:  # the one that had come first comes back last
+                server.start()
+                wait_for(lambda: caplog.text.count("went back") >= 2)  # each client asks by itself
+                wait_for(lambda: find(server.registry.view.neurons, MINER.ss58) is not None)
+            for one in (chain, late, later):
                 wait_for(lambda one=one: one.commitment(PEER.ss58) == "newer")
                 wait_for(lambda one=one: one.uid(STRANGER.ss58) == 2)
+                assert one.uid(MINER.ss58) == 3, "and its bucket is the same"
                 me = find(one.neurons(), PEER.ss58)
                 assert me is not None and (me.ip, me.port) == ("5.6.7.8", 2)
-            assert caplog.text.count("went back") == 2, "one line for each client"
+            assert caplog.text.count("went back") == 3, "one line for each client"
         server.stop()
 
     @pytest.mark.parametrize(
