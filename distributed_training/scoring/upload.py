@@ -119,11 +119,11 @@ def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
 
 
 class PageReader:
-    """Sequences of ``(uid, block)`` for the evaluator.
+    """Sequences of ``(uid, block)`` for the evaluator, the same number of each rank.
 
     ``ranks``: how many ranks of the miner are looked at, ``pages`` of each, of ``rows_per_page``
     rows cut after ``max_length`` tokens, as the miner reads them; ``limit``: at most so many
-    sequences in all, the same number of each rank (0: no limit).
+    sequences in all (0: no limit).
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class PageReader:
     def __call__(self, uid: int, block: int) -> Tensor:
         """Raises DataUnavailable: rows cannot be had now, or are too few for one sequence."""
         per_rank = -(-self._limit // self._ranks) if self._limit else None
-        parts = []
+        tokens = []
         try:
             for rank in range(self._ranks):
                 rows: list[str] = []
@@ -178,11 +178,13 @@ class PageReader:
                     num_rows=self._source.num_rows(),
                 ):
                     rows += self._source.rows(config, row, split=split, limit=self._rows_per_page)
-                tokens = self._tokenizer.encode_rows(rows, max_length=self._max_length)
-                parts.append(to_sequences(tokens, self._sequence_length)[:per_rank])
+                tokens.append(self._tokenizer.encode_rows(rows, max_length=self._max_length))
         except (PageUnavailable, OSError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
-        found = torch.cat(parts)
+        shortest = min(map(len, tokens))  # validators cut all ranks to it
+        found = torch.cat(
+            [to_sequences(each[:shortest], self._sequence_length)[:per_rank] for each in tokens]
+        )
         if found.shape[0] == 0:
             raise DataUnavailable(f"pages of uid {uid}, block {block} hold less than two sequences")
         return found

@@ -87,6 +87,22 @@ def test_a_limit_takes_the_same_number_of_each_rank() -> None:
     assert torch.equal(some[4:], whole[whole.shape[0] // 2 :][:4])
 
 
+def test_all_ranks_are_cut_to_the_shortest() -> None:
+    """As the public validators' ranks agree on the least number of tokens."""
+    first = {
+        row
+        for _, row, _ in select_pages(uid=7, local_rank=0, block=1234, n_pages=2, num_rows=NUM_ROWS)
+    }
+
+    class Uneven(Source):
+        def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+            return [("long" if row in first else "s")] * limit
+
+    found = _reader(Uneven())(7, 1234)
+    assert found.shape == (48, 16)  # of twice 400 tokens; the first rank has 1000
+    assert bool((found[:24] == ord("l")).any()) and not bool((found[24:] == ord("l")).any())
+
+
 def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
     class Down(Source):
         def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
