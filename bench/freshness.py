@@ -1,32 +1,42 @@
 #!/usr/bin/env python3
 """How much of a validator's time finds an upload that it can score: ours against the public way.
 
-    python -m bench.freshness [--rounds 40] [--pause 300] [--seed 1]
+    python -m bench.freshness [--rounds 10] [--pause 300] [--late 0 120 600] [--seed 1]
 
-A miner with a steady step time and upload time lives through rounds; the real upload schedule
-(``store/upload_schedule.py``) decides for ours. A validator looks once a minute and scores what the
-protocol page says (sections 3 and 7): an upload of the outer step that is judged now, its newest
-listed block at most half the blocks between two rounds old, its file at most 4800 s. No model is
-trained; an hour takes milliseconds.
+A miner with a steady step time and upload time lives through rounds; the product's upload schedule
+(``store/upload_schedule.py``) and round clock (``miner/round_clock.py``) decide for ours. A
+validator looks once a minute and scores what the protocol page says (sections 3 and 7): an upload
+of the outer step that is judged now, its newest listed block at most half the blocks between two
+rounds old, its file at most 4800 s. No model is trained; an hour takes milliseconds.
 
-What differs between the two is their decision and three facts of the public code: it publishes
-every fifth inner step that finds the last upload done, a round kills an upload under way instead of
-pausing it, and it fetches a block when it needs one instead of some seconds before.
+Files are written before they are sent, and ours wait for the gradient check, which goes on in a
+round. What differs between the two is their decision and four facts of the public code: it
+publishes every fifth inner step that finds the last upload done, and inner step 0, a round kills an
+upload under way instead of pausing it, and it fetches a block when it needs one instead of some
+seconds before.
+
+*best*: what no schedule can beat that sends as ours does, found by looking back, with every call
+known.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol import schedule
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule
@@ -39,16 +49,25 @@ WARM_UP = 2  # rounds that do not count
 
 @dataclass(frozen=True)
 class World:
-    """Seconds, but ``blocks``: between two rounds. ``pause``: that a round takes."""
+    """Seconds, but ``blocks``: between two rounds. ``pause``: that a round takes; ``late``: a call
+    comes up to so long after it is due; ``write``: of a snapshot's files; ``check``: of its
+    gradient."""
 
     blocks: int
     step: float
     upload: float
     pause: float = 300.0
+    late: float = 120.0
+    write: float = 30.0
+    check: float = 15.0
 
     @property
     def period(self) -> float:
         return self.blocks * schedule.SECONDS_PER_BLOCK
+
+    @property
+    def half(self) -> float:
+        return self.period / 2
 
 
 ROWS = (
@@ -59,6 +78,7 @@ ROWS = (
     World(750, 30, 900),
     World(750, 60, 900),
     World(750, 60, 1800),
+    World(400, 30, 300),
     World(400, 10, 900),
     World(400, 30, 900),
     World(400, 60, 300),
@@ -90,13 +110,13 @@ Decide = Callable[[int, int, float, bool, float, float | None], bool]
 
 @dataclass
 class Miner:
-    """``through_rounds``: an upload is paused by a round, not killed. ``lead``: seconds before it
-    is needed that a block is asked for."""
+    """``through_rounds``: an upload is checked before it begins, and a round pauses it instead of
+    killing it."""
 
     decide: Decide
     done: Callable[[File, float], None]
     through_rounds: bool
-    lead: float
+    checked: Callable[[float], None] = lambda seconds: None
     files: list[File] = field(default_factory=list)
     under_way: File | None = None
 
@@ -107,7 +127,7 @@ def public_miner() -> Miner:
     ) -> bool:
         return inner % 5 == 0 and not busy
 
-    return Miner(decide, lambda file, now: None, through_rounds=False, lead=0.0)
+    return Miner(decide, lambda file, now: None, through_rounds=False)
 
 
 def our_miner(world: World, upload_steps: int = 5) -> Miner:
@@ -130,70 +150,154 @@ def our_miner(world: World, upload_steps: int = 5) -> Miner:
         revision = Revision(5, file.outer_step, file.inner_step)
         plan.published(PublicationReport(revision, True, world.upload, 1, "", now))
 
-    return Miner(decide, done, through_rounds=True, lead=LEAD)
+    return Miner(decide, done, through_rounds=True, checked=plan.checked)
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """``began``: the round before it ended. ``steps``: the ends of inner steps, each with when the
+    chain was at its newest listed block."""
+
+    number: int
+    began: float
+    called: float
+    steps: list[tuple[float, float]]
+
+
+def life(world: World, *, lead: float, rounds: int, seed: int) -> list[OuterStep]:
+    """Steps and calls vary by some percent: one beat alone would prove nothing."""
+    dice, began, lived = random.Random(seed), world.pause, []
+    for number in range(rounds):
+        called = began + world.period + dice.uniform(0, world.late)
+        now, left, asked, listed, steps = began, 0.0, began - lead, began - lead, []
+        while (now := now + world.step * dice.uniform(0.95, 1.05)) <= called:
+            left, listed = left - 1, asked
+            if left <= 0:
+                left, asked = left + STEPS_OF_A_BLOCK, now - lead
+            steps.append((now, listed))
+        lived.append(OuterStep(number, began, called, steps))
+        began = called + world.pause
+    return lived
+
+
+def sent(world: World, taken: float, called: float, upload: float) -> float:
+    """When ours is visible: a round holds up the sending, not the writing and the check."""
+    begins = taken + world.write + world.check
+    if begins >= called:
+        return max(begins, called + world.pause) + upload
+    return begins + upload + (world.pause if begins + upload > called else 0.0)
 
 
 def live(world: World, miner: Miner, *, rounds: int, seed: int) -> Score:
-    """Steps, uploads and calls vary by some percent: one beat alone would prove nothing."""
-    dice = random.Random(seed)
-    calls = [0.0]
-    for _ in range(rounds):
-        calls.append(calls[-1] + world.period + dice.uniform(0, 120))  # a sweep ends first
-    for outer, (called, ends) in enumerate(itertools.pairwise(calls)):
-        _one_outer_step(world, miner, outer, called, ends, dice)
-    return _judge(world, miner.files, calls)
+    lived = life(world, lead=LEAD if miner.through_rounds else 0.0, rounds=rounds, seed=seed)
+    now, dice = lived[0].began, random.Random(seed)
+    clock = RoundClock(
+        chain_block=lambda: int(now / schedule.SECONDS_PER_BLOCK),
+        blocks_per_allreduce=world.blocks,
+        last_allreduce_block=int(now / schedule.SECONDS_PER_BLOCK),
+        clock=lambda: now,
+    )
 
-
-def _one_outer_step(
-    world: World, miner: Miner, outer: int, called: float, ends: float, dice: random.Random
-) -> None:
-    """From a round's call to the next one's, which is when training stops."""
-    now = called + world.pause
-    inner, left = 0, 0.0  # steps that the block under way still lasts
-    asked_at = listed = now - miner.lead
-    while True:
-        took = world.step * dice.uniform(0.95, 1.05)
-        if now + took > ends:
-            break
-        left -= 1
-        now, inner, listed = now + took, inner + 1, asked_at
-        if left <= 0:
-            left, asked_at = left + STEPS_OF_A_BLOCK, now - miner.lead
-        if miner.under_way is not None and miner.under_way.visible_at <= now:
-            miner.done(miner.under_way, miner.under_way.visible_at)
-            miner.under_way = None
-        due = called + world.period
-        next_round = due if now < due else None
-        if miner.decide(outer, inner, now, miner.under_way is not None, now - listed, next_round):
-            visible_at = now + world.upload * dice.uniform(0.9, 1.1)
-            miner.under_way = File(outer, inner, listed, visible_at)
-            miner.files.append(miner.under_way)
-    if miner.under_way is not None and miner.under_way.visible_at > ends:
+    def publish(outer: OuterStep, inner: int, listed: float) -> None:
+        upload = world.upload * dice.uniform(0.9, 1.1)
+        visible = now + world.write + upload
         if miner.through_rounds:
-            miner.under_way.visible_at += world.pause
-        else:
-            miner.files.pop()
+            visible = sent(world, now, outer.called, upload)
+        elif visible > outer.called:
+            visible = math.inf  # killed by the round
+        miner.under_way = File(outer.number, inner, listed, visible)
+        if visible < math.inf:
+            miner.files.append(miner.under_way)
+
+    for outer in lived:
+        now = outer.began
+        if outer.number:
+            clock.round_ended()
+        if not miner.through_rounds:
+            publish(outer, 0, now)
+        for inner, (ends, listed) in enumerate(outer.steps, 1):
+            now = ends
+            if miner.under_way is not None and miner.under_way.visible_at <= now:
+                miner.done(miner.under_way, miner.under_way.visible_at)
+                miner.under_way = None
+            busy = miner.under_way is not None
+            if miner.decide(outer.number, inner, now, busy, now - listed, clock.next_at()):
+                publish(outer, inner, listed)
+                if now + world.write + world.check < outer.called:
+                    miner.checked(world.write + world.check)
+        now = outer.called
+        clock.round_called()
+        if not miner.through_rounds:
             miner.under_way = None
+    return _judge(world, miner.files, lived)
 
 
-def _judge(world: World, files: Sequence[File], calls: Sequence[float]) -> Score:
+def _judge(world: World, files: Sequence[File], lived: Sequence[OuterStep]) -> Score:
     looks, steps = 0, []
-    half = world.period / 2
-    for outer in range(WARM_UP, len(calls) - 1):
-        now = calls[outer] + world.pause
-        while now < calls[outer + 1]:
-            judged = outer - 1 if now - calls[outer] < half else outer
+    for outer in lived[WARM_UP:]:
+        now = outer.began
+        while now < outer.called:
+            judged = outer.number - 1 if now - outer.began < world.half else outer.number
             looks += 1
             seen = [f for f in files if f.outer_step == judged and f.visible_at <= now]
             newest = max(seen, key=lambda f: f.visible_at, default=None)
             if (
                 newest is not None
-                and now - newest.block_time <= half
+                and now - newest.block_time <= world.half
                 and now - newest.visible_at < schedule.UPLOAD_AGE_LIMIT.total_seconds()
             ):
                 steps.append(newest.inner_step)
             now += LOOK_EVERY
     return Score(len(steps) / looks, sum(steps) / max(len(steps), 1))
+
+
+def best_share(world: World, *, rounds: int, seed: int) -> float:
+    """Share of the looks that the best choice of snapshots covers, one upload at a time, each as
+    fast as any; by looking back from the last one. Steps of 10 s are thinned out to 30 s."""
+    lived = life(world, lead=LEAD, rounds=rounds, seed=seed)
+    limit = schedule.UPLOAD_AGE_LIMIT.total_seconds()
+    thin = max(1, round(30 / world.step))
+    taken, listed, called, number = (
+        np.array(column)
+        for column in zip(
+            *((t, b, o.called, o.number) for o in lived for t, b in o.steps[::thin]), strict=True
+        )
+    )
+    visible = np.array(
+        [sent(world, t, c, 0.9 * world.upload) for t, c in zip(taken, called, strict=True)]
+    )
+    until = np.minimum(listed + world.half, visible + limit)
+    # Judged in the second half of its own period, and in the first half of the one that follows.
+    spans = []
+    for outer in lived:
+        following = outer.called + world.pause
+        spans.append(
+            [(outer.began + world.half, outer.called), (following, following + world.half)]
+        )
+    low = np.array([[pair[0] for pair in spans[n]] for n in number])
+    high = np.array([[pair[1] for pair in spans[n]] for n in number])
+    counted = np.array([[n >= WARM_UP, n + 1 >= WARM_UP and n + 1 < rounds] for n in number])
+    origin = np.array([[lived[n].began, spans[n][1][0]] for n in number])
+
+    def looks_before(at: Any, k: int, i: int) -> Any:
+        return np.ceil((at - origin[i, k]) / LOOK_EVERY)
+
+    best = np.zeros(len(taken) + 1)  # with snapshots from here on
+    worth = np.zeros(len(taken))
+    for i in range(len(taken) - 1, -1, -1):
+        after = np.searchsorted(taken, visible[i])
+        others = np.arange(after, min(len(taken), after + 2 * len(lived[0].steps[::thin])))
+        ends = np.where(number[others] == number[i], visible[others], np.inf)
+        ends = np.minimum(np.append(ends, np.inf), until[i])
+        covered = np.zeros(len(ends))
+        for k in (0, 1):
+            if counted[i, k]:
+                first, last = max(visible[i], low[i, k]), np.minimum(ends, high[i, k])
+                covered += np.maximum(0.0, looks_before(last, k, i) - looks_before(first, k, i))
+        worth[i] = float((covered + np.append(worth[others], 0.0)).max())
+        best[i] = max(best[i + 1], worth[i])
+    whole = sum(math.ceil((o.called - o.began) / LOOK_EVERY) for o in lived[WARM_UP:])
+    return float(best[0]) / whole
 
 
 def compare(world: World, *, rounds: int, seed: int, upload_steps: int = 5) -> tuple[Score, Score]:
@@ -206,18 +310,23 @@ def compare(world: World, *, rounds: int, seed: int, upload_steps: int = 5) -> t
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--pause", type=float, default=300.0, help="seconds that a round takes")
+    parser.add_argument("--late", type=float, nargs="+", default=[0, 120, 600], help="of calls")
     parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    print("blocks between rounds, step, upload | looks scored: ours  public  ratio | step judged")
-    for row in ROWS:
-        world = World(row.blocks, row.step, row.upload, arguments.pause)
-        ours, public = compare(world, rounds=arguments.rounds, seed=arguments.seed)
+    options = parser.parse_args()
+    print(
+        "blocks between rounds, step, upload, late | looks scored: best  ours  public | step judged"
+    )
+    for row, late in itertools.product(ROWS, options.late):
+        world = replace(row, pause=options.pause, late=late)
+        ours, public = compare(world, rounds=options.rounds, seed=options.seed)
+        best = best_share(world, rounds=options.rounds, seed=options.seed)
         print(
-            f"{world.blocks:21} {world.step:3.0f} s {world.upload:6.0f} s |"
-            f"{ours.share:19.1%} {public.share:7.1%} {ours.share / public.share:6.2f} |"
-            f"{ours.inner_step:6.0f} {public.inner_step:4.0f}"
+            f"{world.blocks:21} {world.step:3.0f} s {world.upload:6.0f} s {late:3.0f} s |"
+            f"{best:19.1%} {ours.share:6.1%} {public.share:6.1%} |"
+            f"{ours.inner_step:6.0f} {public.inner_step:4.0f}",
+            flush=True,
         )
 
 

@@ -149,6 +149,7 @@ def _moments(
 
 
 _SMOOTHING = 0.3
+_VARIES = 1 / 8  # of an upload's time, before a second one was seen
 _STEPS_OF_A_BLOCK = 2.5  # of training, before the newest listed block's age was told
 _TIMED_LEAST = 3  # steps, before what they take is warned of
 _PAUSE_SHARE = 1 / 24  # of a period that a round takes, before one was seen
@@ -198,6 +199,7 @@ class UploadSchedule:
         self._slack = slack.total_seconds()
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
+        self._upload_varies: float | None = None  # by so many seconds, measured
         self.check_seconds: float | None = None  # snapshot and gradient check, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
         self._published_step: int | None = None  # its outer step
@@ -270,8 +272,7 @@ class UploadSchedule:
         if report.ok:
             self._block_time, self._published_step = asked.block_time, asked.step[0]
             if not asked.interrupted:
-                took = max(report.finished_at - asked.at, report.seconds)
-                self.upload_seconds = _mean(self.upload_seconds, took)
+                self._learn_upload(max(report.finished_at - asked.at, report.seconds))
         self._asked = None
 
     def checked(self, seconds: float) -> None:
@@ -314,6 +315,17 @@ class UploadSchedule:
             self._warned -= {"period", "first"}
         self._step_before = (report.outer_step, now)
 
+    def _learn_upload(self, took: float) -> None:
+        if self.upload_seconds is not None:
+            off = abs(took - self.upload_seconds)
+            self._upload_varies = _mean(self._variation(), off)
+        self.upload_seconds = _mean(self.upload_seconds, took)
+
+    def _variation(self) -> float:
+        if self._upload_varies is None:
+            return _VARIES * (self.upload_seconds or 0.0)
+        return self._upload_varies
+
     def _age_of_blocks(self) -> float:
         if self._block_age is not None:
             return self._block_age
@@ -331,7 +343,7 @@ class UploadSchedule:
 
     def _margin(self) -> float:
         """Sending may take longer than it took so far."""
-        return min(self._slack, (self.upload_seconds or 0.0) / 4)
+        return min(self._slack, 2 * self._variation())
 
     def _lowered_minimum(self, now: float) -> int:
         """At least 1: inner step 0 is what validators refuse."""
