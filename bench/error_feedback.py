@@ -4,6 +4,7 @@
     python -m bench.error_feedback                                 three seeds, two at a time
     python -m bench.error_feedback --model local --seeds 1         the local subnet's model
     python -m bench.error_feedback --epochs 1 --show 20            a quick look
+    python -m bench.error_feedback --joiner                        a newcomer's first outer step
 
 A model trains alone; every few inner steps its gradient is published. Training does not depend on
 what is published, so all variants encode the same weights in the same run. The public miner's way
@@ -13,6 +14,12 @@ another. ``full`` is what the miner's own weights would bring, as they are and m
 way by a searched factor. A decay of 0 remembers nothing, which is ``off``. The number of
 ``curved`` is the power of AdamW's second moment. The small model's rows have 96 and 256 entries, so
 2 values of each are the public network's density.
+
+``--joiner``: a network that has taken 2000 inner steps trains outer step 0 with 145 steps. Then
+newcomers train outer step 1 on data of their own, all from the same weights and on the same data:
+one that took over the inner optimizer and its schedule from the files that a miner published, and
+publishes the public way or ours; and two that found none and begin with the warm-up of 1000 steps
+or at the peak.
 """
 
 from __future__ import annotations
@@ -25,6 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
@@ -40,7 +48,9 @@ from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.protocol.types import Progress
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
+from distributed_training.training.inner_state import take_over
 from distributed_training.training.local_evaluation import (
     APPLIED_FRACTION,
     Choice,
@@ -85,13 +95,19 @@ class Bench:
     """A trainer, and the variants that publish what it trained."""
 
     def __init__(
-        self, model: str, seed: int, searched: int, variants: Sequence[str], topk: int
+        self,
+        model: str,
+        seed: int,
+        searched: int,
+        variants: Sequence[str],
+        topk: int,
+        warmup_steps: int = 20,
     ) -> None:
         with tempfile.TemporaryDirectory() as folder:
             self.train_text, held = text(Path(folder))
         self.searched, self.judged = held[:searched], held[-64:]
         self.codec = Codec(topk=topk)
-        self.trainer = new_trainer(seed=seed, model=model)
+        self.trainer = new_trainer(seed=seed, model=model, warmup_steps=warmup_steps)
         self.variants = [self._variant(name) for name in variants]
         self.full: dict[Place, Found] = {}
         self.generator = torch.Generator().manual_seed(seed)
@@ -250,6 +266,68 @@ def one_seed(seed: int, options: argparse.Namespace) -> dict[str, dict[Place, Fo
     return bench.results()
 
 
+# --- a newcomer -----------------------------------------------------------------------------------
+
+WARM_UP, NETWORK, PERIOD = 1000, 2000, 145  # inner steps; 145 of 60 s lie between two rounds
+JOINED, FROM_NOTHING, AT_THE_PEAK = "takes over", "warms up", "begins at the peak"
+JOINER_GOAL = 1.7
+
+
+def one_newcomer(seed: int, options: argparse.Namespace) -> dict[str, dict[Place, Found]]:
+    """In a process of its own, on one thread. By way: what was published at each step shown."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    network = Bench(options.model, seed, options.searched, (), options.topk, WARM_UP)
+    network.trainer.total_inner_steps = NETWORK
+    for _ in range(PERIOD):
+        network.inner_step()
+    ways: dict[str, dict[Place, Found]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        progress = Progress(0, PERIOD, network.trainer.total_inner_steps, [1])
+        handle = network.trainer.snapshot(Path(folder), progress=progress, block=1, last_loss=1.0)
+        handle.wait(timedelta(minutes=5))
+        network.outer_step()
+        start = [rows.clone() for rows in network.trainer.outer.epoch_start or []]
+        for way in (JOINED, FROM_NOTHING, AT_THE_PEAK):
+            bench = Bench(options.model, seed, options.searched, BEST_OF, options.topk, WARM_UP)
+            bench.generator.manual_seed(1000 + seed)  # data of its own
+            bench._set(start)
+            bench.trainer.begin_epoch(1)
+            if way == JOINED:
+                take_over(bench.trainer, Path(folder))
+            elif way == AT_THE_PEAK:
+                bench.trainer.total_inner_steps = WARM_UP - 1
+            for step in range(1, max(options.show) + 1):
+                bench.inner_step()
+                if step % options.every == 0:
+                    bench.publish((1, step), judge=step in options.show)
+            found = bench.results()
+            ways |= {f"{way}: {name}": found[name] for name in (PUBLIC, DEFAULT, FULL)}
+            print(f"seed {seed}: a newcomer that {way} is done", file=sys.stderr, flush=True)
+    dist.destroy_process_group()
+    return ways
+
+
+def show_newcomers(seeds: Sequence[Mapping[str, Mapping[Place, Found]]]) -> None:
+    """Published improvement in percent, mean over seeds, and its ratio to the public newcomer's."""
+    print("\nnewcomer: published (own weights) in %; ratio to the public one, worst seed, goal")
+    base = f"{JOINED}: {PUBLIC}"
+    for place in seeds[0][base]:
+        theirs = [seed[base][place].plain for seed in seeds]
+        full = mean(seed[f"{JOINED}: {FULL}"][place].plain for seed in seeds)
+        print(f"inner step {place[1]}: public way, takes over {mean(theirs):.2f} ({full:.2f})")
+        for way in (JOINED, FROM_NOTHING, AT_THE_PEAK):
+            ours = [seed[f"{way}: {DEFAULT}"][place].searched for seed in seeds]
+            full = mean(seed[f"{way}: {FULL}"][place].plain for seed in seeds)
+            ratio = mean(ours) / mean(theirs)
+            worst = min(a / b for a, b in zip(ours, theirs, strict=True))
+            met = ("met" if ratio >= JOINER_GOAL else "MISSED") if way == JOINED else ""
+            print(
+                f"   ours, {way:18} {mean(ours):6.2f} ({full:5.2f}) {ratio:6.2f}x {worst:6.2f}x "
+                f"{met}"
+            )
+
+
 def show(seeds: Sequence[Mapping[str, Mapping[Place, Found]]]) -> None:
     """Means over seeds; ratios to the public way as it is, which is what the public miner gets."""
     names = list(seeds[0])
@@ -295,19 +373,22 @@ def main() -> int:
     parser.add_argument("--model", choices=["small", "local"], default="small")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--every", type=int, default=5, help="inner steps between publications")
-    parser.add_argument("--show", type=int, nargs="+", default=[20, 40, 60])
+    parser.add_argument("--show", type=int, nargs="+", help="inner steps, by default 20 40 60")
     parser.add_argument("--searched", type=int, default=32, help="sequences to search a factor on")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--topk", type=int, default=2, help="values published of each row")
+    parser.add_argument("--joiner", action="store_true", help="a newcomer's first outer step")
     parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
     parser.add_argument("--json", type=Path, help="write all figures here")
     options = parser.parse_args()
     options.variants = list(dict.fromkeys([*BEST_OF, *options.variants]))
+    options.show = options.show or ([20, 60, PERIOD] if options.joiner else [20, 40, 60])
+    run = one_newcomer if options.joiner else one_seed
     began = time.monotonic()
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        waiting = [pool.submit(one_seed, seed, options) for seed in options.seeds]
+        waiting = [pool.submit(run, seed, options) for seed in options.seeds]
         seeds = [each.result() for each in waiting]
-    show(seeds)
+    (show_newcomers if options.joiner else show)(seeds)
     print(f"\n{time.monotonic() - began:.0f} s, seeds {' '.join(map(str, options.seeds))}")
     if options.json:
         options.json.write_text(

@@ -26,7 +26,7 @@ def small_config() -> dict[str, Any]:
     )
 
 
-def new_trainer(*, seed: int, model: str = "small") -> Trainer:
+def new_trainer(*, seed: int, model: str = "small", warmup_steps: int = 20) -> Trainer:
     """Alone in its process group: initial weights of ``seed``, outer step 0 begun. ``model``:
     ``small``, or ``local``, the local subnet's of 1.9 M parameters."""
     settings = TrainingSettings(
@@ -34,7 +34,7 @@ def new_trainer(*, seed: int, model: str = "small") -> Trainer:
         local_batch_size_train_effective=EFFECTIVE,
         sequence_length=SEQUENCE,
         learning_rate=1e-3,
-        warmup_steps=20,
+        warmup_steps=warmup_steps,
         total_steps=10_000,
         seed=seed,
     )
