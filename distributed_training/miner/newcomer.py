@@ -34,10 +34,16 @@ def fetch_inner_optimizer(
     config: Config, global_bucket: GlobalBucket, outer_step: int, *, bucket: str, folder: Path
 ) -> Path | None:
     """Return the folder with the inner optimizer's shards, None if neither the global bucket nor
-    our own ``bucket`` gives them. Raises StoppedError."""
-    destination = folder / FOLDER
+    our own ``bucket`` gives them. Raises StoppedError.
+
+    Right after a round the global bucket may not have this outer step's yet: the one before will
+    do, some hundred inner steps behind in the schedule.
+    """
+    destination, found = folder / FOLDER, None
     try:
-        found = global_bucket.fetch_inner_optimizer(outer_step, destination)
+        for each in range(outer_step, max(-1, outer_step - 2), -1):
+            if found is None:
+                found = global_bucket.fetch_inner_optimizer(each, destination)
     except GlobalUnavailableError as error:
         log.warning("The network's inner optimizer cannot be fetched: %s", error)
         found = None

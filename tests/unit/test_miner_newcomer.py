@@ -34,6 +34,7 @@ def put_shards(store: MemoryObjectStore, outer_step: int, count: int, folder: Pa
     ("in_global", "in_own", "away", "fetched"),
     [
         (4, 2, False, "epoch-7 4"),
+        (-4, 2, False, "epoch-6 4"),  # right after a round: of the outer step before
         (0, 2, False, "epoch-5 2"),  # after a lost disk, in a young network
         (4, 2, True, "epoch-5 2"),
         (0, 0, False, None),
@@ -53,7 +54,10 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
             raise TransientError("the store is away")
 
     theirs, own = MemoryObjectStore("global", before=before), MemoryObjectStore("own")
-    for store, outer_step, count in ((theirs, 7, in_global), (own, 5, in_own)):
+    if in_global < 0:
+        publish_state(theirs, 6)
+        put_shards(theirs, 6, -in_global, tmp_path)
+    for store, outer_step, count in ((theirs, 7, max(0, in_global)), (own, 5, in_own)):
         publish_state(store, outer_step)
         root = Metadata.of(Revision(5, outer_step, 0), "")
         store.put(keys.ROOT_METADATA, root.to_json())
