@@ -146,7 +146,7 @@ def outer_steps(run_folder: Path) -> set[int]:
 
 
 def test_founded_joined_and_trained(tmp_path: Path) -> None:
-    port, dht, *ports = free_ports(10)
+    port, dht, *ports = free_ports(8)
     url = f"http://127.0.0.1:{port}"
     with founded(tmp_path) as network:
         network.write_keys("founder")
@@ -170,9 +170,8 @@ def test_founded_joined_and_trained(tmp_path: Path) -> None:
         network.write_keys("stranger")
         refused = network.call(join, home="stranger", status=1)
         assert refused.startswith("network lab version 1") and "nvit" in refused.splitlines()[-1]
-        folders, logs = [], []
-
-        def join_and_mine(index: int) -> None:
+        folders = []
+        for index in (0, 1):
             home = f"joiner-{index}"
             network.write_keys(home, DT_INVITATION=invitation[1])
             said = network.call(join, home=home)
@@ -180,25 +179,20 @@ def test_founded_joined_and_trained(tmp_path: Path) -> None:
             assert bucket is not None and "missing in .env" not in said, said
             network.make_bucket(bucket[1])
             folders.append(tmp_path / home / "run")
-            log = network.start(
+            network.start(
                 mine, *local, "--neuron.run_folder", str(folders[-1]),
                 "--axon.port", str(ports[1 + 2 * index]), "--dht.port", str(ports[2 + 2 * index]),
                 home=home,
             )  # fmt: skip
-            logs.append(log)
 
-        for index in (0, 1):
-            join_and_mine(index)
         deadline = time.monotonic() + 480
         while not all(outer_steps(folder) >= {1} for folder in folders):
-            texts = [log.read_text(errors="replace")[-1500:] for log in tmp_path.glob("*/*.log")]
-            assert time.monotonic() < deadline, "\n=====\n".join(texts)
-            assert all(p.poll() is None for p in network.running), "\n=====\n".join(texts)
+            logs = [log.read_text(errors="replace")[-1500:] for log in tmp_path.glob("*/*.log")]
+            assert time.monotonic() < deadline, "\n=====\n".join(logs)
+            assert all(p.poll() is None for p in network.running), "\n=====\n".join(logs)
             time.sleep(1)
-        join_and_mine(2)  # a newcomer at outer step 1 or later
-        wait_for(logs[2], "Took over the inner optimizer of", 120)
         out = network.call(
             "dt-export", str(tmp_path / "model"), "--network", str(file), *local, "--sample", "def "
         )
         assert re.search(r"exported the model of outer step [01] ", out) and "\ndef " in out
-        assert network.stop() == [0, 0, 0, 0, 0]
+        assert network.stop() == [0, 0, 0, 0]

@@ -203,9 +203,6 @@ def test_after_a_round_validator_and_miners_hold_the_same_weights(run: Run) -> N
         assert set(ours) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=name)
-    # What newcomers take over. The last one may still be on its way.
-    handed_on = [len(list(f.glob("inner_optimizer.*-of-4.pt"))) for f in global_bucket.iterdir()]
-    assert handed_on.count(4) >= OUTER_STEPS, handed_on
 
 
 def miner_buckets(run: Run) -> list[Path]:
