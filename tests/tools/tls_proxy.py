@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import http.client
 import os
+import socket
 import ssl
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -46,6 +47,7 @@ def caddy(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     try:
         wait_for(lambda: "serving initial configuration" in (folder / "caddy.log").read_text())
         wait_for(authority.exists)
+        wait_for(lambda: _shakes_hands(front, authority))
         yield f"https://localhost:{front}", authority
     finally:
         process.terminate()
@@ -90,6 +92,15 @@ def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+def _shakes_hands(port: int, authority: Path) -> bool:
+    """Whether there is a certificate already: it is made after the port is open."""
+    context = ssl.create_default_context(cafile=str(authority))
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as raw:
+        context.wrap_socket(raw, server_hostname="localhost").close()
+        return True
+    return False
 
 
 def _certificate(path: Path) -> Path:
