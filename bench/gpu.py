@@ -8,9 +8,9 @@
 
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
 transformers, numpy, safetensors, pydantic, pydantic-core, annotated-types, typing-inspection,
-typing-extensions, python-dotenv, base58. No network. What is missing is named before the first
-part, which takes the seconds that importing takes. Each part runs in a process of its own with a
-time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
+typing-extensions, python-dotenv, base58, psutil. No network. What is missing is named before the
+first part, which takes the seconds that importing takes. Each part runs in a process of its own
+with a time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
 written after each, so a part that hangs or dies costs no other, and a run that is killed keeps what
 it had. A part gets what the ones before left over.
 
@@ -58,6 +58,7 @@ NEEDS = {
     "typing-extensions": "typing_extensions",
     "python-dotenv": "dotenv",
     "base58": "base58",
+    "psutil": "psutil",
 }
 #: What the parts import, some of it late.
 MODULES = (
