@@ -330,6 +330,7 @@ def preview(folder: Path) -> None:
     now = made.outer.current()
     after = made.preview(handle)
     assert after is not None and after < 0
+    assert abs(after - by_hand()) < 1e-5, "measured from where its own outer step began"
     same(now, made.outer.current())
 
 
