@@ -47,6 +47,7 @@ def build_parser() -> Parser:
     limit = DEFAULT_TIMEOUT.total_seconds()
     add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
+    add("--stay", action="store_true", help="go on until Ctrl-C, and say how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
     add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
     add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
@@ -74,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         with StopSignals(interrupts=True) as signals:
             limit = timedelta(seconds=arguments.timeout)
-            failure = _run(subnet, view, signals, limit, page_port=arguments.page_port)
+            failure = _run(subnet, view, signals, limit, arguments)
     except ConfigError as error:
         return exit_with(error)
-    interrupted = signals.stop.is_set()
+    done = bool(subnet.neurons) and subnet.validator.state.outer_step >= options.outer_steps
+    interrupted = signals.stop.is_set() and not (arguments.stay and done)
     failures = [failure.splitlines()[0]] if failure else []
     if not subnet.neurons:
         for line in [*failures, *subnet.problems]:
@@ -102,19 +104,23 @@ def _run(
     view: View,
     signals: StopSignals,
     timeout: timedelta,
-    *,
-    page_port: int,
+    arguments: argparse.Namespace,
 ) -> str:
     """Start, follow and stop the subnet; what failed, or "". Raises ConfigError."""
     try:
         subnet.start()
         with PageProcess(
             [neuron.plan.folder for neuron in [*subnet.miners, subnet.validator]],
-            port=page_port,
+            port=arguments.page_port,
             told=lambda line: _show_page(line, view),
         ):
+            if arguments.stay:
+                view.say(subnet.invite())
             subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
             subnet.wait_for_figures(timedelta(seconds=20))
+            if arguments.stay:
+                view.say("the subnet goes on until Ctrl-C")
+                subnet.wait_until(lambda: False, timedelta(days=365))
         view.say("done; stopping")
     except SubnetFailure as failure:
         view.say(str(failure), style="red")
@@ -124,7 +130,8 @@ def _run(
     finally:
         signals.interrupts = False  # a stop is bounded: let it end
         # Exceptions not named above are defects: they pass, but the subnet is stopped first.
-        subnet.stop(INTERRUPT_GRACE if signals.stop.is_set() else None)
+        hurried = signals.stop.is_set() and not arguments.stay
+        subnet.stop(INTERRUPT_GRACE if hurried else None)
     return ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -10,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
 from distributed_training.common.swarm_identity import make_identity
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
+from distributed_training.localnet.plan import UID_SPACING, NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
 from distributed_training.protocol.names import miner_bucket
 
@@ -158,6 +160,30 @@ class Services:
     def _validator(self) -> NeuronPlan:
         return next(plan for plan in self.plans if plan.kind == "validator")
 
+    def invite(self, folder: Path) -> Path:
+        """Make wallet, uid, bucket and settings of one more miner in ``folder``; return it.
+
+        ``.env`` holds the keys, ``miner.toml`` the flags: the miner runs from there.
+        """
+        from distributed_training.chain.identity import create_wallet
+
+        axon, dht = free_ports(2)
+        uid = len(self.options.ranks) * UID_SPACING
+        plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", axon, dht)
+        folder.mkdir(mode=0o700)
+        self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
+        with contextlib.closing(self.founders_chain()) as chain:
+            chain.enroll(self.wallet(plan).ss58, uid=uid)
+        with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
+            bucket.create_bucket()
+        flags = self._settings(plan).items()
+        toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
+        write_bytes(folder / "miner.toml", toml.encode(), durable=False)
+        lines = "".join(f"{name}={value}\n" for name, value in self._keys().items())
+        write_bytes(folder / ".env", lines.encode(), durable=False)
+        (folder / ".env").chmod(0o600)
+        return folder
+
     # --- what a neuron is started with ------------------------------------------------------------
 
     def wallet(self, plan: NeuronPlan) -> Wallet:
@@ -172,6 +198,13 @@ class Services:
 
     def flags(self, plan: NeuronPlan) -> list[str]:
         """Return the neuron's flags, those that the options add at the end."""
+        miner, options = plan.kind == "miner", self.options
+        settings = self._settings(plan)
+        words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+        return [*words, *(options.miner_flags if miner else options.validator_flags)]
+
+    def _settings(self, plan: NeuronPlan) -> dict[str, str]:
+        """Return the neuron's settings by flag."""
         options = self.options
         least = options.least_miners or len(options.ranks)
         flags = {
@@ -193,14 +226,11 @@ class Services:
         if plan.kind == "miner":
             flags["neuron.initial_peers"] = self._initial_peer
             flags["nproc_per_node"] = str(plan.world_size)
-            more = options.miner_flags
         else:
             flags["validator.alive_wanted"] = str(len(options.ranks))
             flags["validator.alive_least"] = str(least)
             flags["validator.minimum_peers"] = str(least + 1)
-            more = options.validator_flags
-        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return [*words, *more]
+        return flags
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """The neuron's environment, with the keys of the object store."""

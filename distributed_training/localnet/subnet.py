@@ -46,6 +46,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
+GUEST = "guest"  # folder of a miner that joins by hand
 
 
 class RunFolder:
@@ -230,6 +231,21 @@ class LocalSubnet:
     def restart_miner(self, index: int) -> None:
         """Start a miner again that was killed or stopped, with the folder it had."""
         self._start_neuron(self.miners[index])
+
+    def invite(self) -> str:
+        """Register one more hotkey and write settings with which a miner joins from outside.
+
+        Returns what to type, for an operator who rehearses with flags and pm2 of his own.
+        """
+        assert self.services is not None
+        folder = self.services.invite(self.folder / GUEST)
+        return (
+            f"one more miner can join: wallet, keys and flags are in {folder}\n"
+            f"  cd {folder} && {sys.executable} -m distributed_training.miner --config miner.toml\n"
+            f"or, in the folder of app.config.js:\n"
+            f"  DT_PRESET=local DT_HOME={folder} DT_FLAGS='--config miner.toml' "
+            "pm2 start app.config.js"
+        )
 
     def poll(self) -> None:
         """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
