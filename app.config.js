@@ -11,15 +11,17 @@
 // the usual flags; an unknown one is an error that names the nearest known one.
 
 const flags = [
+  // Better in miner.toml beside .env, which the doctor and scripts/score.py read too: what stands here
+  // wins over it.
   // ["--network", "network.toml"],               the network to join: its file, or the URL of it
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
   // ["--wallet.hotkey", "default"],
-  ["--axon.port", "8091"], // validators call here: reachable from outside
-  ["--dht.port", "8009"], // peers average here: reachable from outside
+  // ["--axon.port", "8091"],                     validators call here: reachable from outside
+  // ["--dht.port", "8009"],                      peers average here: reachable from outside
   // ["--preset", "public-24gb"],                 or DT_PRESET: GPUs with this much memory
   // ["--neuron.local_batch_size_train", "1"],    default: auto, or what the preset says
   // ["--neuron.upload_steps", "60"],             steps x step time + upload time: well below 4800 s
-  ["--neuron.stop_timeout", "60"], // seconds; pm2's kill_timeout below follows it
+  // ["--neuron.stop_timeout", "60"],             seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
   // ["--axon.external_ip", "203.0.113.7"],       behind NAT
   // ["--dht.ip", "203.0.113.7"],
@@ -33,6 +35,7 @@ const localFlags = [
 
 // ------------------------------------------------------------------------------------------------
 
+const { spawnSync } = require("child_process");
 const fs = require("fs");
 const path = require("path");
 
@@ -56,7 +59,7 @@ function rows(file) {
   throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
 }
 const local = process.env.DT_PRESET === "local";
-const ours = { miner: local ? localFlags : flags, validator: [["--neuron.stop_timeout", "60"]], registry: [["serve"]] };
+const ours = { miner: local ? localFlags : flags, validator: [], registry: [["serve"]] };
 const args = [
   ...ours[app],
   ...(local ? [] : rows(override)),
@@ -65,26 +68,21 @@ const args = [
   .map(String);
 args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 
-// As the miner reads flags: "-" is "_", capitals do not matter, the value is the next word or follows
-// "="; of several the last counts. Durations: 90, 90s, 2m, 1h.
-const words = args.flatMap((word) => {
-  if (!word.startsWith("--")) return [word];
-  const [name, ...value] = word.split("=");
-  const flag = "--" + name.slice(2).toLowerCase().replace(/-/g, "_");
-  return value.length ? [flag, value.join("=")] : [flag];
-});
-const at = words.lastIndexOf("--neuron.stop_timeout");
-const stopText = at < 0 ? "10" : words[at + 1] || "";
-const stop = /^([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?$/.exec(stopText.trim());
-if (!stop) throw new Error(`--neuron.stop_timeout ${stopText} is no duration: give 90, 90s, 2m or 1h`);
-const stopSeconds = parseFloat(stop[1]) * { ms: 0.001, s: 1, m: 60, h: 3600, d: 86400 }[stop[2] || "s"];
+// How long a stop may take, in seconds: the miner's own parser is asked, since the flag may stand in
+// miner.toml too. Settings that it refuses are named by the start itself.
+const python = path.join(__dirname, ".venv", "bin", "python");
+function stopSeconds() {
+  const words = ["-m", "distributed_training.config", "--stop-seconds", app, ...args];
+  const asked = spawnSync(python, words, { cwd: home, encoding: "utf8", timeout: 60000 });
+  return app === "registry" ? 10 : parseFloat(asked.stdout) || 60;
+}
 
 module.exports = {
   apps: [
     {
       name: `distributed_training_${app}${name && "_" + name}`,
       script: path.join(__dirname, programs[app]),
-      interpreter: path.join(__dirname, ".venv", "bin", "python"),
+      interpreter: python,
       interpreter_args: "-u",
       args,
       cwd: home,
@@ -93,7 +91,7 @@ module.exports = {
       // would end data workers and uploads in the middle.
       treekill: false,
       // After the stop timeout the launcher ends the ranks by force, which takes up to 15 s more.
-      kill_timeout: 1000 * (stopSeconds + 25),
+      kill_timeout: 1000 * (stopSeconds() + 25),
       autorestart: true,
       // Bad configuration, a hotkey lost or in use: starting again would not help (pm2 may go on to show
       // "waiting restart", but does not restart). 0 must not be among them: pm2 reports a launcher

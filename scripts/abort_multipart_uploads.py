@@ -24,7 +24,7 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUrl
 
@@ -57,7 +57,7 @@ def main() -> int:
     arguments = build_parser().parse_args()
     flags = ["--r2.endpoint_url", arguments.endpoint_url] if arguments.endpoint_url else []
     try:
-        settings = load_config("miner", flags, check=False).store
+        settings = load_config("miner", flags, file=OPERATORS_FILE, check=False).store
     except ConfigError as error:
         return exit_with(error)
 

@@ -37,7 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
 from distributed_training.telemetry.metrics import read_metrics
@@ -83,7 +83,12 @@ class App:
         environment, dotenv = self.environment, self.home / ".env"
         with chdir(self.home):  # where the miner finds what they name
             config = load_config(
-                "miner", self.arguments, environ=environment, dotenv=dotenv, check=False
+                "miner",
+                self.arguments,
+                environ=environment,
+                dotenv=dotenv,
+                file=OPERATORS_FILE,
+                check=False,
             )
         return self.home / config.run_folder
 
@@ -103,7 +108,7 @@ def build_parser() -> Parser:
     add("--no-tests", action="store_true", help="leave the unit tests out")
     why = "leave the doctor out, e.g. while the chain is away"
     add("--no-doctor", action="store_true", help=why)
-    name = os.environ.get("DT_NAME", "")
+    name = os.environ.get("DT_NAME") or None
     add("--name", type=text, default=name, help="of a second miner, as DT_NAME (default: DT_NAME)")
     add("--pm2", type=text, default="pm2", help="the command")
     return parser

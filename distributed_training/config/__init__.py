@@ -3,10 +3,11 @@
 from .checks import notices, problems
 from .help import SETTINGS_FILE, all_settings, describe, markdown
 from .loader import exit_with, load_config
-from .model import Config
+from .model import OPERATORS_FILE, Config
 from .types import ConfigError
 
 __all__ = [
+    "OPERATORS_FILE",
     "SETTINGS_FILE",
     "Config",
     "ConfigError",

@@ -595,12 +595,15 @@ def load_config(
     *,
     environ: Mapping[str, str] | None = None,
     dotenv: Path | None = Path(".env"),
+    file: Path | None = None,
     check: bool = True,
 ) -> Config:
-    """The configuration of one neuron.
+    """Return the configuration of one neuron.
 
     ``argv`` without the program's name. ``environ`` is ``os.environ`` if None; ``dotenv`` need not
-    exist. ``check=False`` skips the checks across settings (``config.problems`` lists them).
+    exist. ``file``: TOML of flags that is read where there is one and ``--config`` names no other
+    (:data:`~.model.OPERATORS_FILE`). ``check=False`` skips the checks across settings
+    (``config.problems`` lists them).
     ``--help`` and ``--version`` print and raise SystemExit(0).
     Raises ConfigError: one line, nothing started.
     """
@@ -610,6 +613,8 @@ def load_config(
     lines_of_dotenv = read_dotenv(dotenv)
     from_dotenv = read_environment(lines_of_dotenv, known)
     given = {**from_dotenv, **environment, **flags}
+    if file is not None and file.is_file() and "config" not in given:
+        given["config"] = Given(str(file), str(file))
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
     preset = _text(given["preset"]) if "preset" in given else "public"

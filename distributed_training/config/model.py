@@ -54,6 +54,10 @@ class AllSettings:
     validator: ValidatorSettings
 
 
+#: The operator's settings, in the folder a miner is started in, beside ``.env``. The tools for that
+#: miner read it too.
+OPERATORS_FILE = Path("miner.toml")
+
 #: What an operator commonly gives, by task: ``--help`` shows these, ``--help-all`` the rest too.
 TASKS: Mapping[str, tuple[str, ...]] = {
     "Network and wallet": (

@@ -34,7 +34,13 @@ from rich.text import Text
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
-from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config import (
+    OPERATORS_FILE,
+    Config,
+    ConfigError,
+    exit_with,
+    load_config,
+)
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.doctor.measure import check_step_time
 from distributed_training.health import machine
@@ -143,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.probe:
             return report([probe(*host_and_port(options.probe))], as_json=options.json)
-        config = load_config("miner", flags, check=False)
+        config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         examination = Examination(
             config=config,
             ranks=config.miner.nproc_per_node or default_ranks(config),

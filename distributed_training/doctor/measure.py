@@ -21,7 +21,7 @@ from typing import Any
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import die_with_parent, without_secrets
-from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.health.machine import Examination
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import rank_environment
@@ -177,7 +177,7 @@ def main(argv: list[str]) -> int:
     if "DT_MEASURE" not in os.environ:
         raise ConfigError("DT_MEASURE is not set, so nothing is measured: run the doctor")
     order = json.loads(os.environ["DT_MEASURE"])
-    config = load_config("miner", argv, check=False)
+    config = load_config("miner", argv, file=OPERATORS_FILE, check=False)
     me = rank_environment()
 
     import torch

@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.miner.rank_group import PROGRAM
 
 
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
     try:
-        config = load_config("miner", sys.argv[1:] if argv is None else argv)
+        config = load_config("miner", sys.argv[1:] if argv is None else argv, file=OPERATORS_FILE)
         if "RANK" not in os.environ:
             from distributed_training.miner.launcher import launch
 

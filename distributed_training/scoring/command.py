@@ -51,7 +51,13 @@ from typing import TYPE_CHECKING
 import psutil
 
 from distributed_training.common.files import read_json_object
-from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config import (
+    OPERATORS_FILE,
+    Config,
+    ConfigError,
+    exit_with,
+    load_config,
+)
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
 
@@ -75,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
         given = [*subnet_flags(options.subnet), *flags]
         if options.background:
             given += ["--neuron.device", "cpu"]
-        config = choose_device(load_config("validator", given, check=False), options)
+        config = choose_device(
+            load_config("validator", given, file=OPERATORS_FILE, check=False), options
+        )
         sequences = options.sequences
         if options.background and sequences is None and not config.validator.evaluation_sequences:
             sequences = BACKGROUND_SEQUENCES

@@ -57,6 +57,7 @@ def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: s
 @pytest.mark.timeout(60)
 def test_an_operator_s_own_rows_may_hold_numbers(tmp_path: Path) -> None:
     shutil.copy(ROOT / "app.config.js", tmp_path)
+    (tmp_path / ".venv").symlink_to(ROOT / ".venv")
     rows = '[["--neuron.upload_steps", 50], ["--neuron.stop_timeout", 90]]'
     (tmp_path / "app.config.override.js").write_text(f"module.exports = {rows};")
     settings = app(tmp_path)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -269,6 +270,26 @@ def test_what_wins(tmp_path: Path) -> None:
     )
     assert config.preset == "public" and config.get("neuron.upload_steps") == 9
     assert config.get("wallet.name") == "from environment"
+
+
+def test_the_operators_file_is_read_unless_another_is_named(tmp_path: Path) -> None:
+    ours, other = tmp_path / "miner.toml", tmp_path / "other.toml"
+
+    def port(*argv: str) -> int:
+        return load_config("miner", argv, environ=KEYS, dotenv=None, file=ours).chain.axon_port
+
+    assert port() == 8091
+    example = re.sub(r"(?m)^#(?=\w)", "", (ROOT / "miner.toml.example").read_text())
+    ours.write_text(example.replace('network = "network.toml"', ""))  # all that it suggests
+    config = load_config("miner", (), environ=KEYS, dotenv=None, file=ours, check=False)
+    assert config.preset == "public-24gb" and config.chain.external_port == 48091
+    ours.write_text("[axon]\nport = 7001\n")
+    other.write_text("[axon]\nport = 7002\n")
+    assert port() == 7001
+    assert port("--config", str(other)) == 7002 and port("--axon.port", "7003") == 7003
+    ours.write_text("[axon]\nprot = 7001\n")
+    with pytest.raises(ConfigError, match=r"axon.prot.*did you mean --axon.port"):
+        port()
 
 
 def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:

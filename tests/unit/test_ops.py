@@ -107,13 +107,18 @@ def test_flags_of_units_and_containers_exist(file: str, program: str, words: lis
         ("--Neuron.Stop-Timeout=.5h",),
         ("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"),
         ("--neuron.stop_timeout=1500 ms",),
+        (),
     ],
 )
 def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """However the operator writes the flag: the miner's own parser is asked."""
-    (tmp_path / "app.config.override.js").write_text(f"module.exports = [{json.dumps(words)}];")
+    """However the operator writes the flag, in the override or in miner.toml."""
+    if words:
+        rows = f"module.exports = [{json.dumps(words)}];"
+        (tmp_path / "app.config.override.js").write_text(rows)
+    file = tmp_path / "miner.toml"
+    file.write_text("" if words else 'neuron.stop_timeout = "3m"')
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
     done = subprocess.run(
         [str(NODE), "-e", code, str(OPS.parent / "app.config.js")],
@@ -123,7 +128,8 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     )
     assert done.returncode == 0, done.stderr
     app = json.loads(done.stdout)
-    config = load_config("miner", app["args"], environ={}, dotenv=None, check=False)
+    words = tuple(app["args"])
+    config = load_config("miner", words, environ={}, dotenv=None, file=file, check=False)
     assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
 
 
