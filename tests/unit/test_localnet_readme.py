@@ -123,7 +123,7 @@ def test_flags_exist(page: Path) -> None:
         ours |= options_of(program)
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
-            if flag in ("help", "version") or text.startswith(
+            if flag in ("help", "help-all", "version") or text.startswith(
                 ("npm ", "git ", "btcli ", "lm_eval ", "pm2 logs ", "hf ")
             ):
                 continue
