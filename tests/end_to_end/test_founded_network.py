@@ -194,5 +194,5 @@ def test_founded_joined_and_trained(tmp_path: Path) -> None:
         out = network.call(
             "dt-export", str(tmp_path / "model"), "--network", str(file), *local, "--sample", "def "
         )
-        assert re.search(r"exported the model of outer step [01] ", out) and "\ndef " in out
+        assert re.search(r"exported the model of outer step \d+ ", out) and "\ndef " in out
         assert network.stop() == [0, 0, 0, 0]
