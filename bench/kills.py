@@ -82,7 +82,11 @@ _TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another or
 
 def processes_of(miner: Neuron) -> dict[str, list[psutil.Process]]:
     """The running processes of a miner by kind."""
-    folder = miner.plan.folder
+    return processes_in(miner.plan.folder)
+
+
+def processes_in(folder: Path) -> dict[str, list[psutil.Process]]:
+    """As :func:`processes_of`, by the run folder."""
     mark, launcher = mark_of(folder), launcher_pid(folder)
     if mark is None or launcher is None:
         return {}

@@ -73,30 +73,12 @@ class Links:
 
     def shape(self, peer: int, rate: float) -> None:
         """Give a peer's line another rate, in Mbit/s and in both directions."""
-        # What passes in 4 ms at least, since the kernel's timer is no finer on some machines.
-        burst = max(_HEADERS * 10, int(rate * 1e6 / 8 * 0.004))
-        bucket = [
-            "tbf",
-            "rate",
-            f"{rate}mbit",
-            "burst",
-            str(burst),
-            "latency",
-            _QUEUE,
-        ]
         for namespace, device in ((self._name(peer), "eth0"), (self._switch, f"port{peer}")):
-            run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+            shape(namespace, device, rate)
 
-    @contextlib.contextmanager
-    def inside(self, peer: int) -> Iterator[None]:
+    def inside(self, peer: int) -> contextlib.AbstractContextManager[None]:
         """This thread, and the processes and threads that it starts, are at the peer's place."""
-        with _namespace("/proc/thread-self/ns/net") as home:
-            with _namespace(f"/run/netns/{self._name(peer)}") as there:
-                _enter(there)
-            try:
-                yield
-            finally:
-                _enter(home)
+        return inside(self._name(peer))
 
     def counters(self) -> list[Counters]:
         said = ip("-n", self._switch, "-j", "-s", "link", "show").stdout
@@ -127,6 +109,26 @@ def join(
         ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
         for each in ("lo", device):
             ip("-n", name, "link", "set", each, "up")
+
+
+def shape(namespace: str, device: str, rate: float) -> None:
+    """Bound what leaves a namespace by a device to ``rate`` Mbit/s."""
+    # What passes in 4 ms at least, since the kernel's timer is no finer on some machines.
+    burst = max(_HEADERS * 10, int(rate * 1e6 / 8 * 0.004))
+    bucket = f"tbf rate {rate}mbit burst {burst} latency {_QUEUE}".split()
+    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+
+
+@contextlib.contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread, and the processes and threads that it starts, are in the namespace."""
+    with _namespace("/proc/thread-self/ns/net") as home:
+        with _namespace(f"/run/netns/{namespace}") as there:
+            _enter(there)
+        try:
+            yield
+        finally:
+            _enter(home)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -101,13 +101,13 @@ def through(
     return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True)
 
 
-def make_certificate(folder: Path) -> Path:
-    """Self-signed, for 127.0.0.1; the key beside it."""
+def make_certificate(folder: Path, address: str = "127.0.0.1") -> Path:
+    """Self-signed, for an address; the key beside it."""
     path = folder / "shim.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"),
+            *("-subj", f"/CN={address}", "-addext", f"subjectAltName=IP:{address}"),
             *("-keyout", str(path.with_suffix(".key")), "-out", str(path)),
         ],
         check=True,

@@ -1,0 +1,232 @@
+"""A network that somebody founds and others join, by the commands that the programs print.
+
+Each program has a home of its own and, with :func:`..namespaces.sites`, a machine of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from distributed_training.config.loader import schema
+from distributed_training.config.presets import PRESETS
+from distributed_training.config.settings import StoreSettings
+from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.telemetry import read_events
+from tests.tools.namespaces import Machine
+from tests.tools.store_shim import make_certificate
+
+ROOT = Path(__file__).parents[2]
+MODULES = {
+    "dt-network": "distributed_training.network_command",
+    "dt-registry": "distributed_training.registry",
+    "dt-validator": "distributed_training.validator",
+    "dt-miner": "distributed_training.miner",
+    "dt-export": "distributed_training.scoring.export",
+    "front": "tests.tools.front",
+    "stranger": "tests.tools.stranger_peer",
+}
+#: The rules of a network that this machine runs in minutes.
+RULES = [
+    word
+    for setting in schema("validator")
+    if setting.network and setting.name in PRESETS["local"] and setting.fixed
+    for word in ("--set", f"{setting.network}={PRESETS['local'][setting.name]}")
+] + ["--set", "round.seconds_per_block=1.0"]
+STORE_PORT, REGISTRY_PORT = 9000, 8443  # of the founder, where machines have addresses
+
+
+@dataclass
+class Program:
+    """One that runs until it is stopped. ``log``: what it prints, over all its starts."""
+
+    command: list[str]
+    environ: Mapping[str, str]
+    place: Path
+    log: Path
+    machine: Machine | None
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self.log.open("ab") as log, at(self.machine):
+            self.process = subprocess.Popen(
+                self.command, cwd=self.place, env=self.environ, stdout=log, stderr=log
+            )
+
+    @property
+    def status(self) -> int | None:
+        """None while it runs."""
+        assert self.process is not None
+        return self.process.poll()
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def stop(self) -> None:
+        """As Ctrl-C does, if it runs."""
+        assert self.process is not None
+        if self.status is None:
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(90)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+
+
+def at(machine: Machine | None) -> AbstractContextManager[None]:
+    return machine.inside() if machine is not None else nullcontext()
+
+
+class Founded:
+    """Programs with a home each. ``machines``: by home, all that have one of their own."""
+
+    def __init__(
+        self, folder: Path, store: ObjectStoreServer, machines: Mapping[str, Machine]
+    ) -> None:
+        self.folder = folder
+        self.store = store
+        self.machines = machines
+        self.running: list[Program] = []
+        self.more: dict[str, str] = {}  # for every program's environment
+        founder = machines.get("founder")
+        c = store.credentials
+        self.keys = {
+            "R2_ENDPOINT_URL": f"http://{founder.address}:{STORE_PORT}"
+            if founder
+            else store.endpoint,
+            "R2_ACCOUNT_ID": c.account_id,
+            "R2_READ_ACCESS_KEY_ID": c.read_key,
+            "R2_READ_SECRET_ACCESS_KEY": c.read_secret,
+            "R2_WRITE_ACCESS_KEY_ID": c.write_key,
+            "R2_WRITE_SECRET_ACCESS_KEY": c.write_secret,
+        }
+
+    def environ(self, home: Path) -> dict[str, str]:
+        home.mkdir(exist_ok=True)
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
+        ours = {"HOME": str(home), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return {**kept, **ours, **self.more}
+
+    def command(self, line: str, *more: str) -> list[str]:
+        program, *words = shlex.split(line)
+        return [sys.executable, "-m", MODULES[program], *words, *more]
+
+    def call(self, line: str, *more: str, home: str = "founder", status: int = 0) -> str:
+        """Run a command to its end; what it printed."""
+        place = self.folder / home
+        with at(self.machines.get(home)):
+            done = subprocess.run(
+                self.command(line, *more),
+                cwd=place if place.exists() else self.folder,
+                env=self.environ(place),
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def start(self, line: str, *more: str, home: str) -> Program:
+        place = self.folder / home
+        program = Program(
+            self.command(line, *more),
+            self.environ(place),
+            place,
+            place / f"{len(self.running)}.log",
+            self.machines.get(home),
+        )
+        program.start()
+        self.running.append(program)
+        return program
+
+    def open_front(self, registry_port: int) -> str:
+        """Serve the store, and the registry by TLS, at the founder's address. Returns its URL."""
+        founder = self.machines["founder"]
+        certificate = make_certificate(self.folder, founder.address)
+        self.more = {"SSL_CERT_FILE": str(certificate)}
+        ways = [
+            f"{founder.address}:{STORE_PORT}={self.store.port}",
+            f"{founder.address}:{REGISTRY_PORT}={registry_port}",
+        ]
+        self.start(shlex.join(["front", str(certificate), *ways]), home="founder")
+        return f"https://{founder.address}:{REGISTRY_PORT}"
+
+    def stop(self) -> list[int]:
+        """Stop all, the newest first, as Ctrl-C does; their exit statuses."""
+        for program in reversed(self.running):
+            program.stop()
+        return [program.status or 0 for program in self.running]
+
+    def make_bucket(self, name: str) -> None:
+        settings = replace(
+            StoreSettings(),
+            endpoint_url=self.store.endpoint,
+            account_id=self.keys["R2_ACCOUNT_ID"],
+            write_access_key_id=SecretStr(self.keys["R2_WRITE_ACCESS_KEY_ID"]),
+            write_secret_access_key=SecretStr(self.keys["R2_WRITE_SECRET_ACCESS_KEY"]),
+        )
+        with (
+            at(self.machines.get("founder")),
+            closing(S3ObjectStore.from_settings(settings, bucket=name, write=True)) as bucket,
+        ):
+            bucket.create_bucket()
+
+    def write_keys(self, home: str, **more: str) -> None:
+        place = self.folder / home
+        place.mkdir(exist_ok=True)
+        (place / ".env").write_text("".join(f"{k}={v}\n" for k, v in {**self.keys, **more}.items()))
+        (place / ".env").chmod(0o600)
+
+    def logs(self, last: int = 1500) -> str:
+        """The ends of all that was printed."""
+        paths = sorted(self.folder.glob("*/*.log"))
+        return "\n".join(f"===== {p}\n{p.read_text(errors='replace')[-last:]}" for p in paths)
+
+
+@contextmanager
+def founded(folder: Path, machines: Mapping[str, Machine] | None = None) -> Iterator[Founded]:
+    """A network's programs; the store runs at the founder's."""
+    machines = machines or {}
+    store = ObjectStoreServer(folder=folder / "store")
+    with at(machines.get("founder")):
+        store.start()
+    try:
+        network = Founded(folder, store, machines)
+        try:
+            yield network
+        finally:
+            network.stop()
+    finally:
+        store.stop()
+
+
+def printed(out: str) -> list[str]:
+    """The commands among what ``dt-network init`` prints: serve, invite, validate, join, mine."""
+    return [line.strip() for line in out.splitlines() if line.startswith("  dt-")]
+
+
+def wait_for(program: Program, text: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while text not in program.said:
+        assert time.monotonic() < deadline and program.status is None, program.said[-4000:]
+        time.sleep(0.5)
+
+
+def outer_steps(run_folder: Path) -> dict[int, dict[str, object]]:
+    """The events of outer steps, by number."""
+    path = run_folder / "events.jsonl"
+    events = read_events(path) if path.exists() else []
+    return {e["outer_step"]: e for e in events if e["kind"] == "outer_step"}
