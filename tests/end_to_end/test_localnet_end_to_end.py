@@ -116,7 +116,7 @@ def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> No
         plan = miner.plan
         text = (plan.folder / "log.txt").read_text()
         who = rf"Miner \S+: uid {plan.uid}, hotkey 5\w+, netuid \d+, bucket \S+-{plan.uid:03d}"
-        begins = re.search(rf"{who}$", text, re.M)
+        begins = re.search(rf"{who}, incentive [01]\.\d+, rank \d of \d miners", text)
         model = re.search(r"Global state of outer step \d+: a model of [0-9.]+ M param", text)
         first = text.index("Inner Step: 1 ")
         assert begins and model and begins.start() < model.start() < first
