@@ -29,6 +29,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
 from distributed_training.miner import services
 from distributed_training.miner import state_machine as ev
+from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
 from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter, limits
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
@@ -79,6 +80,18 @@ class Miner:
         blocks = limits(
             self.schedule, newest=lambda: 1000, chain_block=lambda: 1050, most_blocks=lambda: 200
         )
+        ledger = MemoryLedger()
+        ledger.register(MINER.ss58)
+        income = Income(
+            hotkey=MINER.ss58,
+            chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
+            limits=blocks,
+            called_at=time.monotonic,
+            round_period=lambda: 9000.0,
+            patience=60.0,
+            record=lambda kind, **fields: None,
+        )
+        income.see(ev.Tick(time.monotonic()), TRAINING)
         self.reporter = Reporter(
             record=lambda kind, **fields: None,
             metrics=Metrics(
@@ -91,7 +104,9 @@ class Miner:
                     "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                     "dht_peers": lambda: 12,
                     "global_run": lambda: 5,
+                    "protocol_run": lambda: 5,
                     **blocks,
+                    **income.gauges(),
                     **self.machine.single(),
                 },
                 by_rank=self.by_rank,
