@@ -122,7 +122,7 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         ("/commit", b'{"text": 5}'),
         ("/commit", b"[]"),
         ("/weights", b'{"weights": {"0": -1}}'),
-        ("/register", b'{"uid": 256}'),
+        ("/register", b'{"uid": -1}'),
         ("/enroll", b'{"hotkey": "<script>"}'),
         ("/enroll", b'{"hotkey": "' + PEER.ss58.encode() + b'", "uid": 4096}'),
         *(("/serve", b'{"ip": "%s", "port": 1}' % ip) for ip in (b"a/b?", b"fe80::1%a/", b"::x")),
