@@ -327,7 +327,8 @@ class RegistryChain(Chain):
                     self._written.get("serve", served) == served
                     and self._written.get("commit", {"text": commitment})["text"] == commitment
                 )
-        return True
+        # Whoever came back before us may have brought the version beyond the one we know.
+        return own not in self._uids
 
     def _write_again(self, state: State) -> None:
         """Bring what a restored registry lost of ours: uid, endpoint, commitment.
