@@ -28,6 +28,7 @@ from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
+from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
 from tests.tools import chromium
@@ -49,15 +50,22 @@ class Run:
 
 
 def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
-    """Everything in a neuron's bucket, with its read keys."""
+    """Everything in a neuron's bucket, with its read keys, at a moment without an upload."""
     assert subnet.services is not None
     with contextlib.closing(subnet.services.open_bucket(plan)) as bucket:
-        for found in bucket.list_objects():
-            path = destination / bucket.bucket / found.key
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data = bucket.get(found.key, limit=1 << 30)
-            assert data is not None
-            path.write_bytes(data)
+
+        def whole() -> bool:
+            before = list(bucket.list_objects())
+            copy = {found.key: bucket.get(found.key, limit=1 << 30) for found in before}
+            for key, data in copy.items():
+                path = destination / bucket.bucket / key
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data or b"")
+            root = copy.get(keys.ROOT_METADATA)
+            parts = [data for key, data in copy.items() if key.endswith(f"/{keys.METADATA}")]
+            return before == list(bucket.list_objects()) and (root is None or root in parts)
+
+        wait_for(whole, f"a moment without an upload of {plan.name}", every=0.2)
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +86,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         secrets = set()
         for neuron in subnet.neurons:
             download(subnet, neuron.plan, buckets)
-            keys = subnet.services.environment(neuron.plan)
-            secrets |= {keys["R2_WRITE_SECRET_ACCESS_KEY"], keys["R2_READ_SECRET_ACCESS_KEY"]}
+            given = subnet.services.environment(neuron.plan)
+            secrets |= {given["R2_WRITE_SECRET_ACCESS_KEY"], given["R2_READ_SECRET_ACCESS_KEY"]}
     yield Run(subnet, folder, buckets, lines, secrets, subnet.summary())
 
 
