@@ -72,9 +72,10 @@ args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 // miner.toml too. Settings that it refuses are named by the start itself.
 const python = path.join(__dirname, ".venv", "bin", "python");
 function stopSeconds() {
+  if (app === "registry") return 10;
   const words = ["-m", "distributed_training.config", "--stop-seconds", app, ...args];
   const asked = spawnSync(python, words, { cwd: home, encoding: "utf8", timeout: 60000 });
-  return app === "registry" ? 10 : parseFloat(asked.stdout) || 60;
+  return parseFloat(asked.stdout) || 60;
 }
 
 module.exports = {

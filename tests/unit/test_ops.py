@@ -96,36 +96,37 @@ def test_flags_of_units_and_containers_exist(file: str, program: str, words: lis
     assert flags and all(known.get(flag) for flag in flags), file
 
 
+def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    """The one app of app.config.js in ``folder`` as JSON, or what node says of it."""
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    command = [str(NODE), "-e", code, str(folder / "app.config.js")]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.skipif(NODE is None, reason="needs node")
 @pytest.mark.parametrize(
-    "words",
+    ("words", "toml"),
     [
-        (),
-        ("--neuron.stop_timeout", "90"),
-        ("--neuron.stop-timeout", "300"),
-        ("--NEURON.STOP_TIMEOUT=5m",),
-        ("--Neuron.Stop-Timeout=.5h",),
-        ("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"),
-        ("--neuron.stop_timeout=1500 ms",),
-        (),
+        ((), ""),
+        (("--neuron.stop_timeout", "90"), ""),
+        (("--neuron.stop-timeout", "300"), ""),
+        (("--NEURON.STOP_TIMEOUT=5m",), ""),
+        (("--Neuron.Stop-Timeout=.5h",), ""),
+        (("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"), ""),
+        (("--neuron.stop_timeout=1500 ms",), ""),
+        ((), 'neuron.stop_timeout = "3m"'),
     ],
 )
 def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
-    words: tuple[str, ...], tmp_path: Path
+    words: tuple[str, ...], toml: str, tmp_path: Path
 ) -> None:
     """However the operator writes the flag, in the override or in miner.toml."""
     if words:
         rows = f"module.exports = [{json.dumps(words)}];"
         (tmp_path / "app.config.override.js").write_text(rows)
     file = tmp_path / "miner.toml"
-    file.write_text("" if words else 'neuron.stop_timeout = "3m"')
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    done = subprocess.run(
-        [str(NODE), "-e", code, str(OPS.parent / "app.config.js")],
-        env={"DT_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
+    file.write_text(toml)
+    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     app = json.loads(done.stdout)
     words = tuple(app["args"])
@@ -136,13 +137,7 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
 @pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
 def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
     (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    done = subprocess.run(
-        [str(NODE), "-e", code, str(OPS.parent / "app.config.js")],
-        env={"DT_HOME": str(tmp_path), "DT_APP": app},
-        capture_output=True,
-        text=True,
-    )
+    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_APP=app)
     assert done.returncode == status, done.stderr
     if status:
         assert "give miner, validator or registry" in done.stderr
@@ -168,13 +163,7 @@ def test_a_second_miner_has_a_name_and_settings_of_its_own(
     if override:
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "app.config.override.js").write_text(override)
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    done = subprocess.run(
-        [str(NODE), "-e", code, str(tmp_path / "app.config.js")],
-        env={"DT_NAME": name},
-        capture_output=True,
-        text=True,
-    )
+    done = pm2_reads(tmp_path, DT_NAME=name)
     assert (refused in done.stderr) and (done.returncode != 0) == bool(refused), done.stderr
     if not refused:
         app = json.loads(done.stdout)
