@@ -10,9 +10,10 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,19 +222,22 @@ def build(
         run=run,
     )
 
-    def initial() -> GlobalState:
-        return GlobalState(
-            model_config=model_config,
-            schema=schema,
-            outer_step=0,
-            weights=initial_weights(model_config, seed=settings.initial_seed),
-            momentum=None,
-            learning_rate=config.training.outer_learning_rate,
-            mu=config.training.outer_momentum,
-            last_allreduce_block=0,
-        )
-
+    initial = partial(_initial_state, config, model_config, schema)
     return validator, found, initial
+
+
+def _initial_state(config: Config, model_config: Mapping[str, Any], schema: Schema) -> GlobalState:
+    """Return the state that a network begins with: random weights, no momentum."""
+    return GlobalState(
+        model_config=model_config,
+        schema=schema,
+        outer_step=0,
+        weights=initial_weights(model_config, seed=config.validator.initial_seed),
+        momentum=None,
+        learning_rate=config.training.outer_learning_rate,
+        mu=config.training.outer_momentum,
+        last_allreduce_block=0,
+    )
 
 
 def _standings(path: Path) -> Standings:

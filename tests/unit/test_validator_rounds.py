@@ -478,15 +478,21 @@ def test_a_publication_that_fails_shows_readers_the_old_state(world: World, key:
     assert not world.events.of("outer_step")
 
 
-def test_a_publication_is_tried_again_before_the_step_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def retrying_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Before a round; a publication that fails is tried again at once."""
     from distributed_training.validator import validator as module
 
     monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
     world = World(tmp_path, settings(publication_budget=timedelta(seconds=30)))
     world.start()
     world.train_and_publish()
+    return world
+
+
+def test_a_publication_is_tried_again_before_the_step_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = retrying_world(tmp_path, monkeypatch)
     world.bucket.fail = ["epoch-1/model.safetensors", "metadata.json"]
     assert world.validator.round()
     assert [e["ok"] for e in world.events.of("publication")] == [True, False, False, True]
@@ -498,12 +504,8 @@ def test_a_disk_that_is_full_for_a_moment_does_not_lose_the_outer_step(
 ) -> None:
     """The miners have made the step; a validator that ended would take it back for all."""
     from distributed_training.validator import global_state
-    from distributed_training.validator import validator as module
 
-    monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
-    world = World(tmp_path, settings(publication_budget=timedelta(seconds=30)))
-    world.start()
-    world.train_and_publish()
+    world = retrying_world(tmp_path, monkeypatch)
     full: list[tuple[str, Exception]] = [
         ("write_bytes", OSError(28, "No space left on device")),
         ("save_file", SafetensorError("No space left on device")),
