@@ -21,7 +21,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.identity import follow_chain, seconds_per_block
+from distributed_training.node.identity import follow_chain
 from distributed_training.node.network import check_global_state, check_network
 from distributed_training.protocol.names import miner_bucket
 from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
@@ -146,7 +146,7 @@ def _shared_checks(config: Config, chain: Chain) -> list[Check]:
     clock = check_chain_clock(
         None if now is None else timedelta(seconds=time.time() - now),
         allowed=config.chain.clock_skew,
-        block=timedelta(seconds=seconds_per_block(config)),
+        block=timedelta(seconds=config.chain.seconds_per_block),
     )
     return [network, state, clock]
 

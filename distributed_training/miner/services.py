@@ -45,7 +45,6 @@ from distributed_training.node.identity import (
     join_subnet,
     keep_state,
     refuse_second_node,
-    seconds_per_block,
 )
 from distributed_training.node.network import check_global_state, require_network
 from distributed_training.node.start import fetch_tokenizer, require_data
@@ -142,7 +141,7 @@ class Services:
         return GlobalEpoch(
             bucket=self.global_bucket,
             post=post,
-            interval=timedelta(seconds=blocks * seconds_per_block(self.config)),
+            interval=timedelta(seconds=blocks * self.config.chain.seconds_per_block),
             epoch_start=epoch_start,
         )
 
@@ -267,7 +266,7 @@ def _round_clock(
         shortest_period=shortest,  # which a validator falls back to when it starts again
         last_allreduce_block=last if isinstance(last, int) else None,
         chain_age=chain.age,
-        seconds_per_block=seconds_per_block(config),
+        seconds_per_block=config.chain.seconds_per_block,
     )
 
 

@@ -295,11 +295,6 @@ def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int)
     ]
 
 
-def seconds_per_block(config: Config) -> float:
-    """12 on the public network; the local subnet's chain makes a block a second."""
-    return config.chain.seconds_per_block
-
-
 ASK_EVERY = timedelta(minutes=5)  # for the public address
 
 

@@ -86,6 +86,8 @@ function buttons() {
   for (const made of $("neurons").children) made.setAttribute("aria-pressed", String(made.textContent === shown));
 }
 
+const newestOf = (neuron, kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
+
 // --- cards ------------------------------------------------------------------------------------
 
 function card(title, value, small = "", kind = "", meter = null) {
@@ -104,7 +106,6 @@ function cards(neuron) {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
-  const newest = (kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
   const now = Date.now() / 1000;
   const running = runs(neuron);
   const made = [card("State", ...stateOf(neuron))];
@@ -153,10 +154,10 @@ function cards(neuron) {
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
   const known = gauge("dht_peers");
   if (known !== undefined) made.push(card("Swarm", `${number(known, 0)} peers`, "known in the DHT", known ? "" : "bad"));
-  const preview = newest("preview");
+  const preview = newestOf(neuron, "preview");
   if (preview) made.push(card("Preview", number(preview.delta, 4),
     "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
-  const held = newest("held_out");
+  const held = newestOf(neuron, "held_out");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
   replace($("now"), ...made);
   $("now").classList.toggle("old", lost || !running);
@@ -165,7 +166,7 @@ function cards(neuron) {
 const runs = (neuron) => neuron.state !== "stopped" && !(neuron.life && neuron.life.gone);
 
 function stateOf(neuron) {  // in short, what else there is to it, and whether it is well
-  const stop = neuron.tables.stop[neuron.tables.stop.length - 1];
+  const stop = newestOf(neuron, "stop");
   if (neuron.state === "stopped") {
     return ["stopped", stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : ""];
   }
@@ -178,7 +179,7 @@ function stateOf(neuron) {  // in short, what else there is to it, and whether i
   return [(neuron.state || "–").replace(/_/g, " "), ""];
 }
 
-const uidOf = (neuron) => (neuron.tables.start[neuron.tables.start.length - 1] || {}).uid;
+const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
 
 function scoreOf(neuron) {  // where the validator is shown too
   const judge = [...neurons.values()].find((n) => n.scores);
@@ -195,7 +196,7 @@ function judged(neuron) {  // by a validator whose folder is shown too
 
 function income(neuron, gauge) {  // the miner's own verdict; while it waits for its uid, it has none
   if (gauge("registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
-  const last = neuron.tables.income[neuron.tables.income.length - 1];
+  const last = newestOf(neuron, "income");
   return last && [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : ""];
 }
 
@@ -326,7 +327,7 @@ function draw() {
   const neuron = neurons.get(shown);
   if (!neuron) return;
   const well = !lost && stateOf(neuron)[2] !== "bad";
-  const start = neuron.tables.start[neuron.tables.start.length - 1] || {};
+  const start = newestOf(neuron, "start") || {};
   $("title").textContent = start.hotkey ? `${neuron.name}, uid ${start.uid}, ${start.hotkey}` : neuron.name;
   document.title = `${well ? "" : "⚠ "}${neuron.name}`;
   connection();
