@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.common.ports import free_ports
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store import bucket_reader
 from distributed_training.store.bucket_reader import BucketReader
@@ -115,9 +115,7 @@ def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreSe
     with pytest.raises(StoreError) as caught:
         wrong.get("shared", limit=1)
     assert "wrong-secret" not in str(caught.value)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     gone = _store(
         server,
         endpoint_url=f"http://127.0.0.1:{port}",

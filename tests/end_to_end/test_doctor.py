@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import report
 from distributed_training.health.outside import check_chain_clock
@@ -120,8 +121,8 @@ def test_a_clock_is_held_against_the_newest_block(seconds: float | None, status:
 
 
 def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)) as server:
 
         def mumble() -> None:
             connection, _ = server.accept()

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distributed_training.common.ports import free_ports
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm import HivemindSwarm, SwarmUnavailable, supervisor
 from tests.tools.swarm_world import (
@@ -151,9 +152,7 @@ def test_one_initial_peer_that_is_reachable_is_enough(
 
 
 def test_the_address_of_the_flags_is_announced(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     settings = replace(SETTINGS, dht_ip="203.0.113.7", dht_port=port)
     swarm = open_swarm(tmp_path, [(2,)], settings=settings)
     try:

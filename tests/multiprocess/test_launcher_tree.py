@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, command_of
 from distributed_training.config import load_config
 from distributed_training.miner import rank_group
@@ -425,8 +426,8 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
 
 
 def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    (port,) = free_ports(1)
+    with socket.create_server(("127.0.0.1", port)):
         run = launched("run", flags=("--axon.port", str(port)))
         wait_for(lambda: "(attempt 3)" in run.output, "two tries")
         assert f"Cannot train: port {port} (--axon.port) is in use" in run.output

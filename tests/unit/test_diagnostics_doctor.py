@@ -20,6 +20,7 @@ from distributed_training.common.memory import (
     host_memory,
     snapshot_bytes,
 )
+from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.doctor.measure import StepEstimate, check_speed
@@ -165,8 +166,8 @@ def test_the_newest_global_state_is_of_today(
 
 
 def test_port(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = free_ports(1)  # of the system's own range another program might take it when let go
+    with socket.create_server(("127.0.0.1", port)):
         check = check_port("dht.port", port)
         assert check.status == "fail" and f"port {port} (--dht.port) is in use" in check.line
     assert check_port("dht.port", port).status == "ok"

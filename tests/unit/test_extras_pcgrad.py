@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from distributed_training.common.ports import free_ports
 from extras.pcgrad import pcgrad, products, surgery_weights
 from tests.tools import forked
 
@@ -118,8 +119,5 @@ def test_split_over_ranks_it_is_the_same(free_port: int) -> None:
 
 @pytest.fixture()
 def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    (port,) = free_ports(1)
+    return port

@@ -50,7 +50,7 @@ elif command == "start":
         (home / "settings.toml").unlink()
     else:
         with (home / "run" / "events.jsonl").open("a") as events:
-            print(json.dumps({{"kind": "step", "time": time.time() + 1}}), file=events)
+            print(json.dumps({{"kind": "step", "time": time.time()}}), file=events)
 state.write_text(json.dumps(apps))
 """
 
