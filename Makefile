@@ -6,6 +6,7 @@
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code beside its goals
+# make docs                         the documents as a site: build/site/index.html
 PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
 # come first (conftest.py).
@@ -15,7 +16,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports size house pm2 clean
+.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports docs size house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -72,6 +73,10 @@ lint-mypy: dev
 
 lint-imports: dev
 	.venv/bin/lint-imports
+
+# mkdocs fetches nothing; --strict fails on a link that leads nowhere.
+docs: dev
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet && echo build/site/index.html
 
 # pm2 for the tests that need it, in build/node, not on the machine
 pm2:
