@@ -37,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.processes import kill_tree
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
@@ -47,6 +48,7 @@ APP = "distributed_training_miner"
 _ROUND_NEAR = timedelta(minutes=3)  # a round due so soon is waited for
 _SPARE_BYTES = 2_000_000_000  # beyond the size of the environment that is there
 _POLL = 1.0  # seconds
+_FETCH_SECONDS = 600.0
 _NEW = ".new"  # ends the name of a version's folder until the version has passed
 #: DT_UPDATE_SETUP and DT_UPDATE_TESTS replace these where they cannot be run, as in tests.
 _SETUP = "scripts/setup.sh"
@@ -241,20 +243,33 @@ def find_commit(git: Sequence[str], target: str, unchanged: str) -> tuple[str, s
         words = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"]
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
-    # Without --force git keeps a tag that was moved, and the old version would be installed.
-    fetch = [*git, "fetch", "--tags", "--force", "--quiet"]
-    fetched = subprocess.run(fetch, capture_output=True, text=True)
+    failure = fetch(git)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", target)
     if commit := commit_of(f"refs/tags/{target}"):
         return commit, name
     why = "it does not exist"
-    if fetched.returncode != 0:
-        why = f"it could not be fetched ({reason(fetched)})"
+    if failure:
+        why = f"it could not be fetched ({failure})"
     elif commit := commit_of(f"refs/remotes/origin/{target}"):
         return commit, f"{name}-{commit[:12]}"
     if re.fullmatch("[0-9a-f]{7,40}", target) and (commit := commit_of(target)):
         return commit, commit[:12]
     raise UpdateError(f"no version {target}: {why}; {unchanged}")
+
+
+def fetch(git: Sequence[str]) -> str:
+    """Bring branches and tags of the remote here. Return why that failed; empty if it did not."""
+    # Without --force git keeps a tag that was moved, and the old version would be installed.
+    words = [*git, "fetch", "--tags", "--force", "--quiet"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        said, _ = process.communicate(timeout=_FETCH_SECONDS)
+    except subprocess.TimeoutExpired:
+        kill_tree(process.pid)  # git's own children, ssh for one, would wait on without it
+        process.wait()
+        return f"no end within {_FETCH_SECONDS:.0f} s: check the network, update again"
+    done = subprocess.CompletedProcess(words, process.returncode, said, "")
+    return reason(done) if done.returncode != 0 else ""
 
 
 def head_of(folder: Path) -> str:

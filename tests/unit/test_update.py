@@ -10,12 +10,14 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from distributed_training.telemetry import EventLog, MetricsFile
@@ -221,6 +223,17 @@ def test_a_branch_and_a_commit_are_versions_too(machine: Machine) -> None:
     assert "no version feature/x: it does not exist" in machine.refused("feature/x")
     machine.git("remote", "set-url", "origin", "/nowhere", at=machine.home)
     assert "no version main: it could not be fetched" in machine.refused("main")
+
+
+def test_a_fetch_that_hangs_has_an_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "_FETCH_SECONDS", 2.0)
+    git = ["git", "-C", str(machine.home)]
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/miner.git"
+        machine.git("remote", "set-url", "origin", url, at=machine.home)
+        assert update.fetch(git) == "no end within 2 s: check the network, update again"
+        left = [p for p in psutil.process_iter(["cmdline"]) if url in (p.info["cmdline"] or ())]
+        assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_a_tag_that_was_moved_does_not_touch_the_version_that_had_it(machine: Machine) -> None:
