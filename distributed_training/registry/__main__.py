@@ -178,19 +178,20 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
-    if given.network is not None:
-        _take_network(given)
-    fixed = ("name", "master", "seconds_per_block", "most_uids")
+    in_file = _take_network(given) if given.network is not None else ()
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
-        for field in fixed:
+        for field, key in _FIXED.items():
             wanted, has = getattr(given, field), getattr(registry.charter, field)
             if wanted is not None and wanted != has:
                 registry.close()
+                said, remedy = f"--{field.replace('_', '-')} {wanted}", "leave it out"
+                if field in in_file:
+                    said = f"{key} {wanted} in {given.network}"
+                    remedy = "set it back there (dt-network sign), leave --network out"
                 raise ConfigError(
-                    f"--{field.replace('_', '-')} {wanted} is not what the registry in "
-                    f"{given.folder} was founded with ({has}), so nothing was started: leave it "
-                    "out, or give another --folder"
+                    f"{said} is not what the registry in {given.folder} was founded with ({has}), "
+                    f"so nothing was started: {remedy}, or give another --folder"
                 )
         if given.admission is not None:
             registry.set_admission(given.admission)
@@ -220,17 +221,26 @@ def _registry(given: argparse.Namespace) -> Registry:
     return store.Registry.at(given.folder, charter)
 
 
-def _take_network(given: argparse.Namespace) -> None:
-    """Set what ``--network`` says and no flag does. Raises ConfigError."""
+#: What a registry is founded with for good, and the key of a network's file that says it.
+_FIXED = {
+    "name": "name",
+    "master": "chain.master_hotkey",
+    "seconds_per_block": "round.seconds_per_block",
+    "most_uids": "limits.max_uids",
+}
+
+
+def _take_network(given: argparse.Namespace) -> list[str]:
+    """Set what ``--network`` says and no flag does. Return what that is. Raises ConfigError."""
     from distributed_training.config import load_config
 
     network = load_config("validator", ["--network", given.network], check=False).network
     assert network is not None  # it was named
-    given.name = given.name or network.head.name
-    given.master = given.master or network.values["chain.master_hotkey"]
-    given.most_uids = given.most_uids or network.values["limits.max_uids"]
-    pace = network.values.get("round.seconds_per_block")
-    given.seconds_per_block = given.seconds_per_block or pace
+    said = {**network.values, "name": network.head.name}
+    taken = [field for field in _FIXED if getattr(given, field) is None]
+    for field in taken:
+        setattr(given, field, said.get(_FIXED[field]))
+    return taken
 
 
 def backup(given: argparse.Namespace) -> int:

@@ -45,6 +45,7 @@ from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
+NETWORK = Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml"
 
 
 @contextmanager
@@ -433,6 +434,7 @@ class TestKept:
     [
         (("--name", "other"), "--name other is not what the registry"),
         (("--seconds-per-block", "3"), "--seconds-per-block 3.0 is not what"),
+        (("--network", str(NETWORK)), "name dstrbtd-sn38 in "),
         (("--folder", "{empty}"), "give --network FILE"),
         (("--folder", "{empty}", "--name", "A b", "--master", PEER.ss58), "lower-case"),
         (("--port", "70000"), "--port"),
