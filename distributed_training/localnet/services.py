@@ -84,6 +84,10 @@ class Services:
             settings=StoreSettings(),
         )
 
+    def _make_bucket(self, plan: NeuronPlan) -> None:
+        with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
+            bucket.create_bucket()
+
     # --- life -----------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -105,8 +109,7 @@ class Services:
         self._register()
         self._store.child.wait_ready()
         for plan in self.plans:
-            with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
-                bucket.create_bucket()
+            self._make_bucket(plan)
 
     def stop(self) -> list[str]:
         """Chain, then store; what went wrong in it."""
@@ -174,8 +177,7 @@ class Services:
         self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         with contextlib.closing(self.founders_chain()) as chain:
             chain.enroll(self.wallet(plan).ss58, uid=uid)
-        with contextlib.closing(self.open_bucket(plan, write=True)) as bucket:
-            bucket.create_bucket()
+        self._make_bucket(plan)
         flags = self._settings(plan).items()
         toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
         write_bytes(folder / "miner.toml", toml.encode(), durable=False)
