@@ -66,6 +66,7 @@ class Standings:
     def __init__(self) -> None:
         self.board = ScoreBoard(())
         self.entries: dict[int, _Entry] = {}
+        self._absent: set[int] = set()  # of the entries: not registered when that was last seen
         self.failed_rounds = 0  # since the last success
         self.successful_rounds = 0
         self.last_round_block: int | None = None  # when the period was last restarted
@@ -73,10 +74,10 @@ class Standings:
         self.reached: Reached | None = None
 
     def sync(self, neurons: Iterable[Neuron]) -> None:
-        """Take in who is registered now."""
+        """Take in who is registered now. Who is not keeps its standing for its return."""
         present = {n.uid: n.hotkey for n in neurons}
-        for uid in [u for u in self.entries if u not in present]:
-            del self.entries[uid]
+        # A registry of an older backup, or a chain's node that is behind, hides some for a while.
+        self._absent = self.entries.keys() - present.keys()
         for uid, hotkey in present.items():
             entry = self.entries.get(uid)
             if entry is None or entry.hotkey != hotkey:
@@ -119,7 +120,7 @@ class Standings:
         )
         for judgement in judgements:
             self.entries[judgement.uid].scored_at = block
-        present = self.entries
+        present = {u: e for u, e in self.entries.items() if u not in self._absent}
         totals = self.board.total_scores(
             all_reduce={uid: e.all_reduce for uid, e in present.items()},
             repo_valid={uid: e.repo_valid for uid, e in present.items()},
@@ -131,7 +132,8 @@ class Standings:
         return {uid: self._figures(uid, totals[uid]) for uid in present}
 
     def weights(self) -> dict[int, float]:
-        return {uid: e.published for uid, e in self.entries.items() if e.published > 0}
+        found = {uid: e.published for uid, e in self.entries.items() if e.published > 0}
+        return {uid: weight for uid, weight in found.items() if uid not in self._absent}
 
     def save(self, path: Path) -> None:
         state = {

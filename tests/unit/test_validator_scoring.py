@@ -357,9 +357,21 @@ def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
     ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
     ledger.sync([Neuron(1, "a"), Neuron(2, "new")])
     assert (ledger.entries[1].all_reduce, ledger.entries[2].all_reduce) == (1, 0)
-    ledger.sync([Neuron(1, "a")])
-    assert set(ledger.entries) == {1}
-    assert set(ledger.judged([], {1: True}, block=1)) == {1}
+
+
+def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
+    ledger = Standings()
+    both = [Neuron(1, "a"), Neuron(2, "b")]
+    ledger.sync(both)
+    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    ledger.board.update_round(random={1: (3.0, 2.0), 2: (3.0, 2.5)}, assigned={})
+    ledger.judged([], {1: True, 2: True}, block=1)
+    weights, rating = ledger.weights(), ledger.board.rating(2)
+    assert set(weights) == {1, 2}
+    ledger.sync(both[:1])
+    assert set(ledger.weights()) == set(ledger.judged([], {1: True}, block=2)) == {1}
+    ledger.sync(both)
+    assert ledger.weights()[2] == weights[2] and ledger.board.rating(2) == rating
 
 
 def test_the_ledger_survives_a_restart(world: World, tmp_path: Path) -> None:
