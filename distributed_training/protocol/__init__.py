@@ -1,7 +1,6 @@
-"""What all peers must agree on, as pure functions: no I/O but on what is handed over, no state.
+"""Define what all peers must agree on, as pure functions without I/O or state of their own.
 
-Light: ``types``, ``names``, ``keys``, ``lines``, ``metadata``, ``pt_file``, ``synapses``,
-``schedule``.
-With numpy: ``pages``. With openskill: ``scoring``. With torch: ``gradients``, ``payload``.
-Nothing is imported here.
+Light modules: ``types``, ``names``, ``keys``, ``lines``, ``metadata``, ``pt_file``, ``synapses``,
+``schedule``. With numpy: ``pages``. With openskill: ``scoring``. With torch: ``gradients``,
+``payload``. Nothing is imported here.
 """

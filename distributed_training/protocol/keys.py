@@ -23,25 +23,25 @@ _INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4,})-of-([1-9][0-9]*
 
 
 def epoch_folder(outer_step: int) -> str:
-    """``epoch-N``, without a slash. Raises ValueError for a negative outer step."""
+    """Return ``epoch-N``, without a slash. Raises ValueError for a negative outer step."""
     if outer_step < 0:
         raise ValueError(f"outer step {outer_step} is negative")
     return f"epoch-{outer_step}"
 
 
 def epoch_key(outer_step: int, name: str) -> str:
-    """``epoch-N/name``."""
+    """Return ``epoch-N/name``."""
     return f"{epoch_folder(outer_step)}/{name}"
 
 
 def parse_epoch_key(key: str) -> tuple[int, str] | None:
-    """``(N, name)`` of a key inside an epoch's folder, None for any other key."""
+    """Return ``(N, name)`` of a key inside an ``epoch-N`` folder, None for any other key."""
     match = _EPOCH_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 
 
 def inner_optimizer(rank: int, world_size: int) -> str:
-    """File of one rank's optimizer shard: rank 0 of 4 is ``inner_optimizer.rank0001-of-4.pt``.
+    """Name the file of one rank's optimizer shard: ``inner_optimizer.rank0001-of-4.pt``.
 
     Ranks count from 0 here and from 1 in the name; the world size is not padded.
     """
@@ -51,7 +51,7 @@ def inner_optimizer(rank: int, world_size: int) -> str:
 
 
 def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
-    """``(rank, world_size)`` of a shard's file name (rank from 0), None for any other name."""
+    """Return ``(rank, world_size)`` of a shard's file name, None for any other; ranks from 0."""
     match = _INNER_OPTIMIZER.fullmatch(name)
     if match is None:
         return None
@@ -60,7 +60,7 @@ def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
 
 
 def data_files(world_size: int) -> tuple[str, ...]:
-    """What a miner publishes in an epoch's folder before its metadata."""
+    """Name the files that a miner uploads into an ``epoch-N`` folder before its metadata."""
     shards = tuple(inner_optimizer(rank, world_size) for rank in range(world_size))
     return (CONFIG, MODEL, GRADIENTS, *shards)
 

@@ -1,8 +1,8 @@
-"""The log lines operators search for, each once.
+"""Word each log line that operators search for, in one place.
 
 Texts are those of the public miner (protocol page, section 9) and of the operator documents, emoji
-rendered, so that ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` and the like
-go on working. Misspellings in them (``Succesfully``) are part of the text.
+rendered. So ``pm2 logs distributed_training_miner | grep "Successfully pushed"`` goes on working.
+Misspellings in them (``Succesfully``) are part of the text.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
 def not_checked(revision: Revision) -> str:
-    """``revision`` had no gradient check, and what it would replace had one and still counts."""
+    """Word that ``revision`` had no gradient check, while a checked one still counts."""
     return (
         f"{revision.tag} is not uploaded: its gradient could not be checked, and the bucket has a "
         f"checked one of outer step {revision.outer_step} that still counts. Its blocks go into "
@@ -40,14 +40,16 @@ def not_checked(revision: Revision) -> str:
 
 
 def responded_active(uid: int | None, calls: int) -> str:
-    """``calls`` of one caller since its last line. ``uid`` None: callers without one."""
+    """Word ``calls`` of one caller since its last line. ``uid`` None: callers without one."""
     caller = "no uid" if uid is None else f"uid {uid}"
     return f"Responded to be Active ({caller}, {calls} call{'s' * (calls != 1)})"
 
 
 def judged_upload(tag: str, outer_step: int) -> str:
-    """Which upload a validator judged. ``tag``: ``run.outer.inner`` of the root metadata, empty if
-    there is none; it may be of another outer step than is judged (:func:`~.schedule.scored_epoch`).
+    """Name the upload that a validator judged.
+
+    ``tag``: ``run.outer.inner`` of the root metadata, empty if there is none; it may be of another
+    outer step than is judged (:func:`~.schedule.scored_epoch`).
     """
     if not tag or tag.split(".")[1:2] == [str(outer_step)]:
         return tag or "?"
@@ -55,7 +57,7 @@ def judged_upload(tag: str, outer_step: int) -> str:
 
 
 def step_line(report: StepReport) -> str:
-    """One inner step, as the operator documents show it.
+    """Word one inner step, as the operator documents show it.
 
     ``GPU Mem`` is 0.00GB without a GPU. Loss and time are the report's: nats per token, seconds.
     """
@@ -100,7 +102,7 @@ def pushed(revision: Revision, bucket: str) -> str:
 
 
 def preview(delta: float) -> str:
-    """``delta``: loss with minus without the gradient about to be published, nats per token."""
+    """Word the gradient check; ``delta``: loss with minus without the gradient, nats per token."""
     return f"Preview: this gradient, decoded as a validator would, changes the loss by {delta:+.4f}"
 
 
@@ -116,12 +118,12 @@ def upload_blocked(inner_step: int, minimum: int) -> str:
 
 
 def all_reduce_failed(checkpoint: int) -> str:
-    """``checkpoint``: 1 before the averaging, 2 in it, 3 in the outer step."""
+    """Word a failed round; ``checkpoint``: 1 before the averaging, 2 in it, 3 in the outer step."""
     return f"All Reduce Failed At Checkpoint {checkpoint}"
 
 
 def waiting_for_validator(wait: timedelta) -> str:
-    """Nothing waits for it: the global state is looked for then, and training goes on."""
+    """Word the pause before the global state is read; nothing waits, training goes on."""
     seconds = f"{wait.total_seconds():.0f}"
     return f"Waiting {seconds} seconds until validator complete the all_reduce (training goes on)"
 

@@ -1,4 +1,4 @@
-"""What a miner says about its uploads: commitment, ``metadata.json`` and ``config.json``.
+"""Read and write a miner's metadata: commitment, ``metadata.json`` and ``config.json``.
 
 The *commitment* is 128 characters on the chain through which others can read a miner's bucket
 (protocol page, section 2): account id (32), read access key id (32), read secret (64). It is public
@@ -22,7 +22,7 @@ _PARTS = (("account id", 32), ("read access key id", 32), ("read secret access k
 
 
 class CommitmentError(ValueError):
-    """Not a commitment of the protocol. The text never holds a credential."""
+    """A text that is no commitment of the protocol; the message never holds a credential."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class BucketCredentials:
 
 
 def build_commitment(credentials: BucketCredentials) -> str:
-    """128 ASCII characters. Raises CommitmentError naming the part whose length is wrong."""
+    """Return 128 ASCII characters. Raises CommitmentError naming the part whose length is wrong."""
     values = (credentials.account_id, credentials.access_key_id, credentials.secret_access_key)
     for value, (name, length) in zip(values, _PARTS, strict=True):
         if len(value) != length:
@@ -48,7 +48,7 @@ def build_commitment(credentials: BucketCredentials) -> str:
 
 
 def parse_commitment(text: str) -> BucketCredentials:
-    """Raises CommitmentError unless ``text`` is exactly 128 visible ASCII characters."""
+    """Read a commitment. Raises CommitmentError unless it is 128 visible ASCII characters."""
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
     if not _visible_ascii(text):
@@ -97,7 +97,10 @@ class Metadata:
 
     @classmethod
     def parse(cls, data: bytes | str) -> Metadata:
-        """Raises MetadataError. ``run`` may be a number or its decimal text."""
+        """Read ``metadata.json``; ``run`` may be a number or its decimal text.
+
+        Raises MetadataError.
+        """
         raw = _load(data, "metadata.json", MAX_METADATA_BYTES)
         run = raw.get("run")
         if isinstance(run, str) and run.isascii() and run.isdigit() and len(run) < 20:
@@ -117,7 +120,7 @@ class Metadata:
 
 @dataclass(frozen=True)
 class ConfigExtras:
-    """What a miner adds to the Hugging Face ``config.json`` it publishes.
+    """The fields that a miner adds to the Hugging Face ``config.json`` it uploads.
 
     ``block_list``: chain blocks trained since the previous upload, never empty in a valid upload;
     the validator draws the assigned evaluation's block from it. ``last_allreduce_block`` is set by
@@ -129,7 +132,7 @@ class ConfigExtras:
     last_allreduce_block: int | None = None
 
     def merge_into(self, config: Mapping[str, Any]) -> bytes:
-        """``config.json`` with these extras; extras already in ``config`` are replaced."""
+        """Return ``config.json`` with these extras, replacing those already in ``config``."""
         merged = {
             **config,
             "block_list": [int(b) for b in self.block_list],
@@ -141,7 +144,7 @@ class ConfigExtras:
 
 
 def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
-    """The whole ``config.json`` and its extras (absent ones: empty list, 0, None).
+    """Return the whole ``config.json`` and its extras (absent ones: empty list, 0, None).
 
     Raises MetadataError if it is not an object or an extra has the wrong type.
     """
@@ -177,7 +180,10 @@ def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
 
 
 def _count(value: Any, what: str) -> int:
-    """A non-negative integer below 2**53 (so that any JSON reader keeps it exact)."""
+    """Return a non-negative integer below 2**53 (so that any JSON reader keeps it exact).
+
+    Raises MetadataError for any other value.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
         raise MetadataError(f"{what} is {reprlib.repr(value)}, not a non-negative integer")
     return value
@@ -198,7 +204,7 @@ class GradientMetadata:
 
     @classmethod
     def parse(cls, raw: Any) -> GradientMetadata:
-        """Raises PayloadError."""
+        """Read the metadata entry of ``gradients.pt``. Raises PayloadError."""
         if not isinstance(raw, dict):
             raise PayloadError("gradients.pt has no metadata")
         values = {}

@@ -8,15 +8,20 @@ _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 def miner_bucket(global_bucket: str, uid: int) -> str:
-    """Bucket of a miner: ``llama-4b-ws-4-007`` for uid 7. Raises ValueError for a negative uid."""
+    """Name a miner's bucket: ``llama-4b-ws-4-007`` for uid 7.
+
+    Raises ValueError for a negative uid.
+    """
     if uid < 0:
         raise ValueError(f"uid {uid} is negative")
     return f"{global_bucket}-{uid:03d}"
 
 
 def r2_endpoint(account_id: str) -> str:
-    """The R2 endpoint of an account. Raises ValueError unless it is 32 hexadecimal digits, since
-    an account id comes from other peers' commitments and becomes part of a host name.
+    """Return the R2 endpoint of an account.
+
+    Raises ValueError unless the id is 32 hexadecimal digits: it comes from other peers' commitments
+    and becomes part of a host name.
     """
     if not _ACCOUNT_ID.fullmatch(account_id.lower()):
         raise ValueError("an R2 account id is 32 hexadecimal digits")
@@ -24,5 +29,5 @@ def r2_endpoint(account_id: str) -> str:
 
 
 def averager_prefix(run_id: str) -> str:
-    """Prefix of the averager's DHT keys and RPC names: ``v1_2_7_r5_grad_averager``."""
+    """Return the prefix of the averager's DHT keys and RPC names: ``v1_2_7_r5_grad_averager``."""
     return f"{run_id}_grad_averager"

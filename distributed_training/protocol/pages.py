@@ -1,7 +1,7 @@
-"""Which pages of the dataset belong to a block (protocol page, section 5).
+"""Draw the pages of the data set that belong to a block (protocol page, section 5).
 
-Miner and validator must agree on every draw, so the sequence of draws is part of the protocol,
-the discarded one included.
+Miner and validator must agree on every draw, so the sequence of draws is part of the protocol, the
+discarded one included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def select_pages(
     num_rows: Mapping[str, int],
     split: str = "train",
 ) -> list[tuple[str, int, str]]:
-    """``n_pages`` of ``(config, first row, split)`` for one rank of a miner.
+    """Return ``n_pages`` of ``(config, first row, split)`` for one rank of a miner.
 
     ``num_rows`` maps each config of the dataset (without ``default``) to its row count; its order
     does not matter. A page is ``ROWS_PER_PAGE`` rows from the first row on. Neighbours share data
@@ -53,10 +53,10 @@ def select_pages(
 
 
 def pages_read_by(*, rank: int, world_size: int, n_pages: int) -> list[tuple[int, int]]:
-    """Which pages of a block one rank of a miner reads: ``(rank whose page it is, its number)``.
+    """List the pages of a block that one rank reads: ``(rank whose page it is, its number)``.
 
-    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 5). A miner
-    of four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
+    A validator evaluates the first two pages of ranks 0 to 3 (protocol page, section 5). A miner of
+    four ranks or more reads as the public one does: each rank its own pages, in order. A smaller
     one deals the pages of four ranks out among its own, the judged ones first, so that all of them
     are trained on. Every rank gets equally many: ``n_pages``, or as many more as the judged pages
     take. Raises ValueError unless ``0 <= rank < world_size`` and ``n_pages >= 1``.

@@ -37,7 +37,7 @@ class GradientPayload:
     codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 
     def decode(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
-        """The parameter's float32 pseudo-gradient, None if it was not sent."""
+        """Return the parameter's float32 pseudo-gradient, None if it was not sent."""
         code = self.codes.get(name)
         if code is None:
             return None
@@ -45,7 +45,7 @@ class GradientPayload:
 
 
 def max_payload_bytes(schema: Schema) -> int:
-    """More than any honest ``gradients.pt`` of that model takes; check it before downloading."""
+    """Return more bytes than any honest ``gradients.pt`` takes; check it before downloading."""
     total = 64 * 1024
     for name, shape in schema:
         total += math.prod(encoded_shape(shape)) * _BYTES_PER_ENTRY + 2 * (

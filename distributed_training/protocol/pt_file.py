@@ -78,8 +78,10 @@ def safetensors_table(read: Callable[[int, int], bytes], size: int) -> dict[str,
 
 
 def _without_duplicates(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """A reader that takes the first of two equal names sees another file than one that takes the
-    last."""
+    """Build an object of JSON, refusing a name that is there twice.
+
+    A reader that takes the first of two equal names sees another file than one that takes the last.
+    """
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
@@ -131,7 +133,7 @@ _END64 = struct.Struct("<4sQ2H2I4Q")
 
 
 class PtFileError(ValueError):
-    """Not a file that ``torch.save`` wrote; the message, one short line, says why."""
+    """A file that ``torch.save`` did not write; the message, one short line, gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,11 @@ class Made:
 
 @dataclass(frozen=True)
 class PtContent:
-    """``content``: the pickle's value. ``members``: name in the archive of each storage, by key.
-    ``calls``: full names of all that it would call."""
+    """The pickle's value and the storages it refers to.
+
+    ``members``: name in the archive of each storage, by key. ``calls``: full names of everything
+    that loading would call.
+    """
 
     content: Any
     storages: dict[str, Storage]
@@ -177,10 +182,10 @@ class PtContent:
 
 
 def read_pt(file: Path | IO[bytes]) -> PtContent:
-    """Of the file only the table of contents and the pickle are read.
+    """Read the table of contents and the pickle of ``file``, and no tensor.
 
-    That the storages lie whole and apart in the file is checked, their values are not. Raises
-    PtFileError, and what reading ``file`` raises.
+    Checks that the storages lie whole and apart in the file, but not their values. Raises
+    PtFileError, and the errors of reading ``file``.
     """
     if isinstance(file, Path):
         with file.open("rb") as handle:
@@ -221,8 +226,10 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
 
 
 def refuse_calls(found: PtContent) -> None:
-    """Raises PtFileError if loading the file would call anything else: what ``weights_only`` allows
-    includes constructors that take any amount of memory."""
+    """Raise PtFileError if loading the file would call anything but plain values and tensors.
+
+    ``weights_only`` also allows constructors that take any amount of memory.
+    """
     for name in found.calls - PLAIN_CALLS:
         raise PtFileError(f"it holds more than plain values and tensors: {name[:80]!r}")
 
@@ -235,9 +242,9 @@ def _short(error: BaseException) -> str:
 
 
 def _check_table(file: IO[bytes]) -> int:
-    """The file's size, once its table of contents is known to be small.
+    """Return the file's size, once its table of contents is known to be small.
 
-    ``zipfile`` reads that table whole, as long as the last records of the file say it is.
+    ``zipfile`` reads that table whole, whatever length the last records of the file give.
     """
     size = file.seek(0, io.SEEK_END)
     file.seek(max(0, size - _END.size - _LOCATOR64.size - _END64.size))
@@ -302,7 +309,10 @@ class _Reader(_Unpickler):
         return Name(f"{module}.{name}")
 
     def persistent_load(self, identity: Any) -> Storage:
-        """Of ``("storage", type, key, location, elements)``."""
+        """Return the storage of ``("storage", type, key, location, elements)``.
+
+        Raises PtFileError.
+        """
         match identity:
             case ("storage", Name(full), str(key), str(), int(count)) if 0 <= count < _LARGEST:
                 found = Storage(full.rpartition(".")[2], key, count)

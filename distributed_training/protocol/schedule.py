@@ -1,7 +1,12 @@
-"""When things happen, counted in blocks (protocol page, sections 2, 3, 6 and 7).
+"""Decide when rounds, scoring and uploads are due, counted in blocks.
 
-``bpa`` is blocks per all-reduce. All functions are pure; blocks are chain blocks of 12 s each on
-the public network and whatever the clock says on a local one.
+Rounds follow the chain's clock, not a machine's: one is due ``bpa`` (blocks per all-reduce) blocks
+after the last. For the first half of that time validators score the uploads of the outer step
+before, then those of the present one. An upload counts only while it is *fresh*: its newest block
+is at most ``bpa / 2`` old, and it was uploaded within the age limit. Source: protocol page,
+sections 2, 3, 6 and 7.
+
+All functions are pure. A block takes 12 s on the public network, and any time on a local one.
 """
 
 from __future__ import annotations
@@ -19,34 +24,35 @@ def round_due(*, block: int, last_allreduce_block: int, bpa: int) -> bool:
 
 
 def blocks_until_round(*, block: int, last_allreduce_block: int, bpa: int) -> int:
-    """0 when the round is due."""
+    """Return the number of blocks until the next round, 0 when it is due."""
     return max(0, last_allreduce_block + bpa - block)
 
 
 def scored_epoch(*, outer_step: int, block: int, last_allreduce_block: int, bpa: int) -> int:
-    """X, the epoch whose uploads a validator scores: the previous one for half a period.
+    """Return the outer step whose uploads a validator scores at ``block``.
 
-    For the first bpa/2 blocks after a round the miners' last uploads of the epoch before are
-    judged, against the global weights of *that* epoch.
+    For the first bpa/2 blocks after a round that is the outer step before: the miners' last uploads
+    of it are judged, against the global weights of *that* outer step.
     """
     early = block - last_allreduce_block < bpa / 2
     return outer_step - 1 if early and outer_step != 0 else outer_step
 
 
 def blocks_are_fresh(block_list: Sequence[int], *, block: int, bpa: int) -> bool:
-    """Whether an upload's block list passes: not empty, newest block at most bpa/2 old."""
+    """Return whether an upload's block list passes: not empty, newest block at most bpa/2 old."""
     return bool(block_list) and block - max(block_list) <= bpa / 2
 
 
 def upload_age_limit(*, failed_rounds: int, base: timedelta = UPLOAD_AGE_LIMIT) -> timedelta:
-    """An upload must be younger than this; each failed round since the last success adds ``base``.
+    """Return the age that an upload must stay below; each failed round adds ``base``.
 
-    Failed rounds prolong the period in which no new epoch appears.
+    ``failed_rounds``: since the last success. They prolong the time in which no new outer step
+    appears.
     """
     return base * (1 + failed_rounds)
 
 
 def random_block_range(block: int) -> tuple[int, int]:
-    """[low, high) of the block whose pages all uids of a round share in the random evaluation."""
+    """Return [low, high) for the block whose pages all uids share in the random evaluation."""
     low = block + RANDOM_BLOCK_AHEAD
     return low, max(low + 1, 10 * block)

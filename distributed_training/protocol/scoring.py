@@ -1,8 +1,11 @@
-"""How validators score miners (protocol page, section 7).
+"""Score miners as validators do (protocol page, section 7).
 
-``random``: PlackettLuce over the relative improvements of a round's uids. ``assigned``: a moving
-average of "the assigned data improved more than the random data". Their product, floored at 0, is
-the train score; the total adds the all-reduce score, each normalised over all uids.
+A validator measures how much each upload lowers the loss on two kinds of pages: random ones, the
+same for all miners of a pass, and the ones assigned to that miner by its block list. ``random`` is
+a Plackett-Luce rating (openskill 6.1.3) over the relative improvements on the random pages.
+``assigned`` is a moving average of "improved more on the assigned pages than on the random ones",
+so training on other data lowers it. Their product, floored at 0, is the train score; the total adds
+the all-reduce score, each normalised over all uids.
 
 A *reset* (upload missing, stale or unreadable) is an improvement of exactly 0. openskill 6.1.3
 replaces a score of exactly 0.0 by the team's index in the list, so a reset uid usually ranks below
@@ -29,13 +32,15 @@ def absolute_improvement(before: float, after: float) -> float:
 
 
 def relative_improvement(before: float, after: float) -> float:
-    """(before - after) / before; 0 when before is 0, which only a reset has."""
+    """Return (before - after) / before; 0 when before is 0, which only a reset has."""
     return (before - after) / before if before else 0.0
 
 
 class ScoreBoard:
-    """Scores of a fixed set of uids, as one validator keeps them. A rating's mu starts at 25, its
-    sigma at 25/3."""
+    """Scores of a fixed set of uids, as one validator keeps them.
+
+    A rating's mu starts at 25, its sigma at 25/3.
+    """
 
     def __init__(self, uids: Iterable[int]) -> None:
         self._model = PlackettLuce(beta=7, tau=0.1)
@@ -87,17 +92,17 @@ class ScoreBoard:
             self._assigned[uid] = moving_average(before, float(better), alpha=ASSIGNED_ALPHA)
 
     def rating(self, uid: int) -> tuple[float, float]:
-        """(mu, sigma)."""
+        """Return (mu, sigma)."""
         rating = self._ratings[uid]
         return float(rating.mu), float(rating.sigma)
 
     def random_score(self, uid: int) -> float:
-        """mu - 3 sigma."""
+        """Return mu - 3 sigma."""
         mu, sigma = self.rating(uid)
         return mu - 3 * sigma
 
     def assigned_score(self, uid: int) -> float:
-        """In 0..1."""
+        """Return the moving average of a uid, in 0..1."""
         return self._assigned[uid]
 
     def train_score(self, uid: int) -> float:
@@ -106,9 +111,10 @@ class ScoreBoard:
     def total_scores(
         self, *, all_reduce: Mapping[int, float], repo_valid: Mapping[int, float]
     ) -> dict[int, float]:
-        """Total of each uid on the board; a uid missing from either mapping counts as 0 there.
+        """Return the total of each uid on the board.
 
-        The sums to normalise by run over all uids, invalid repositories included.
+        A uid missing from either mapping counts as 0 there. The sums to normalise by run over all
+        uids, invalid repositories included.
         """
         train = {uid: self.train_score(uid) for uid in self._ratings}
         train_sum = sum(abs(s) for s in train.values())
@@ -122,7 +128,7 @@ class ScoreBoard:
         return totals
 
     def state(self) -> dict[str, Any]:
-        """JSON-able; what :meth:`restore` takes."""
+        """Return a JSON-able state that :meth:`restore` takes."""
         return {
             str(uid): {"mu": mu, "sigma": sigma, "assigned": self._assigned[uid]}
             for uid in self._ratings
@@ -130,7 +136,7 @@ class ScoreBoard:
         }
 
     def restore(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Uids of ``state`` that are not on the board are added. Raises KeyError, ValueError."""
+        """Restore a :meth:`state`, adding its uids to the board. Raises KeyError, ValueError."""
         for text, entry in state.items():
             uid = int(text)
             self._ratings[uid] = self._model.rating(
@@ -140,6 +146,8 @@ class ScoreBoard:
 
 
 def moving_average(previous: float, newest: float, *, alpha: float = EMA_ALPHA) -> float:
-    """``previous`` after one more value, whose weight is ``alpha``: by default the published score
-    after one more total."""
+    """Return ``previous`` after one more value, whose weight is ``alpha``.
+
+    By default that is the published score after one more total.
+    """
     return alpha * newest + (1 - alpha) * previous

@@ -1,4 +1,4 @@
-"""What travels in an ``IsAlive`` or ``AllReduce`` call (protocol page, section 1).
+"""Build and parse the bodies of ``IsAlive`` and ``AllReduce`` calls (protocol page, section 1).
 
 Two ways of signing carry the same bodies: the network's older calls (bittensor <= 10, "legacy") and
 bittensor 11's signed HTTP. Identity never comes from a body: these functions read only the fields
@@ -43,9 +43,10 @@ class SynapseError(ValueError):
 def legacy_signed_text(
     *, nonce: int, sender: str, receiver: str, uuid: str, body_hash: str = LEGACY_BODY_HASH
 ) -> str:
-    """What the sender's hotkey signs (sr25519; the signature is ``0x`` and hexadecimal digits).
+    """Return the text that the sender's hotkey signs with sr25519.
 
-    ``sender`` and ``receiver`` are ss58 hotkeys of dendrite and axon.
+    ``sender`` and ``receiver`` are ss58 hotkeys of dendrite and axon. The signature travels as
+    ``0x`` and hexadecimal digits.
     """
     return f"{nonce}.{sender}.{receiver}.{uuid}.{body_hash}"
 
@@ -67,15 +68,19 @@ def build_is_alive() -> dict[str, Any]:
 
 
 def answer_is_alive(body: Mapping[str, Any], *, epoch: int, peer_id: str = "") -> dict[str, Any]:
-    """The reply to ``body``: the same fields with completion "True" and the local outer step.
+    """Reply to ``body``: the same fields with completion "True" and the local outer step.
 
-    The public network's callers do not ask for the peer id, and get none."""
+    The public network's callers do not ask for the peer id, and get none.
+    """
     reply = {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
     return {**reply, "peer_id": peer_id or None} if "peer_id" in body else reply
 
 
 def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
-    """Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer."""
+    """Read a reply to IsAlive.
+
+    Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer.
+    """
     epoch = body.get("epoch")
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
         raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
@@ -89,7 +94,7 @@ _SECONDS = ("request_timeout", "allreduce_timeout", "next_chunk_timeout", "min_m
 
 
 def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
-    """The body of a call; ``timeout`` is a field of every synapse and also goes into a header."""
+    """Build the body of a call; ``timeout`` is in every synapse and also goes into a header."""
     body: dict[str, Any] = {"answer": None, "completion": False}
     body["min_group_size"] = request.min_group_size
     for name in _SECONDS:
@@ -102,13 +107,16 @@ def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
 
 
 def round_timeout(request: RoundRequest, configured: timedelta) -> timedelta:
-    """Return how long the round of ``request`` may take. A call that does not say so gets the
-    ``configured`` time, at most the network's: its other peers have left the round by then."""
+    """Return how long the round of ``request`` may take.
+
+    A call that does not say so gets the ``configured`` time, at most the network's: its other peers
+    have left the round by then.
+    """
     return request.timeout or min(configured, ALL_REDUCE_TIMEOUT)
 
 
 def answer_all_reduce(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The reply: the fields as they came. ``completion`` must be a boolean or callers reject it."""
+    """Reply with the fields as they came. Callers reject a ``completion`` that is no boolean."""
     fields = ("answer", "completion", "min_group_size", *_SECONDS)
     reply = {name: body.get(name) for name in fields}
     reply["completion"] = bool(reply["completion"])
@@ -122,12 +130,12 @@ def parse_all_reduce(
     timeout: float | None = None,
     bounds: Mapping[str, tuple[float, float]],
 ) -> RoundRequest:
-    """The round a verified ``caller`` asks for, every value clamped to ``bounds``: least and
-    most of each field by name, durations in seconds.
+    """Return the round that a verified ``caller`` requests, every value clamped to ``bounds``.
 
-    ``timeout``: seconds, from the call's header if there is one; else the body's field is used.
-    Absent or null fields become None (use the configured value). Raises SynapseError for a value
-    that is not a finite number, and for ``peers`` that are no peer ids.
+    ``bounds``: least and most of each field by name, durations in seconds. ``timeout``: seconds,
+    from the call's header if there is one; else the body's field is used. Absent or null fields
+    become None (use the configured value). Raises SynapseError for a value that is not a finite
+    number, and for ``peers`` that are no peer ids.
     """
     header = None if timeout is None else _number("timeout", timeout)
     from_body = _optional_number(body, "timeout")
@@ -173,7 +181,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def _is_peer_id(value: object) -> bool:
-    """Whether it may be one: base58 of 34 to 38 bytes."""
+    """Return whether ``value`` may be a peer id: base58 of 34 to 38 bytes."""
     return (
         isinstance(value, str) and re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", value) is not None
     )

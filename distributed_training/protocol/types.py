@@ -29,7 +29,10 @@ class Revision:
 
     @classmethod
     def parse(cls, tag: str) -> Revision:
-        """Raises ValueError unless ``tag`` is three non-negative integers joined by dots."""
+        """Read a revision.
+
+        Raises ValueError unless ``tag`` is three non-negative integers and two dots.
+        """
         parts = tag.split(".")
         if len(parts) != 3 or not all(p.isascii() and p.isdigit() for p in parts):
             raise ValueError(f"revision {tag!r} is not of the form run.outer_step.inner_step")
@@ -38,7 +41,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one inner step did. A figure that could not be measured is None, never invented."""
+    """The result of one inner step. A figure that could not be measured is None, never invented."""
 
     outer_step: int
     inner_step: int  # after this step: the first step of an epoch reports 1
@@ -82,7 +85,7 @@ class RoundRequest:
 
 
 class AllReduceFault(enum.Enum):
-    """Why a round failed. One value for each row of the fault tests."""
+    """The reasons why a round fails, one value for each row of the fault tests."""
 
     NO_GROUP = "no group of the minimum size was found before the deadline"
     TIMEOUT = "the round passed its deadline"
@@ -129,7 +132,7 @@ class AllReduceResult:
 
 @dataclass(frozen=True)
 class PublicationReport:
-    """How a publication ended or why it did not start."""
+    """The result of an upload, or the reason why it did not start."""
 
     revision: Revision
     ok: bool
@@ -142,7 +145,7 @@ class PublicationReport:
 
 @dataclass
 class Progress:
-    """Where training stood when a snapshot or a checkpoint was taken."""
+    """The point of training at which a snapshot or a checkpoint was taken."""
 
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step
@@ -155,8 +158,10 @@ class Progress:
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found (or why it was not looked at), and the command or flag
-    that fixes it."""
+    """One check: its subject, its finding, and the command or flag that fixes it.
+
+    A check that could not be made gives the reason as its finding.
+    """
 
     name: str
     status: Literal["ok", "warn", "fail", "skip"]
@@ -165,5 +170,5 @@ class Check:
 
     @property
     def line(self) -> str:
-        """As one error line."""
+        """The check as one error line."""
         return f"{self.finding}: {self.remedy}" if self.remedy else self.finding
