@@ -1,9 +1,11 @@
-"""Checkpoints: all state of every rank, written beside training, loadable at another world size.
+"""Write checkpoints: all state of every rank, beside training, loadable at any world size.
 
-Each rank writes its own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A
-checkpoint counts when all ranks' shard files are there; so no rank waits for another, and a kill at
-any moment leaves the checkpoint before intact. A rank that loads reads the rows it needs from
-whichever shard files have them, so a checkpoint loads at any number of ranks.
+A checkpoint lets a miner go on exactly where it was, after a stop or a crash. Each rank writes its
+own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A checkpoint counts when
+all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
+checkpoint before intact. A rank that loads reads the rows it needs from whichever files have them,
+so a checkpoint loads at any number of ranks. Under HSDP (:mod:`.sharding`) each machine writes its
+own copy, and a machine that lacks a part gets it from another.
 
 torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
 that its collectives do not meet training's). It saves no work here: every state is rows of the
@@ -62,7 +64,7 @@ def digest_of(manifest: dict[str, Any]) -> str:
 
 
 def manifest_of(path: Path) -> dict[str, Any]:
-    """As it was written. Raises CheckpointError for one that is missing or damaged."""
+    """Read a manifest as it was written. Raises CheckpointError if it is missing or damaged."""
     content = read_json_object(path)
     if content is None:
         raise CheckpointError(f"{path.name} is missing or damaged")
@@ -79,14 +81,14 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 
 def manifests_in(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of all parts there, by rank. Raises CheckpointError."""
+    """Yield the manifests of all parts in ``folder``, by rank. Raises CheckpointError."""
     ranks = [path.stem.removeprefix("rank-") for path in folder.glob("rank-*.json")]
     for rank in sorted(int(rank) for rank in ranks if rank.isdigit()):
         yield manifest_of(folder / f"rank-{rank}.json")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all parts are there that this node's ranks wrote, by what each manifest names."""
+    """Return whether all parts are there that this machine's ranks wrote, by each manifest."""
     try:
         named = {range(*m.get("here", (0, m["world_size"]))) for m in manifests_in(folder)}
     except (CheckpointError, LookupError, TypeError):
@@ -97,7 +99,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def _open(folder: Path, part: int) -> Any:
-    """The file of one part, after its size and SHA-256 were compared."""
+    """Open the file of one part, after comparing its size and SHA-256."""
     path = folder / f"rank-{part}.safetensors"
     manifest = manifest_of(folder / f"rank-{part}.json")
     # The size first: to read all bytes of a file that was cut short would only cost time.
@@ -111,7 +113,7 @@ def in_words(error: Exception) -> str:
 
 
 def _kind(key: str) -> str:
-    """The kind of state whose rows a tensor holds; empty if it is no rows."""
+    """Return the kind of state whose rows a tensor holds; empty if it holds no rows."""
     kind, slash, _ = key.partition("/")
     return kind if slash else ""
 
@@ -154,7 +156,7 @@ class Parts:
     # --- who has what --------------------------------------------------------------------------
 
     def _find(self) -> tuple[dict[int, list[int]], set[str]]:
-        """The ranks that can read each part, and the kinds of state in it."""
+        """Return the ranks that can read each part, and the kinds of state in it."""
         layout, stream = self._layout, self._stream
         wanted = [self._wanted_by(rank) for rank in range(layout.world_size)]
         problems = {part: self._problem(part) for part in wanted[layout.rank]}
@@ -182,7 +184,7 @@ class Parts:
         return holders, set().union(*(kinds for _, kinds in answers))
 
     def _lost(self, problem: str | None) -> str:
-        """What to tell of a part that no node has."""
+        """Word the problem of a part that no machine has."""
         if self.manifest.get("here", [0, self._count]) == [0, self._count]:
             return str(problem)
         return (
@@ -192,7 +194,7 @@ class Parts:
         )
 
     def _problem(self, part: int) -> str | None:
-        """Why this node's folder does not have ``part``; it is open if it does."""
+        """Open ``part`` in this machine's folder; return the reason if that fails."""
         try:
             folder = self._folder / self._name
             if not (folder / f"rank-{part}.json").exists():
@@ -217,13 +219,13 @@ class Parts:
         return None
 
     def _wanted_by(self, rank: int) -> list[int]:
-        """The parts that hold rows of ``rank``, and its own."""
+        """List the parts that hold rows of ``rank``, and its own."""
         parts = {part for _, shape in self._schema for part, _, _ in self._pieces(shape[0], rank)}
         own = rank % self._layout.shards
         return sorted(parts | ({own} if self.same_layout else set()) or {0})
 
     def _pieces(self, rows: int, rank: int) -> list[tuple[int, int, int]]:
-        """Where the rows of ``rank`` are: part, first and one past the last row in it."""
+        """Locate the rows of ``rank``: part, first and one past the last row in it."""
         start, stop = row_range(rows, self._layout.shards, rank % self._layout.shards)
         pieces = []
         for part in range(self._count):
@@ -237,13 +239,13 @@ class Parts:
         return rank if rank in self._holders[part] else self._holders[part][0]
 
     def _has_own(self, rank: int) -> bool:
-        """Whether ``rank`` can read what was its alone: a copy has parts of the same numbers."""
+        """Return whether ``rank`` can read its own part; a copy has parts of the same numbers."""
         return rank in self._holders[rank % self._layout.shards]
 
     # --- what is in them -----------------------------------------------------------------------
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """This rank's rows of every parameter, by kind of state."""
+        """Return this rank's rows of every parameter, by kind of state."""
         # Sorted, since each is sent between ranks: all must send in one order.
         return {
             kind: [self._rows_of(kind, *each) for each in self._schema]
@@ -270,7 +272,7 @@ class Parts:
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 
     def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state of this rank alone, empty unless :attr:`exact`, and its ``extra``."""
+        """Return the state of this rank alone, empty unless :attr:`exact`, and its ``extra``."""
         part = self._layout.shard
         path = self._folder / self._name / f"rank-{part}.json"
         if not self.exact:
@@ -382,8 +384,11 @@ class Checkpointer:
         self._thread.start()
 
     def _next_name(self) -> str:
-        """Rank 0: later than all there are, also where the clock was set back. What a rank could
-        not write whole is deleted, or a disk that was full for a moment would stay full."""
+        """Rank 0: later than all there are, also where the clock was set back.
+
+        What a rank could not write whole is deleted, or a disk that was full for a moment would
+        stay full.
+        """
         if not self._lead:
             return ""
         names = self._names()
@@ -394,7 +399,7 @@ class Checkpointer:
         return f"checkpoint-{max(last + 1, time.time_ns() // 1_000_000):015d}"
 
     def wait(self) -> None:
-        """Until this rank's write under way is over."""
+        """Wait until this rank's write under way is over."""
         if self._thread is not None:
             self._hurry.set()
             self._thread.join()
@@ -433,7 +438,10 @@ class Checkpointer:
         return None
 
     def _names_anywhere(self) -> list[str]:
-        """Newest first. Another node's that node 0 lacks count if they are of the same miner."""
+        """List the checkpoints on any machine, newest first.
+
+        One that node 0 lacks counts if it is of the same miner.
+        """
         mine, node_0 = self._names(), self._layout.on_node_0
         found = self._trainer.stream.answers([n for n in mine if node_0 or self._is_ours(n)])
         return sorted(set().union(*found), reverse=True)
@@ -446,7 +454,10 @@ class Checkpointer:
         return bool(self._owner) and first.get("owner") == self._owner
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
-        """:meth:`restore` after NaN or Inf, then half the learning rate for a while. Collective."""
+        """Do :meth:`restore` after NaN or Inf, then halve the learning rate for a while.
+
+        Collective.
+        """
         # No finite step since the last one: that checkpoint's weights are the problem.
         fruitless = self._rolled_back_to == self._trainer.total_inner_steps
         self._skip = self._skip + 1 if fruitless else 0
@@ -532,7 +543,7 @@ class Checkpointer:
         write_json(folder / f"rank-{rank}.json", content | {DIGEST: digest_of(content)})
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a state dict by their names in a file."""
+        """Return the tensors of a state dict by their names in a file."""
         named: dict[str, Tensor] = {}
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -543,7 +554,10 @@ class Checkpointer:
         return named
 
     def _prune(self, newest: str) -> None:
-        """Once ``newest`` is complete: leave ``keep`` complete ones and what they refer to."""
+        """Wait until ``newest`` is complete, then delete all but ``keep`` complete checkpoints.
+
+        The files that those refer to stay, too.
+        """
         deadline = time.monotonic() + self._timeout
         ranks = range(self._layout.shards)
         while not all((self._folder / newest / f"rank-{r}.json").exists() for r in ranks):
@@ -573,5 +587,5 @@ class Checkpointer:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _names(self) -> list[str]:
-        """Newest first."""
+        """List the checkpoints in this machine's folder, newest first."""
         return sorted((p.name for p in self._folder.glob("checkpoint-*")), reverse=True)

@@ -73,7 +73,7 @@ Result = TypeVar("Result")
 
 
 def row_range(rows: int, world_size: int, rank: int) -> tuple[int, int]:
-    """First and one past the last row of ``rank``'s share; equal where it has none."""
+    """Return the first and one past the last row of ``rank``'s share; equal where it has none."""
     chunk = math.ceil(rows / world_size)
     # As torch.chunk: the last ranks may have fewer rows, or none.
     start = min(rows, rank * chunk)
@@ -92,8 +92,11 @@ class ParameterShard:
 
     @property
     def local(self) -> Tensor:
-        """This rank's rows, float32, on the device. Writing to it changes the weights; the
-        gathered copies must be dropped afterwards (``discard_gradients``)."""
+        """This rank's rows, float32, on the device.
+
+        Writing to it changes the weights; the gathered copies must be dropped afterwards
+        (``discard_gradients``).
+        """
         # Detached: autograd refuses a write in place to a leaf.
         return self.dtensor.to_local().detach()
 
@@ -103,7 +106,7 @@ class ParameterShard:
 
 
 def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[ParameterShard]:
-    """The shards in state-dict order; call while the model is sharded, keep the result.
+    """List the shards in state-dict order; call while the model is sharded, keep the result.
 
     (Between forward and backward ``model.parameters()`` are gathered tensors instead.)
     """
@@ -119,7 +122,10 @@ def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[Parameter
 
 
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
-    """``timeout`` covers each of its collectives. All ranks call this."""
+    """Make the groups of a stream; ``timeout`` covers each of its collectives.
+
+    All ranks call this.
+    """
     # A group of its own: FSDP queues its collectives in another order. And gloo, since what moves
     # here lies in host memory, where NCCL cannot go.
     group = dist.new_group(backend="gloo", timeout=timeout)
@@ -140,7 +146,7 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
 
 
 class RankFailedError(RuntimeError):
-    """What all ranks do together failed on one of them; raised on all alike."""
+    """A common step failed on one rank; raised on all alike."""
 
 
 class RowStream:
@@ -166,7 +172,7 @@ class RowStream:
         self._peers = peers  # the ranks with this rank's rows, node 0's first
 
     def gather(self, shape: Sequence[int], rows: Tensor, destination: Tensor | None) -> None:
-        """Each rank's contiguous host ``rows`` -> ``destination`` on rank 0 (None elsewhere)."""
+        """Send each rank's contiguous host ``rows`` to ``destination`` on rank 0 (else None)."""
         shards = self.layout.shards
         if self.rank >= shards:
             return  # the rows of a copy: rank 0 has them from the first
@@ -184,9 +190,10 @@ class RowStream:
                 dist.recv(destination[start:stop], group=self.group, group_src=rank)
 
     def whole(self, vectors: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """Vectors on every rank, by their sizes and this rank's rows of them in host memory.
+        """Gather whole vectors on every rank, from their sizes and this rank's rows in host memory.
 
-        One message for all, between the ranks of a copy: only for what is small."""
+        One message carries all, between the ranks of a copy: use it only for small vectors.
+        """
         if not vectors:
             return []
         sizes, rows = zip(*vectors, strict=True)
@@ -204,8 +211,10 @@ class RowStream:
         return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:
-        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``; rank 0 may give None
-        and use its rows of ``source`` where they are."""
+        """Rank 0's whole ``source`` -> each rank's contiguous host ``rows``.
+
+        Rank 0 may give None and use its rows of ``source`` where they are.
+        """
         shards = self.layout.shards
         if self.rank == 0:
             assert source is not None
@@ -224,24 +233,26 @@ class RowStream:
         self.replicate(rows)
 
     def replicate(self, rows: Tensor) -> None:
-        """The contiguous host ``rows`` of the first copy into those of the others."""
+        """Copy the contiguous host ``rows`` of the first copy into those of the others."""
         if self._peers is not None and rows.numel():
             dist.broadcast(rows, group=self._peers, group_src=0)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Elementwise sum over ranks, in float64: the same bits on every rank."""
+        """Sum elementwise over ranks, in float64: the same bits on every rank."""
         # float64 keeps counts of tokens exact, and the square of a norm within range.
         tensor = torch.tensor(list(values), dtype=torch.float64)
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
     def sum_of_rows(self, value: float) -> float:
-        """As :meth:`sum`, of what each rank computed from its rows: every row counts once, however
-        many copies there are."""
+        """Sum what each rank computed from its rows, as :meth:`sum` does.
+
+        Every row counts once, however many copies of the model there are.
+        """
         return self.sum([value])[0] / self.layout.replicas
 
     def first_error(self, message: str | None) -> str | None:
-        """A vote: None when no rank has a ``message``, else the lowest rank's, on all ranks."""
+        """Vote: return None if no rank has a ``message``, else the lowest rank's, everywhere."""
         # A number first: in the usual case no text has to be pickled and sent.
         if self.sum([float(message is not None)])[0] == 0:
             return None
@@ -250,13 +261,13 @@ class RowStream:
         return text if self.world_size == 1 else f"rank {rank}: {text}"
 
     def answers(self, value: Result) -> list[Result]:
-        """Every rank's ``value``, on all ranks (pickled; small things only)."""
+        """Return every rank's ``value``, on all ranks (pickled; small values only)."""
         found: list[Result] = [value] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
     def together(self, work: Callable[[], Result]) -> Result:
-        """``work()``, in which no rank waits for another; all ranks go on, or none.
+        """Run ``work()``, in which no rank waits for another; all ranks go on, or none.
 
         Raises RankFailedError on all ranks alike.
         """

@@ -1,12 +1,16 @@
-"""Error feedback: what a compressed pseudo-gradient left out is added to the next one.
+"""Compress pseudo-gradients with error feedback: what one leaves out is added to the next.
 
-With g = epoch start - current and the outer learning rate lr (protocol page, section 4):
+A compressed pseudo-gradient holds a few entries of each row, so most of what was trained is left
+out. *Error feedback* (EF) keeps the rest on this machine and adds it to the next upload, so that a
+small but steady change is sent in the end (Seide et al. 2014; Karimireddy et al. 2019, arXiv
+1901.09847). With g = epoch start - current and the outer learning rate lr (protocol page, section
+4):
 
     EF' = decay * EF + lr * g ;  upload top-k(EF') ;  EF = EF' - what was uploaded
 
-g is cumulative over the outer step, so an EF that advances at every upload adds the whole of g
-again and again, and it still holds the last outer step's g when a new one begins. What is uploaded
-is a *direction*; the gradient check measures how long a step along it helps most. Modes:
+g is cumulative over the outer step. So an EF that advances at every upload adds the whole of g
+again and again, and it still holds the last outer step's g when a new one begins. An upload is a
+*direction*; the gradient check measures the step along it that helps most. Modes:
 
 ``best``    three directions are tried at each upload, ``upload``, ``off`` and ``curved``, which
             sends other entries than ``off``; the one that lowers the loss most is uploaded.
@@ -15,7 +19,7 @@ is a *direction*; the gradient check measures how long a step along it helps mos
 
 Compressing some rows of a matrix gives the same rows of the compressed matrix, so each rank encodes
 its own rows where they are, beside training. Chunks across that border must be whole, and training
-waits for them: vectors, small and many, travel in one message, and all ranks encode them; a matrix
+waits for them. Vectors, small and many, travel in one message, and all ranks encode them. A matrix
 (under DCT alone) is gathered and encoded on rank 0.
 
 Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
@@ -51,7 +55,10 @@ Piece = tuple[Tensor, Tensor]
 
 
 class HostCopies:
-    """For one device; for one thread. ``stage``: float32 elements that a buffer holds."""
+    """Copies from one device to host memory, for one thread.
+
+    ``stage``: float32 elements that a buffer holds.
+    """
 
     def __init__(self, device: torch.device, *, stage: int = STAGE) -> None:
         cuda = device.type == "cuda"
@@ -61,8 +68,10 @@ class HostCopies:
         self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """New host tensors with the values that float32 ``tensors`` have once what is queued on the
-        current stream is done. Returns when they are there."""
+        """Copy float32 ``tensors`` to new host tensors, once the current stream's queue is done.
+
+        Returns when the values are there.
+        """
         taken = [torch.empty(t.shape) for t in tensors]
         if self._stream is not None:
             # Only the side stream waits for what training queued. The host does not.
@@ -79,7 +88,7 @@ class HostCopies:
         return taken
 
     def _loads(self, tensors: Sequence[Tensor], taken: Sequence[Tensor]) -> Iterator[list[Piece]]:
-        """As many pieces at a time as a buffer holds."""
+        """Yield as many pieces at a time as a buffer holds."""
         load: list[Piece] = []
         room = self._stage
         for source, target in zip(tensors, taken, strict=True):
@@ -124,7 +133,7 @@ def _copies(device: torch.device) -> HostCopies:
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory, which later steps do not change. For the training thread."""
+    """Copy to host memory, which later steps do not change. For the training thread."""
     if not tensors or tensors[0].device.type != "cuda":
         # copy: without it a tensor of the host would be itself, and the next step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
@@ -132,21 +141,26 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """Its values in host memory; itself if it lies there. For the training thread."""
+    """Return the values in host memory: ``tensor`` itself if it lies there.
+
+    For the training thread.
+    """
     return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
 
 
 @dataclass(frozen=True, eq=False)
 class BoundaryCopies:
-    """Rows of weights and of AdamW's moments at one step boundary, in host memory: 12 bytes a
-    parameter. Nobody changes them."""
+    """Rows of weights and of AdamW's moments at one step boundary, in host memory.
+
+    They take 12 bytes a parameter. Nobody changes them.
+    """
 
     weights: list[Tensor]
     exp_avg: list[Tensor]
     exp_avg_sq: list[Tensor]
 
     def rows(self) -> dict[str, list[Tensor]]:
-        """By their keys in the state dicts of model and optimizer."""
+        """Return the copies by their keys in the state dicts of model and optimizer."""
         return dict(vars(self))
 
 
@@ -191,7 +205,7 @@ class BoundaryCopier:
         return made
 
     def wait(self) -> None:
-        """Until nobody writes what was taken before. A round needs the same memory."""
+        """Wait until no thread writes earlier copies any more. A round needs the same memory."""
         if not self._released.wait(self._patience):
             log.warning(
                 "A snapshot or checkpoint is still being written after %.0f s, so training goes on "
@@ -202,7 +216,10 @@ class BoundaryCopier:
             self._released.set()  # once for each
 
     def _now(self) -> tuple[int, ...]:
-        """What changes with the values: torch counts writes to a tensor, except fused AdamW's."""
+        """Return counters that change with the values.
+
+        torch counts the writes to a tensor, except those of fused AdamW.
+        """
         moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
         tensors = (*(shard.local for shard in self._shards), *moments)
         return (self._optimizer.step_count, *(tensor._version for tensor in tensors))
@@ -219,8 +236,10 @@ def enter_thread(device: torch.device) -> None:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """A stream for what another thread computes beside training, so that neither waits for the
-    other; None where there are none."""
+    """Make a stream for another thread's work beside training, None without a GPU.
+
+    With it neither waits for the other.
+    """
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
@@ -245,7 +264,7 @@ class Codec:
         return gradients.decode(*code, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
 
     def subtract_sent(self, whole: Tensor, code: Code) -> None:
-        """``whole`` loses what its ``code`` holds."""
+        """Subtract from ``whole`` the entries that its ``code`` holds."""
         gradients.subtract_sent_(whole, *code, target_chunk=self.target_chunk, use_dct=self.use_dct)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -271,7 +290,7 @@ class Direction:
     done: Callable[[], None] = lambda: None
 
     def encode(self, check: Callable[[], None] = lambda: None) -> list[Code | None]:
-        """The codes: of this rank's rows, or whole on rank 0. ``check`` may raise to give up."""
+        """Encode this rank's rows, or wholes on rank 0. ``check`` may raise to give up."""
         codes: list[Code | None] = []
         with self.lock:
             for part in self.parts:
@@ -317,7 +336,7 @@ class ErrorFeedback:
             self._loads += 1
 
     def by_rows(self, index: int) -> bool:
-        """Whether ranks encode their own rows of this parameter."""
+        """Return whether ranks encode their own rows of this parameter."""
         return len(self._shards[index].shape) == 2 and not self.codec.use_dct
 
     def directions(
@@ -328,7 +347,7 @@ class ErrorFeedback:
         *,
         second_moment: Sequence[Tensor] | None = None,
     ) -> list[Direction]:
-        """What may be published now; the first is published when nothing is measured.
+        """List the directions that may be uploaded now; the first is, when nothing is measured.
 
         ``start``, ``current``, AdamW's ``second_moment`` (for ``curved``): host row blocks that do
         not change any more. Collective. With ``best`` and ``upload`` EF advances, once the
@@ -348,7 +367,7 @@ class ErrorFeedback:
         return made
 
     def _off(self, gradient: Rows) -> Direction:
-        """The code of what ``gradient`` gives; nothing is remembered."""
+        """Encode what ``gradient`` gives and remember nothing."""
 
         def later(i: int) -> Callable[[], Code]:
             return lambda: self._encode_rows(i, gradient(i))
@@ -358,11 +377,11 @@ class ErrorFeedback:
         return Direction("off", [codes[i] if i in codes else later(i) for i in count])
 
     def _curved(self, gradient: Rows, second_moment: Sequence[Tensor], off: Direction) -> Direction:
-        """As ``off``, but of a row the entries whose change weighs most, not the largest ones.
+        """Encode as ``off`` does, but the entries of a row whose change weighs most.
 
         The loss bends along an entry about as AdamW's second moment says (the diagonal of the
-        Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167). What must be encoded whole
-        is as in ``off``.
+        Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167). Parameters that must be
+        encoded whole are as in ``off``.
         """
 
         def later(i: int) -> Callable[[], Code]:
@@ -377,7 +396,7 @@ class ErrorFeedback:
         return Direction("curved", parts)
 
     def _upload(self, gradient: Rows) -> Direction:
-        """The public miner's way: EF advances by what ``gradient`` gives."""
+        """Encode as the public miner does: EF advances by what ``gradient`` gives."""
         if self.residual is None:
             self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
         before, loads = self.residual, self._loads
@@ -412,7 +431,7 @@ class ErrorFeedback:
                 self.residual = [entries.get(i, kept) for i, kept in enumerate(self.residual)]
 
     def _encode_rows(self, index: int, rows: Tensor) -> Code:
-        """``(rows, k)`` codes of host ``rows`` of a matrix, computed where its shard lies."""
+        """Return ``(rows, k)`` codes of host ``rows`` of a matrix, computed by its shard."""
         device = self._shards[index].local.device
         if device.type == "cpu" or rows.numel() == 0:
             return gradients.encode_rows(rows, topk=self.codec.topk)
@@ -429,15 +448,17 @@ class ErrorFeedback:
             return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
     def _take_rows(self, index: int, rows: Tensor) -> Code:
-        """The code of ``rows``, which lose what it holds."""
+        """Encode ``rows`` and set the entries of the code to 0 in them."""
         code = self._encode_rows(index, rows)
         rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
         return code
 
     def _take_wholes(self, make: Rows, remains: dict[int, Tensor] | None) -> dict[int, Code | None]:
-        """The codes of what must be whole, of the rows that ``make`` gives. Rank 0 gets them;
-        collective. What they leave out goes into ``remains``, if given. Raises RankFailedError on
-        all ranks alike, of a matrix."""
+        """Encode the parameters that must be whole, from the rows that ``make`` gives.
+
+        Collective; rank 0 gets the codes. What they leave out goes into ``remains``, if given.
+        Raises RankFailedError on all ranks alike, for a matrix.
+        """
         codes: dict[int, Code | None] = {}
         indices = [i for i in range(len(self._shards)) if not self.by_rows(i)]
         vectors = [i for i in indices if len(self._shards[i].shape) == 1]
@@ -459,7 +480,7 @@ class ErrorFeedback:
         return codes
 
     def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
-        """The code of a matrix that must be whole; collective; rank 0 gets it.
+        """Encode a matrix that must be whole; collective; rank 0 gets the code.
 
         With ``subtract``, ``rows`` loses what the code holds. Raises RankFailedError on all ranks
         alike.

@@ -49,7 +49,7 @@ class CosineSchedule:
             )
 
     def rate(self, finished_steps: int) -> float:
-        """Learning rate of the step after ``finished_steps`` steps."""
+        """Return the learning rate of the step after ``finished_steps`` steps."""
         step = finished_steps + 1
         if step <= self.warmup_steps:
             shape = step / self.warmup_steps
@@ -77,7 +77,7 @@ class CosineSchedule:
         self.slow_until = int(state["slow_until"])
 
     def published_state(self, finished_steps: int) -> dict[str, Any]:
-        """As ``torch.optim.lr_scheduler.LambdaLR.state_dict()`` has it (protocol page, 3)."""
+        """Return the content of ``LambdaLR.state_dict()`` (protocol page, section 3)."""
         return {
             "base_lrs": [self.peak],
             "last_epoch": finished_steps,
@@ -101,7 +101,7 @@ def published_group(
     weight_decay: float,
     eps: float = EPS,
 ) -> dict[str, Any]:
-    """``param_groups[0]`` as the public network's files have it (protocol page, section 3)."""
+    """Return ``param_groups[0]`` as the network's files have it (protocol page, section 3)."""
     return {
         "lr": learning_rate,
         "betas": betas,
@@ -120,8 +120,10 @@ def published_group(
 
 
 class _Lane:
-    """A stream whose work is in numbered pieces, for which other lanes may wait. Without a GPU
-    (``device`` None) everything is done in order anyway."""
+    """A stream whose work is in numbered pieces, for which other lanes may wait.
+
+    Without a GPU (``device`` None) everything is done in order anyway.
+    """
 
     def __init__(
         self, device: torch.device | None, stream: torch.cuda.Stream | None = None
@@ -137,7 +139,7 @@ class _Lane:
 
     @contextlib.contextmanager
     def after(self, other: _Lane, its: int, piece: int) -> Iterator[None]:
-        """What is queued inside is ``piece``; it begins after piece ``its`` of ``other``."""
+        """Queue what runs inside as ``piece``, to begin after piece ``its`` of ``other``."""
         if self.stream is None:
             yield
             return
@@ -152,7 +154,7 @@ class _Lane:
             self.stream.wait_stream(other.stream)
 
     def finish(self) -> None:
-        """The host waits for all of it."""
+        """Make the host wait for everything queued."""
         self._done.clear()
         if self.stream is not None:
             self.stream.synchronize()
@@ -213,7 +215,7 @@ class InnerOptimizer:
                 self._attach(0, i, self.exp_avg[i], self.exp_avg_sq[i])
 
     def _make_places(self) -> None:
-        """Room for both moments of the largest bucket, twice; buckets take turns."""
+        """Allocate both moments of the largest bucket, twice; buckets take turns."""
         sizes = [2 * sum(self._params[i].numel() for i in bucket) for bucket in self._buckets]
         count = min(2, len(sizes))
         self._places = [torch.empty(max(sizes), device=self._device) for _ in range(count)]
@@ -227,7 +229,7 @@ class InnerOptimizer:
 
     @property
     def line(self) -> str:
-        """What it is, for the log."""
+        """The optimizer and the place of its state, for the log."""
         where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
         return f"✓ Using fused AdamW, its state in {where}"
 
@@ -258,7 +260,7 @@ class InnerOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
-        """One AdamW step; ``gradients`` are row blocks like the shards."""
+        """Take one AdamW step; ``gradients`` are row blocks like the shards."""
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
         # Set each time: torch's own schedulers know nothing of steps that were skipped.
@@ -296,7 +298,7 @@ class InnerOptimizer:
         }
 
     def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """(in host memory, in the bucket's place on the device) of each."""
+        """Yield each moment of a bucket: (in host memory, in the bucket's place on the device)."""
         for i in self._buckets[bucket]:
             state = self._adamw[bucket].state[self._params[i]]
             yield self.exp_avg[i], state["exp_avg"]

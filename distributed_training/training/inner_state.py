@@ -34,8 +34,10 @@ _MOST_STEPS = 10**9
 
 @dataclass(frozen=True)
 class InnerFacts:
-    """``steps``: AdamW's, for its bias correction; ``finished_steps``: the schedule's, never reset;
-    ``peak``: the highest learning rate of the schedule, None if the file does not say."""
+    """``steps``: AdamW's, for its bias correction; ``finished_steps``: the schedule's, never reset.
+
+    ``peak``: the highest learning rate of the schedule, None if the file does not say.
+    """
 
     steps: int
     finished_steps: int
@@ -43,8 +45,11 @@ class InnerFacts:
 
 
 class InnerState:
-    """The shards in ``folder``, of any number of ranks. Raises ValueError, in one line, if they are
-    not whole or of another model; of the moments only the description is read so far."""
+    """The shards in ``folder``, of any number of ranks.
+
+    Raises ValueError, in one line, if they are not whole or of another model; of the moments only
+    the description is read so far.
+    """
 
     def __init__(self, folder: Path, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
         self._paths = _shards_in(folder)
@@ -69,7 +74,7 @@ class InnerState:
             ) from None
 
     def moment(self, kind: str, index: int) -> Tensor:
-        """The whole float32 moment ``kind`` of a parameter. Raises ValueError, OSError."""
+        """Return the whole float32 moment ``kind`` of a parameter. Raises ValueError, OSError."""
         name, shape = self._schema[index]
         whole = torch.empty(shape, dtype=torch.float32)
         first = 0
@@ -118,7 +123,7 @@ class InnerState:
     def _parts(
         self, kind: str, name: str, shape: tuple[int, ...]
     ) -> list[tuple[Storage, int, tuple[int, ...]]]:
-        """Of each file: where the rows of a moment lie, and their shape. Raises TypeError."""
+        """Locate the rows of a moment in each file, and their shape. Raises TypeError."""
         parts = []
         for file in self._files:
             entry = file.content["optimizer_state_dict"]["state"][name]
@@ -146,10 +151,12 @@ def _check_count(count: Any) -> None:
 
 
 def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
-    """Moments and place in the schedule := those of the shards in rank 0's ``folder``; None if it
-    gives none. Collective.
+    """Take moments and place in the schedule from the shards in rank 0's ``folder``.
 
-    Raises ValueError on all ranks alike if they are not of this model; nothing has changed then.
+    Collective.
+
+    Returns None if the folder gives none. Raises ValueError on all ranks alike if they are not of
+    this model; nothing has changed then.
     """
     stream, state, problem = trainer.stream, None, None
     if stream.rank == 0 and folder is not None:
@@ -186,7 +193,7 @@ def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int)
 
 
 def _shards_in(folder: Path) -> list[Path]:
-    """The files of all ranks, in their order. Raises ValueError if some are missing."""
+    """List the files of all ranks, in their order. Raises ValueError if some are missing."""
     found = {
         shard: path for path in folder.iterdir() if (shard := keys.parse_inner_optimizer(path.name))
     }
@@ -197,8 +204,10 @@ def _shards_in(folder: Path) -> list[Path]:
 
 
 def _tensor(value: Any) -> tuple[Storage, int, tuple[int, ...]]:
-    """Storage, first element and shape of a contiguous tensor, or of a DTensor's local one. Raises
-    TypeError."""
+    """Return storage, first element and shape of a contiguous tensor, or of a DTensor's local one.
+
+    Raises TypeError.
+    """
     if isinstance(value, Made) and value.by.endswith("._rebuild_from_type_v2"):
         state = value.arguments[
             3

@@ -38,11 +38,11 @@ class Found:
 
 
 def best_factor(loss: Callable[[float], float], *, first: float = 1.0) -> Found:
-    """The factor within ``SMALLEST``..``LARGEST`` with the lowest ``loss`` of those tried.
+    """Return the scale within ``SMALLEST``..``LARGEST`` with the lowest ``loss`` of those tried.
 
-    ``first``: where to begin, such as the factor found last time; powers of two are tried, from the
-    nearest one on, and one factor between them. A loss that is NaN or infinite
-    counts as worse than any other; where nothing finite is found the factor is 1.
+    ``first``: the scale to begin with, such as the one found last time; powers of two are tried,
+    from the nearest one on, and one scale between them. A loss that is NaN or infinite counts as
+    worse than any other; where nothing finite is found the scale is 1.
     """
     seen: dict[float, float] = {}
 
@@ -73,8 +73,11 @@ APPLIED_FRACTION = 0.5
 
 @dataclass(frozen=True)
 class Choice:
-    """What to publish: ``factor`` times the values of ``direction``. Losses are means in nats per
-    token, of which the one without a gradient was subtracted: below 0 is good."""
+    """The upload that was chosen: ``factor`` times the values of ``direction``.
+
+    Losses are means in nats per token, of which the one without a gradient was subtracted: below 0
+    is good.
+    """
 
     direction: str
     factor: float
@@ -111,13 +114,13 @@ class Preview:
         held: Sequence[Tensor],
         count: float,
     ) -> Choice:
-        """The best of the directions, equal on all ranks.
+        """Return the best of the directions, equal on all ranks.
 
-        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one as it is
-        is always among what is tried. ``held``: micro-batches, equally many on all ranks;
-        ``count`` is 1.0, or 0.0 for a rank whose own do not count (it has none and runs something
-        else in the collectives). NaN if no rank's count. At a micro-batch boundary; the weights,
-        and the gradients of a step under way, are afterwards what they were, to the bit.
+        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one unscaled is
+        always among those tried. ``held``: micro-batches, equally many on all ranks; ``count`` is
+        1.0, or 0.0 for a rank whose own do not count (it has none and runs others in the
+        collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
+        gradients of a step under way, are afterwards the same to the bit.
         """
         with self._sharded.gradients_aside():
             return self._choose(epoch_id, start, codes, learning_rate, held, count)
@@ -180,8 +183,10 @@ class Preview:
 
 
 def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Copies where they are, since between two steps a GPU has the room of the activations; in host
-    memory if it has not."""
+    """Copy weights where they are, or to host memory if the device has too little.
+
+    Between two steps a GPU has the memory of the activations free.
+    """
     try:
         return [rows.clone() for rows in weights]
     except torch.OutOfMemoryError:
@@ -218,7 +223,7 @@ class TrialStep:
             self._parts.append((None, local.clone(), rows.to(local.device)))
 
     def apply(self, factor: float) -> None:
-        """Weights := epoch start - ``factor`` * what was sent."""
+        """Set the weights to epoch start - ``factor`` * what was sent."""
         for shard, (where, start, sent) in zip(self._shards, self._parts, strict=True):
             value = torch.add(start, sent, alpha=-factor)
             if where is None:

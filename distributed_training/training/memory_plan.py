@@ -1,4 +1,4 @@
-"""How a step is carried out on this hardware: precision, batch arithmetic, what stays in memory.
+"""Plan a step for this hardware: precision, batch arithmetic, what stays in memory.
 
 Model shapes have names here for the local subnet and the benches. A real network's model comes from
 the global bucket's ``config.json``; nothing about its shape is fixed in the code.
@@ -38,7 +38,7 @@ def llama_config(
     max_positions: int,
     tied: bool = False,
 ) -> dict[str, Any]:
-    """A Hugging Face Llama config as a plain dict, the content of ``config.json``."""
+    """Return a Hugging Face Llama config as a plain dict, the content of ``config.json``."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -67,7 +67,7 @@ def llama_config(
 
 
 def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """About 1.9 M parameters: what the local subnet trains (byte-level vocabulary)."""
+    """Return the model of the local subnet: about 1.9 M parameters, byte-level vocabulary."""
     return llama_config(
         hidden=192,
         layers=4,
@@ -80,7 +80,7 @@ def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> 
 
 
 def named_config(name: str) -> dict[str, Any]:
-    """Shapes of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B parameters.
+    """Return a shape of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B values.
 
     Raises ValueError for another name.
     """
@@ -104,7 +104,7 @@ MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other l
 
 
 def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
-    """The dtype of the computation and a line saying why."""
+    """Return the dtype of the computation and a log line with the reason."""
     if wanted == "fp32":
         return torch.float32, "precision: float32 as asked"
     if device.type == "cuda":
@@ -186,13 +186,13 @@ def plan_memory(
     device_bytes: int | None,
     host_bytes: int | None = None,
 ) -> MemoryPlan:
-    """The fastest arrangement that fits ``device_bytes`` (None: host memory, no limit is set).
+    """Return the fastest arrangement that fits ``device_bytes`` (None: no limit is set).
 
     Gathered weights and whole gradients kept through a step cost memory and save a gather and a
     reduction per micro-batch. AdamW's moments in host memory cost one trip over the bus per step;
-    where ``host_bytes`` (None: enough) have no room for them that is the last resort. What the
-    operator fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does
-    not say its size as a Llama's does.
+    where ``host_bytes`` (None: enough) cannot hold them that is the last resort. What the operator
+    fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does not give
+    its size as a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config)
@@ -240,7 +240,7 @@ def plan_memory(
 
 
 def _choices(value: str, on: str) -> list[bool]:
-    """What the operator leaves open: off before on."""
+    """List the arrangements that the operator leaves open: off before on."""
     return [False, True] if value == "auto" else [value == on]
 
 

@@ -49,11 +49,11 @@ class _Known:
 
 
 class KnownSize:
-    """What was found out about this model on this GPU, in a file of the run folder.
+    """Facts found out about this model on this GPU, kept in a file of the run folder.
 
-    ``path`` None: nothing is remembered. ``facts``: what it depends on; of another model, length or
-    GPU nothing is known. ``most``: sequences at once that fit, None while it never ran out.
-    ``fastest``: what ``auto`` found.
+    ``path`` None: nothing is remembered. ``facts``: all that it depends on; another model, length
+    or GPU starts without knowledge. ``most``: sequences at once that fit, None while it never ran
+    out. ``fastest``: the size that ``auto`` found.
     """
 
     def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
@@ -78,7 +78,10 @@ class KnownSize:
         self.fastest = min(fastest) if len(fastest) == len(answers) else None
 
     def ran_out(self, sequences: int) -> int:
-        """``sequences`` at once did not fit; how many are to be tried. Any rank may call it."""
+        """Note that ``sequences`` at once did not fit; return how many to try.
+
+        Any rank may call it.
+        """
         self.most = max(1, sequences // 2)
         self.fastest = None if self.fastest is None else min(self.fastest, self.most)
         self._write()
@@ -100,7 +103,7 @@ _METHOD = 2
 
 
 def facts_of(sharded: ShardedModel, settings: TrainingSettings) -> dict[str, Any]:
-    """What the size that fits depends on."""
+    """Return everything that the size that fits depends on."""
     device, hardware, size = sharded.device, "cpu", 0
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -127,8 +130,10 @@ _TIMED = 3  # passes of a trial that are timed
 
 
 class MicroBatches:
-    """``known``: how many sequences at once fit. ``say`` gets a line for each thing that was
-    decided, as when compiling failed."""
+    """``known``: how many sequences at once fit.
+
+    ``say`` gets a line for each thing that was decided, as when compiling failed.
+    """
 
     #: Whether every micro-batch is reduced over ranks by itself.
     reduces_each = False
@@ -228,7 +233,10 @@ class MicroBatches:
                 torch._dynamo.reset()  # after a second size it would compile for any size
 
     def combine(self, seed: int) -> None:
-        """Once all micro-batches ran. ``seed``: equal on all ranks, another for each step."""
+        """Combine the gradients of all micro-batches of a step.
+
+        ``seed``: equal on all ranks, another for each step.
+        """
 
     @torch.no_grad()  # else ``to_local`` goes through autograd, parameter by parameter
     def gradients(self) -> list[Tensor]:
@@ -253,7 +261,7 @@ class MicroBatches:
         return result
 
     def pending(self) -> Tensor | None:
-        """The batches of the step under way as one tensor in host memory; None if there is none."""
+        """Return the batches of the step under way as one host tensor; None if there is none."""
         if not self.batches:
             return None
         return torch.stack([batch.to("cpu") for batch in self.batches])
@@ -264,7 +272,7 @@ class MicroBatches:
         self.forget()
 
     def forget(self) -> None:
-        """The step is over."""
+        """Forget the step's micro-batches: it is over."""
         self.loss_sum.zero_()
         self.batches, self.domains, self.notes = [], [], []
 
@@ -301,7 +309,7 @@ class MicroBatches:
         self.compiled = self._tell_compiled = False
 
     def _at_once(self, micro_batch: int) -> int:
-        """Sequences of a micro-batch that are run together; all, unless memory ran out before."""
+        """Return how many sequences run together: all, unless memory ran out before."""
         return min(micro_batch, self.known.most or micro_batch)
 
     def _run(self, batch: Tensor, domain: int, plan: BatchPlan, *, last: bool) -> None:
@@ -317,7 +325,7 @@ class MicroBatches:
             self.loss_sum += loss.detach()
 
     def _set_last(self, last: bool) -> None:
-        """Only the last backward of a step reduces gradients and drops gathered weights."""
+        """Let only the last backward of a step reduce gradients and drop gathered weights."""
         # FSDP goes through all modules for each of these two.
         if self._last is last:
             return
@@ -332,7 +340,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _compiler_errors(compiled: bool) -> tuple[type[Exception], ...]:
-    """What torch.compile raises when it fails, and not the model it compiled."""
+    """Return the exceptions that torch.compile itself raises, not the model it compiled."""
     if not compiled:
         return ()
     from torch._dynamo.exc import TorchDynamoException
@@ -449,15 +457,14 @@ def find_micro_batch(
     why: str = "no larger one is wanted",
     budget: DeviceBudget | None = None,
 ) -> int:
-    """The fastest micro-batch that fits, of 1, 2, 4, ... up to ``largest`` (on a CPU 16).
+    """Return the fastest micro-batch that fits, of 1, 2, 4, ... up to ``largest`` (on a CPU 16).
 
-    ``why`` there is none larger, for the line that is said.
-
-    ``seconds_per_sequence(n)`` runs one of ``n`` sequences. All ranks call this; all take the same
-    size. Memory grows by the same amount for each sequence, so from the third size on it is known
-    before it is tried whether it would fit ``budget``: a rank that ran out would leave the others
-    in a collective. A doubling that gains less than 2 % is not worth its memory and ends the
-    search. Raises ConfigError if not even one sequence fits.
+    ``seconds_per_sequence(n)`` runs one of ``n`` sequences; ``why``: the reason, for the log, that
+    no larger one is tried. All ranks call this; all take the same size. Memory grows by the same
+    amount for each sequence. So from the third size on it is known before the trial whether it
+    would fit ``budget``: a rank that ran out would leave the others in a collective. A doubling
+    that gains less than 2 % is not worth its memory and ends the search. Raises ConfigError if not
+    even one sequence fits.
     """
     found: dict[int, float] = {}
     peaks: dict[int, int] = {}
@@ -495,7 +502,7 @@ def find_micro_batch(
 
 
 def _too_large(size: int, peaks: Mapping[int, int], budget: DeviceBudget | None) -> str | None:
-    """By the two sizes before, since the peak is a straight line."""
+    """Predict from the two sizes before whether ``size`` fits; the peak is a straight line."""
     if budget is None or size // 4 not in peaks:
         return None
     expected = 3 * peaks[size // 2] - 2 * peaks[size // 4]

@@ -1,20 +1,20 @@
-"""The Hugging Face model as a rank computes it: its names and shapes, its attention, its loss.
+"""Build the Hugging Face model as a rank computes it: names and shapes, attention, loss.
 
 It is built without memory from a ``config.json``; its parameters keep the names they have there.
 
 *Attention on a GPU* is SDPA under a name of our own, ``sdpa_causal``; *on a CPU*, for short
 sequences, plain products (:func:`short_causal`). PyTorch's fused CPU kernel is made for long ones.
-With 256 tokens and heads of 32, one thread, bf16, its forward and backward take 1.4 and 3.8 ms
-where three plain products and a softmax take 0.9 and 1.1 ms (AMD EPYC with avx512_bf16, torch
-2.13): a quarter of a small model's whole step.
+With 256 tokens and heads of 32, one thread, bf16, its forward and backward take 1.4 and 3.8 ms.
+Three plain products and a softmax take 0.9 and 1.1 ms (AMD EPYC with avx512_bf16, torch 2.13): a
+quarter of a small model's whole step.
 
 *The loss* is cross-entropy without the logits: computed for a chunk of tokens at a time, with its
 gradients. The logits of a micro-batch in float32 are its largest tensor by far (2 x 1024 tokens x
 128,000 words: 1 GiB, and as much again for their gradient). Here at most one chunk of them exists.
 The gradients with respect to hidden states and head are computed with the loss, so that backward
-only scales them: nothing is computed twice. What a chunk costs besides its three products is
-reading and writing logits. On a GPU that part is compiled into two kernels
-(:func:`fused_logit_gradient`); eagerly it takes a dozen.
+only scales them: nothing is computed twice. Beyond its three products a chunk costs reading and
+writing logits. On a GPU that part is compiled into two kernels (:func:`fused_logit_gradient`);
+eagerly it takes a dozen.
 """
 
 from __future__ import annotations
@@ -40,12 +40,15 @@ _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped
 
 
 class UnfitModelError(ConfigError):
-    """No model can be built, or trained here, from a ``config.json``. A miner has that from the
-    global state, which no operator can mend: there it is a fault, tried again."""
+    """A ``config.json`` from which no model can be built, or trained here.
+
+    A miner has that file from the global state, which no operator can fix: there it is a fault,
+    tried again.
+    """
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what activation checkpointing and torch.compile put into it."""
+    """Return a parameter's name without the prefixes of checkpointing and torch.compile."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
@@ -53,10 +56,10 @@ def plain_name(name: str) -> str:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules built inside have their parameters on the meta device, their buffers for real.
+    """Put the parameters of modules built inside on the meta device, but not their buffers.
 
-    Buffers such as rotary frequencies are computed at construction and are in no checkpoint: on
-    the meta device they would be lost.
+    Buffers such as rotary frequencies are computed at construction and are in no checkpoint: on the
+    meta device they would be lost.
     """
     original = nn.Module.register_parameter
 
@@ -80,7 +83,10 @@ def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hf_config(model_config: Mapping[str, Any]) -> Any:
-    """The transformers config object of a ``config.json`` content. Raises UnfitModelError."""
+    """Return the transformers config object of a ``config.json`` content.
+
+    Raises UnfitModelError.
+    """
     from transformers import AutoConfig
 
     content = without_extras(model_config)
@@ -100,7 +106,7 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
 
 
 def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa") -> nn.Module:
-    """The Hugging Face model with parameters on the meta device (no memory) and real buffers.
+    """Build the Hugging Face model with parameters on the meta device (no memory) and real buffers.
 
     ``attention``: as transformers names it.
     """
@@ -127,7 +133,7 @@ def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa"
 
 
 def parameter_schema(model_config: Mapping[str, Any]) -> Schema:
-    """Names and shapes in state-dict order; what peers average and publish.
+    """Return names and shapes in state-dict order, as peers average and upload them.
 
     Tied weights appear once, under the first of their names. Needs no memory for weights.
     """
@@ -139,7 +145,7 @@ def schema_of(model: nn.Module) -> Schema:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the name they have in the schema."""
+    """Map the other names of tied parameters to the name they have in the schema."""
     first: dict[nn.Parameter, str] = {}
     tied: dict[str, str] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -151,7 +157,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    """The decoder blocks. Raises UnfitModelError when the model has none where Llamas have them."""
+    """Return the decoder layers.
+
+    Raises UnfitModelError if there are none where Llamas have them.
+    """
     layers = getattr(model.get_decoder(), "layers", None)  # type: ignore[operator]
     if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
         raise UnfitModelError(
@@ -183,9 +192,10 @@ def short_causal(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: (batch, heads, tokens, width) -> (batch, tokens, heads, width).
+    """Compute attention as transformers calls it, with plain products.
 
-    Causal, no padding (sequences are packed), no dropout.
+    Takes (batch, heads, tokens, width), returns (batch, tokens, heads, width). Causal, no padding
+    (sequences are packed), no dropout.
     """
     batch, heads, length, width = query.shape
     if attention_mask is not None or dropout:
@@ -206,7 +216,7 @@ def short_causal(
 
 
 def attention_implementation(device: torch.device, sequence_length: int, dropout: float) -> str:
-    """The transformers name of the attention to use."""
+    """Choose the attention, by the name that transformers knows."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -228,7 +238,7 @@ def _no_mask(*_: Any, **__: Any) -> None:
 
 
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Which of PyTorch's SDPA kernels runs, and why if it is a slow one."""
+    """Word which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
     if device.type != "cuda":
         short = config._attn_implementation == NAME
         return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
@@ -243,7 +253,7 @@ def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str
 
 
 def sdpa_kernel_name(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend PyTorch chooses for this model's heads, as ``SDPBackend`` names it."""
+    """Return the backend PyTorch chooses for this model's heads, as ``SDPBackend`` names it."""
     from torch.nn.attention import SDPBackend
 
     heads = config.num_attention_heads
@@ -272,14 +282,14 @@ LogitGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def _summed_loss(wide: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Of float32 logits; and the logarithm of each row's normalizer."""
+    """Return the summed loss of float32 logits, and the logarithm of each row's normalizer."""
     # Of float32: a sum over 128,000 words in bf16 loses all small ones.
     log_norm = torch.logsumexp(wide, dim=1, keepdim=True)
     return (log_norm - wide.gather(1, target)).sum(), log_norm
 
 
 def logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The eager form; with few temporaries."""
+    """Return loss and gradient eagerly, with few temporaries."""
     wide = logits.float()
     loss, log_norm = _summed_loss(wide, target)
     # d loss / d logits = softmax - one-hot
@@ -289,7 +299,7 @@ def logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fused_logit_gradient(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """The form to compile: nothing is written in place, so that it fuses."""
+    """Return loss and gradient in a form to compile: nothing in place, so that it fuses."""
     wide = logits.float()
     loss, log_norm = _summed_loss(wide, target)
     words = torch.arange(logits.shape[1], device=logits.device)
@@ -381,7 +391,7 @@ class ChunkedLoss:
         )
 
     def uncompile(self) -> None:
-        """Eager from here."""
+        """Compute eagerly from here on."""
         self._of_logits = logit_gradient
 
 

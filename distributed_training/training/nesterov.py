@@ -34,7 +34,7 @@ def nesterov_sgd(
     lr: float = OUTER_LEARNING_RATE,
     mu: float = OUTER_MOMENTUM,
 ) -> tuple[Tensor, Tensor]:
-    """One SGD step with Nesterov momentum: new tensors ``(param, momentum)``; inputs untouched.
+    """Take one SGD step with Nesterov momentum: new ``(param, momentum)``, inputs untouched.
 
     float32 CPU tensors of one shape. ``momentum=None`` means that there was no step yet. The bits
     are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise, so a shard
@@ -49,7 +49,7 @@ def nesterov_sgd(
 
 @dataclass(frozen=True)
 class OuterOptimizerState:
-    """What ``outer_optimizer.pt`` holds. ``momentum`` is None before the first outer step."""
+    """The content of ``outer_optimizer.pt``. ``momentum`` is None before the first outer step."""
 
     momentum: list[Tensor] | None
     learning_rate: float

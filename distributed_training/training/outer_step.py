@@ -1,9 +1,15 @@
-"""The outer step over FSDP shards, as a transaction.
+"""Take DiLoCo's outer step over FSDP shards, as a transaction.
+
+In DiLoCo (Douillard et al. 2023, arXiv 2311.08105) each miner trains alone for many *inner steps*.
+The movement of its weights, epoch start - current, is then taken as a gradient: the
+*pseudo-gradient*. In a round the miners average their pseudo-gradients. One step of SGD with
+Nesterov momentum along that average, from the epoch-start weights, is the *outer step*; all miners
+go on from its result (protocol page, sections 4 to 6).
 
 Every rank keeps, in host memory, its rows of the epoch-start weights, the outer momentum and the
-error feedback. A round streams the pseudo-gradient (epoch start - current) to rank 0, comes back
-with an average, computes what would follow beside what is, and then swaps everything at once or
-nothing at all. Nothing here ever mutates a kept tensor: new ones replace old ones.
+error feedback. A round streams the pseudo-gradient to rank 0, comes back with an average, and
+computes what would follow beside what is. Then everything is swapped at once or nothing at all.
+Nothing here ever mutates a kept tensor: new ones replace old ones.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """float32 tensors that lie in the file one after the other; not copied."""
+    """Map the file's float32 tensors, which lie one after the other; no copy."""
     sizes = [math.prod(shape) for shape in shapes]
     flat = torch.from_file(path, shared=True, size=sum(sizes), dtype=torch.float32)
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
@@ -70,7 +76,7 @@ class OuterStep:
         self._window: list[Tensor] | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Its rows change with the outer step only; ``epoch_id`` names them."""
+        """Return the state; ``epoch_id`` names its rows, which outer steps alone change."""
         return {
             "outer_learning_rate": self.learning_rate,
             "outer_momentum": self.mu,
@@ -86,7 +92,7 @@ class OuterStep:
         self.epoch_start, self.momentum = state["epoch_start"], state["momentum"]
 
     def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
-        """From now on every rank reads and writes its rows of rank 0's ``buffers`` itself.
+        """Let every rank read and write its rows of rank 0's ``buffers`` itself from now on.
 
         ``path``: where the other ranks map them, one after the other; rank 0's, None elsewhere, or
         if they cannot be mapped. Without a window the rows go through rank 0, one rank after the
@@ -115,8 +121,10 @@ class OuterStep:
             log.info("Pseudo-gradients go through rank 0: %s", problem)
 
     def _own_rows(self, buffers: Sequence[Tensor] | None) -> list[Tensor] | None:
-        """This rank's rows of rank 0's ``buffers``, in place, or none on other nodes than its; None
-        if no window shows them."""
+        """Return this rank's rows of rank 0's ``buffers``, in place; None if no window shows them.
+
+        Ranks on other machines than rank 0's get an empty list.
+        """
         window = self._window
         if window is None:
             return None
@@ -131,33 +139,35 @@ class OuterStep:
         return [whole[s.start : s.stop] for whole, s in zip(window, self._shards, strict=True)]
 
     def current(self) -> list[Tensor]:
-        """A copy of the present weights' rows in host memory."""
+        """Copy the rows of the present weights to host memory."""
         return to_host([s.local for s in self._shards])
 
     def begin_epoch(self) -> None:
-        """Epoch start := the present weights. All ranks."""
+        """Make the present weights the epoch start. All ranks."""
         self.epoch_start = self.current()
         self._prepared = None
         self.epoch_id = self._new_epoch_id()
 
     def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
-        """Name, first row and this rank's rows of the weights the epoch began with; host memory,
-        never changed in place."""
+        """Name, first row and this rank's rows of the weights the epoch began with.
+
+        Host memory, never changed in place.
+        """
         start = self.epoch_start or []
         return [(s.name, s.start, rows) for s, rows in zip(self._shards, start, strict=False)]
 
     def trained(self) -> list[Tensor]:
-        """What was trained since the epoch began: current - epoch start, rows in host memory."""
+        """Return what was trained in this outer step: current - epoch start, host rows."""
         assert self.epoch_start is not None
         return [
             now.sub_(start) for now, start in zip(self.current(), self.epoch_start, strict=True)
         ]
 
     def load(self, path: Path | None, *, then: Callable[[], None]) -> None:
-        """Momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: a fresh start.
+        """Load momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: start fresh.
 
-        ``then`` loads the weights that belong to it. Raises ValueError on all ranks alike when
-        rank 0 cannot read the file, and what ``then`` raises; nothing changes then.
+        ``then`` loads the weights that belong to it. Raises ValueError on all ranks alike when rank
+        0 cannot read the file, and the errors of ``then``; nothing changes then.
         """
         before = self.momentum, self.learning_rate, self.mu
         self._load(path)
@@ -191,7 +201,7 @@ class OuterStep:
 
     @torch.no_grad()
     def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
-        """Epoch start - current, tensor by tensor, into rank 0's float32 CPU ``buffers``.
+        """Write epoch start - current, tensor by tensor, into rank 0's float32 CPU ``buffers``.
 
         Returns its norm over all parameters, on every rank. At most one tensor's rows are held
         beside ``buffers``. Raises AllReduceError(LOCAL) on all ranks alike when buffers do not
@@ -290,7 +300,7 @@ class OuterStep:
         return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))
 
     def _scatter(self, source: Sequence[Tensor] | None, *, borrow: bool = False) -> list[Tensor]:
-        """``borrow``: rank 0's rows are views of ``source``."""
+        """Scatter rank 0's ``source``; with ``borrow`` rank 0's rows are views of it."""
         result = []
         for i, shard in enumerate(self._shards):
             whole = None if source is None else source[i]

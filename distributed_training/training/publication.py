@@ -1,9 +1,9 @@
-"""What a miner publishes, as far as training has to do with it: the snapshot, and its preview.
+"""Prepare uploads as far as training takes part: the snapshot and the gradient check.
 
-Both run on the training thread of every rank, a snapshot at an inner step's boundary, a preview at
-any micro-batch's. A snapshot copies to host memory what must not change any more and hands it to a
-thread (snapshot.py); a preview tries the gradient of a finished snapshot on sequences held back
-from training (local_evaluation.py).
+Both run on the training thread of every rank: a snapshot at an inner step's boundary, a gradient
+check at any micro-batch's. A snapshot copies to host memory what must not change any more and hands
+it to a thread (snapshot.py). A gradient check tries the gradient of a finished snapshot on held-out
+data (local_evaluation.py).
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Publication:
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float, steps: int
     ) -> SnapshotHandle:
-        """Everything a publication needs, of this step boundary, written in the background.
+        """Write everything an upload needs, of this step boundary, in the background.
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
         inner steps in total. Training is held for the copy to host memory and the codes of vectors
         only (with DCT for all codes). Raises OSError on all ranks alike when ``folder`` cannot be
-        made; what fails later is in the handle.
+        made; later failures are in the handle.
         """
         started = time.perf_counter()
         start = self._outer.epoch_start
@@ -149,17 +149,17 @@ class Publication:
         )
 
     def hold_back(self, sequences: Tensor | None) -> None:
-        """int64 (n, sequence) of this rank that are left out of training; None: it has none."""
+        """Take int64 (n, sequence) of this rank as held-out data; None: it has none."""
         self._held = sequences
         self._others_held = True
 
     def preview(self, handle: SnapshotHandle, *, micro_batch: int, batches: int) -> float | None:
-        """Loss with minus without the gradient of a finished snapshot, on what is held back.
+        """Return the loss with minus without the gradient of a finished snapshot, on held-out data.
 
         ``batches`` of ``micro_batch`` sequences are run on each rank. In nats per token; below 0 is
-        good. None when no rank holds anything back. Collective, at a micro-batch boundary, in a
-        round and after it too; rank 0 must have seen ``handle.done()``. Nothing of the training
-        state changes.
+        good. None when no rank has held-out data. Collective, at a micro-batch boundary, in a round
+        and after it too; rank 0 must have seen ``handle.done()``. Nothing of the training state
+        changes.
         """
         if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
             handle.join()

@@ -1,9 +1,14 @@
-"""The model as a rank trains it: sharded by FSDP2, compiled, its loss fused to its head.
+"""Build the model as a rank trains it: sharded by FSDP2, compiled, its loss fused to its head.
 
-FSDP2 (``fully_shard``) splits every parameter along its rows over the ranks and gathers it when it
-is used. The order in which a model is put together matters: activation checkpointing wraps decoder
-layers, torch.compile compiles what was wrapped, FSDP hooks go around both, and only then the shards
-get memory (:func:`build_sharded_model`). Weights come from a safetensors file or from a seed.
+FSDP (fully sharded data parallel; Zhao et al. 2023, arXiv 2304.11277) splits every parameter along
+its rows over the ranks, gathers it when it is used, and sends each gradient's rows to their owner.
+Between machines that traffic would cross the slow link at every layer. So each machine has a whole
+copy, sharded over its own ranks, and only gradients are summed between machines: *hybrid* sharding,
+HSDP, over a mesh of (copies, shards).
+
+The order in which a model is put together matters: activation checkpointing wraps decoder layers,
+torch.compile compiles what was wrapped, FSDP hooks go around both, and only then the shards get
+memory (:func:`build_sharded_model`). Weights come from a safetensors file or from a seed.
 """
 
 from __future__ import annotations
@@ -65,19 +70,26 @@ class ShardedModel:
         return {"weights": [shard.local for shard in self.shards]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The caller drops gathered weights (:meth:`discard_gradients`)."""
+        """Copy rows into the shards.
+
+        The caller drops gathered weights (:meth:`discard_gradients`).
+        """
         for shard, rows in zip(self.shards, state["weights"], strict=True):
             shard.local.copy_(rows)
 
     def discard_gradients(self) -> None:
-        """Drop gathered weights and every gradient accumulated so far, also after a failed
-        backward. For when weights were changed under FSDP, or a step is abandoned."""
+        """Drop gathered weights and all gradients accumulated, also after a failed backward.
+
+        For when weights were changed under FSDP, or a step is abandoned.
+        """
         _discard_gradients(self.modules)
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
-        """What a step under way has accumulated is there again afterwards, whatever is discarded
-        meanwhile. For forward passes alone: a backward would add to nothing."""
+        """Keep the gradients of a step under way aside, and put them back afterwards.
+
+        For forward passes alone: a backward would add to nothing.
+        """
         kept = [
             (holder, name, gradient)
             for holder, name in _gradient_places(self.modules)
@@ -102,7 +114,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def loss_of(self, batch: Tensor) -> Tensor:
-        """Summed loss without gradients; collective where weights are gathered."""
+        """Return the summed loss without gradients; collective where weights are gathered."""
         loss: Tensor = self.root(batch.to(self.device))
         return loss
 
@@ -116,8 +128,11 @@ def build_sharded_model(
     micro_batch: int,
     say: Callable[[str], None],
 ) -> ShardedModel:
-    """All ranks call this. ``micro_batch``: for the estimate of memory. ``say`` gets a line for
-    each decision. Raises ConfigError for what this model or hardware cannot do."""
+    """Build the model and shard it over all ranks, which all call this.
+
+    ``micro_batch``: for the estimate of memory. ``say`` gets a line for each decision. Raises
+    ConfigError for what this model or hardware cannot do.
+    """
     memory = None
     if device.type == "cuda":
         memory = torch.cuda.get_device_properties(device).total_memory
@@ -252,10 +267,10 @@ def _compiler_problem(device: torch.device) -> str | None:
 
 
 def _compile_blocks(model: nn.Module, mode: str) -> None:
-    """``torch.compile`` each block in place.
+    """Run ``torch.compile`` on each decoder layer in place.
 
-    Shapes are fixed: a second size would otherwise make torch compile for any size, which is
-    slower ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
+    Shapes are fixed: a second size would otherwise make torch compile for any size, which is slower
+    ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
     """
     modes = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
     for block in blocks_of(model):
@@ -263,8 +278,11 @@ def _compile_blocks(model: nn.Module, mode: str) -> None:
 
 
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
-    """One dimension over the ranks of a copy; where nodes hold copies, those are the first of two.
-    A rank alone gets a process group if there is none."""
+    """Make a mesh of one dimension over the ranks of a copy.
+
+    Where machines hold copies, they are the first of two dimensions. A rank alone gets a process
+    group if there is none.
+    """
     if not dist.is_initialized():
         if layout.world_size != 1:
             raise ConfigError(
@@ -296,7 +314,9 @@ def _shard(
     plan: MemoryPlan,
     compute_dtype: torch.dtype,
 ) -> list[FSDPModule]:
-    """``fully_shard`` blocks (if the plan says so) and root; the shards get memory on ``device``.
+    """Apply ``fully_shard`` to decoder layers (if the plan says so) and root.
+
+    Allocate on ``device``.
 
     Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees, and the
     gradients it gets, are float32. Returns the FSDP modules, root last.
@@ -395,9 +415,13 @@ def _reset_iter_state(root: Any) -> None:
 
 @torch.no_grad()
 def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
-    """Collective; ``path`` is rank 0's, None for initial weights. The ranks of its node read their
-    own rows there, and other nodes have theirs from them. Raises ValueError on all ranks alike,
-    changing nothing."""
+    """Load weights from rank 0's ``path``, or initialize them if it is None.
+
+    Collective.
+
+    The ranks of its machine read their own rows there, and other machines get theirs from them.
+    Raises ValueError on all ranks alike, changing nothing.
+    """
     shards, tied = sharded.shards, sharded.tied
     shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
     if shared is None:
@@ -423,7 +447,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
 
 
 def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
-    """``file``: open on node 0, None elsewhere."""
+    """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
     present = set(file.keys()) if file is not None else set()
     for shard in sharded.shards:
         # safetensors refuses an empty slice at the end, where a rank has no rows.
@@ -437,7 +461,7 @@ def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
 
 
 def _stored_name(name: str, present: set[str], tied: Mapping[str, str]) -> str:
-    """A tied weight may be stored under another of its names."""
+    """Return the name under which a weight is stored: a tied one may have another of its names."""
     if name in present:
         return name
     return next((other for other, first in tied.items() if first == name), name)
@@ -458,7 +482,7 @@ def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, st
 
 @torch.no_grad()
 def _initialize(shards: Sequence[ParameterShard], std: float, seed: int) -> None:
-    """Normal matrices, zero biases, unit norms: the same for every world size and device."""
+    """Draw normal matrices, zero biases, unit norms: the same for every world size and device."""
     for index, shard in enumerate(shards):
         if len(shard.shape) == 1:
             shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)

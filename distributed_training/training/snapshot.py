@@ -54,14 +54,14 @@ _NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.ui
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy."""
+    """Return the bytes of a contiguous CPU tensor, without a copy."""
     array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
 
 
 @dataclass(frozen=True)
 class SafetensorsLayout:
-    """Where each tensor of a safetensors file lies, so that several ranks can write it at once.
+    """The place of each tensor in a safetensors file, so that several ranks can write it at once.
 
     The format is the public one: eight bytes little-endian header size, a JSON header, raw data.
     """
@@ -130,7 +130,7 @@ class RowsOfMesh:
 
 
 class Described(Protocol):
-    """What a file of :func:`shard_content` needs of a parameter; ``shape`` of the whole."""
+    """A parameter as :func:`shard_content` needs it; ``shape`` is the whole one."""
 
     @property
     def name(self) -> str: ...
@@ -149,8 +149,10 @@ def shard_content(
     scheduler_state: Mapping[str, Any],
     outer_step: int,
 ) -> dict[str, Any]:
-    """What one ``inner_optimizer.rank000R-of-W.pt`` holds. ``exp_avg``, ``exp_avg_sq``: host row
-    blocks like the shards."""
+    """Return the content of one ``inner_optimizer.rank000R-of-W.pt``.
+
+    ``exp_avg``, ``exp_avg_sq``: host row blocks like the shards.
+    """
 
     def sharded(shard: Described, rows: Tensor) -> Tensor:
         # Not DTensor.from_local: that would move host rows to the mesh's device.
@@ -175,7 +177,7 @@ def shard_content(
 
 
 def write_shard(path: Path, content: Mapping[str, Any]) -> None:
-    """Durably, in the form torch 2.5.1 loads. Raises OSError."""
+    """Write ``content`` durably, in the form torch 2.5.1 loads. Raises OSError."""
     with atomic_file(path) as file:
         # With torch's own pickle module validators would refuse it: see the module's docstring.
         torch.save(dict(content), file, pickle_module=_AS_TORCH_2_5)
@@ -202,8 +204,10 @@ class _Pickler(pickle.Pickler):
 
 
 def _mesh_state(mesh: DeviceMesh | RowsOfMesh) -> dict[str, Any]:
-    """A mesh of one dimension over all ranks. Validators compare it with theirs, by ranks, device
-    type and names; theirs is of GPUs."""
+    """Return the state of a mesh of one dimension over all ranks.
+
+    Validators compare it with theirs, by ranks, device type and names; theirs is of GPUs.
+    """
     ranks = mesh.mesh.flatten().tolist()
     return {
         "device_type": "cuda",
@@ -226,11 +230,13 @@ _INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page
 
 @dataclass(frozen=True)
 class SnapshotState:
-    """What the training thread hands over; nothing in it changes any more. Host memory.
+    """The state that the training thread hands over, in host memory.
 
-    ``directions``: what may be published; the first is written to ``gradients.pt``. ``rank`` of
-    the ``world_size`` that hold one copy of the model; ``writes``: False where another node writes
-    the same.
+    Nothing in it changes any more.
+
+    ``directions``: candidates for the upload; the first is written to ``gradients.pt``. ``rank`` of
+    the ``world_size`` that hold one copy of the model; ``writes``: False where another machine
+    writes the same.
     """
 
     rank: int
@@ -250,8 +256,10 @@ class SnapshotState:
 
 @dataclass(frozen=True)
 class Epoch:
-    """What a gradient is measured from, kept since a round may end before the gradient is checked.
-    ``start``: this rank's rows of the weights, in host memory; nothing changes them."""
+    """The weights a gradient is measured from, kept since a round may end before its check.
+
+    ``start``: this rank's rows of the weights, in host memory; nothing changes them.
+    """
 
     epoch_id: str
     start: Sequence[Tensor]
@@ -279,16 +287,16 @@ class SnapshotHandle:
         pool.shutdown(wait=False)
 
     def done(self) -> bool:
-        """True when this rank's files are all there, or writing failed (see ``error``)."""
+        """Return True when this rank's files are all there, or writing failed (see ``error``)."""
         return self._written is not None and self._written.done()
 
     @property
     def error(self) -> BaseException | None:
-        """Why writing failed; None if it did not, or is not done."""
+        """The error of the writing; None if it did not fail, or is not done."""
         return self._written.exception() if self._written and self._written.done() else None
 
     def join(self) -> None:
-        """Until it is done."""
+        """Wait until this rank's part is done."""
         if self._written is not None:
             wait([self._written])
 
@@ -298,7 +306,7 @@ class SnapshotHandle:
         self.join()
 
     def check(self) -> None:
-        """For the writing thread, now and then. Raises RuntimeError after :meth:`cancel`."""
+        """Raise RuntimeError after :meth:`cancel`; the writing thread calls it now and then."""
         if self._cancelled.is_set():
             raise RuntimeError("the snapshot was given up")
 
@@ -307,7 +315,7 @@ class SnapshotHandle:
         self.codes, self.contents, self.epoch = {}, {}, None
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Covers all writing of this rank (rank 0: also the other ranks' parts).
+        """Wait for all writing of this rank (rank 0: also the other ranks' parts).
 
         Raises what the writing raised, TimeoutError when it goes on longer than ``timeout``.
         """
@@ -397,7 +405,7 @@ def write_snapshot(
 
 
 def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
-    """At the end of a rank's part: tell rank 0, which waits for it, if it failed."""
+    """Report a failure of this rank's part to rank 0, which waits for it."""
     if error is not None:
         parts = folder / _PARTS
         _gradient_part(parts, rank).unlink(missing_ok=True)  # a full disk needs the room
@@ -406,9 +414,11 @@ def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
 
 
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
-    """Rank 0, once the snapshot is done: ``gradients.pt`` becomes ``factor`` times the values of
-    another ``direction``. Raises OSError; what was written before then stays, or nothing is
-    published."""
+    """Replace ``gradients.pt`` by ``factor`` times the values of another ``direction``.
+
+    For rank 0, once the snapshot is done. Raises OSError; what was written before then stays, or
+    nothing is uploaded.
+    """
     chosen = handle.contents[direction]
     scaled = {
         name: value * factor if name.endswith(_VALUES) else value for name, value in chosen.items()
@@ -535,8 +545,10 @@ def _wait_for_parts(
 def _contents(
     state: SnapshotState, codes: Mapping[str, Sequence[Code | None]], parts: Path
 ) -> dict[str, dict[str, Any]]:
-    """Rank 0: ``gradients.pt`` of each direction, the same bytes of every tensor as encoding the
-    whole would give."""
+    """Make ``gradients.pt`` of each direction on rank 0.
+
+    The bytes of every tensor are those that encoding the whole would give.
+    """
     others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.world_size)]
     contents: dict[str, dict[str, Any]] = {}
     for direction, made in codes.items():

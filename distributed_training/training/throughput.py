@@ -1,4 +1,4 @@
-"""How fast training is: MFU against a known peak, and a profiler trace on request.
+"""Measure the speed of training: MFU against a known peak, and a profiler trace on request.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
@@ -10,9 +10,9 @@ is left out unless it is tied to the head. Recomputed activations do not count, 
 checkpointing lowers MFU. Attention is counted whole although a causal kernel does half of it; at
 1024 tokens that flatters a 4B model by less than 2 %.
 
-Peaks are dense bf16 tensor-core rates with float32 accumulation, without sparsity, from NVIDIA's
-data sheets (A100, A10, A40, L4, L40S, H100, H200, B200) and architecture white papers (GA102,
-AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a wrong one.
+Peaks are dense bf16 tensor-core rates with float32 accumulation, without sparsity. They come from
+NVIDIA's data sheets (A100, A10, A40, L4, L40S, H100, H200, B200) and architecture white papers
+(GA102, AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a wrong one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _NOT_KNOWN = ("RTX 4090 D", "RTX 4090 Laptop", "RTX 5090 D", "RTX 5090 Laptop", 
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by its name, or None."""
+    """Return the dense bf16 FLOP/s of a GPU by its name, or None."""
     if any(name in device_name for name in _NOT_KNOWN):
         return None
     words = device_name.replace("-", " ").split()

@@ -1,12 +1,12 @@
-"""The trainer of one rank: model, inner steps, outer step.
+"""Train one rank: model, inner steps, outer step.
 
 All ranks call the same methods in the same order. Nothing here talks to a network beyond the
 process group, and nothing waits for a device more than once per inner step.
 
 A step's time is wall time: from the end of the step before to its own end. It includes whatever
 happens between two micro-batches (commands of rank 0, waiting for data, a snapshot's copy, a
-gradient check, a checkpoint), since an hour has no more steps than that. Only pauses of a round are
-left out (:meth:`StepMeter.pause`): then there is nothing to train. So is MFU.
+gradient check, a checkpoint): an hour has no more steps than that. Only pauses of a round are left
+out (:meth:`StepMeter.pause`), since then there is nothing to train. MFU is computed alike.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StepMeter:
         self._waited = 0.0
 
     def micro_batch(self, data_wait_seconds: float) -> None:
-        """One begins; ``data_wait_seconds`` were spent waiting for it."""
+        """Note that a micro-batch begins, after ``data_wait_seconds`` of waiting for it."""
         if self._began is None:
             self._began = self._clock() - data_wait_seconds
             self._paused = 0.0
@@ -84,7 +84,7 @@ class StepMeter:
         self._paused += seconds
 
     def drop(self) -> None:
-        """The step under way is given up; the next one begins with its first micro-batch."""
+        """Give up the step under way; the next one begins with its first micro-batch."""
         self._began, self._paused, self._waited = None, 0.0, 0.0
 
     def finish(self, tokens: int) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class StepMeter:
         }
 
     def _peak_memory_gb(self) -> float | None:
-        """Allocated since the last call, GB = 1e9 bytes."""
+        """Return the most memory allocated since the last call, GB = 1e9 bytes."""
         if self._device.type != "cuda":
             return None
         peak = torch.cuda.max_memory_allocated(self._device) / 1e9
@@ -262,7 +262,7 @@ class Trainer:
     # --- batch arithmetic ----------------------------------------------------------------------
 
     def plan_micro_batches(self, size: int) -> None:
-        """Micro-batches of ``size`` sequences from now on; at a step's boundary."""
+        """Plan micro-batches of ``size`` sequences from now on; at a step's boundary."""
         self.micro_batch_size = size
         self.batch_plan = plan_batch(
             micro_batch=size,
@@ -301,7 +301,7 @@ class Trainer:
     def load_global(
         self, weights_path: Path | None, outer_optimizer: Path | None, outer_step: int
     ) -> None:
-        """Weights, outer momentum and epoch start := rank 0's files (None: fresh ones).
+        """Load weights, outer momentum and epoch start from rank 0's files (None: fresh ones).
 
         Raises ValueError on all ranks alike when one is not this model's; nothing changes then.
         """
@@ -310,7 +310,7 @@ class Trainer:
 
     @torch.no_grad()
     def rebase(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
-        """Epoch start and outer momentum := rank 0's files; what was trained since stays.
+        """Load epoch start and outer momentum from rank 0's files; what was trained since stays.
 
         The pseudo-gradient is the same afterwards; the inner step too. Raises ValueError on all
         ranks alike when a file is not this model's; nothing changes then.
@@ -324,7 +324,7 @@ class Trainer:
         self.drop_step()
 
     def begin_epoch(self, outer_step: int) -> None:
-        """Epoch start := the present weights; inner steps count from 0 again."""
+        """Make the present weights the epoch start; inner steps count from 0 again."""
         self.outer.begin_epoch()
         self.outer_step = outer_step
         self.inner_step = 0
@@ -340,8 +340,10 @@ class Trainer:
         self._meter.drop()
 
     def pause(self, seconds: float) -> None:
-        """``seconds`` since the last micro-batch had nothing to train: a round, or a wait for the
-        global state. No step's time."""
+        """Leave ``seconds`` since the last micro-batch out of the step's time.
+
+        There was nothing to train: a round, or a wait for the global state.
+        """
         self._meter.pause(seconds)
 
     # --- what survives a restart ---------------------------------------------------------------
@@ -352,8 +354,10 @@ class Trainer:
         return self.sharded, self.optimizer, self.outer, self.outer.feedback, self.random
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: JSON-able values, of all ranks alike; lists of tensors, this rank's
-        rows of every parameter; single tensors, this rank's alone; None for a tensor not there.
+        """Return this rank's state.
+
+        JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
+        parameter, single tensors this rank's alone, None stands for a tensor not there.
 
         Tensors are the very ones. Of weights and AdamW's moments, which the next step overwrites,
         :attr:`copier` has copies; no other is ever changed in place.
@@ -371,7 +375,9 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Back to a :meth:`state_dict`, with this rank's rows. All ranks.
+        """Go back to a :meth:`state_dict`, with this rank's rows.
+
+        All ranks.
 
         Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
         """
@@ -387,7 +393,10 @@ class Trainer:
         return self._run_again(state["pending"], state["domains"])
 
     def _run_again(self, pending: Tensor, domains: Sequence[int]) -> bool:
-        """Batches were stored, not gradients. Returns False if they fit no step of these flags."""
+        """Run stored batches again, since their gradients were not stored.
+
+        Returns False if they fit no step of these flags.
+        """
         shape = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(pending.shape[1:]) != shape or len(pending) >= self.micro_batches_per_step:
             self._say(
@@ -481,7 +490,7 @@ class Trainer:
             self._warn_of_the_end(rate)
 
     def _warn_of_the_end(self, rate: float) -> None:
-        """Once per start."""
+        """Warn once per start that the schedule has ended."""
         if self.rank == 0 and not self._warned_of_the_end:
             self._warned_of_the_end = True
             total = self.schedule.total_steps
@@ -496,7 +505,7 @@ class Trainer:
             )
 
     def _try_end_of_step(self) -> None:
-        """Norm and AdamW of a trial, before there are weights; the optimizer is as new after it."""
+        """Try norm and AdamW before there are weights; the optimizer is as new after it."""
         gradients = self.step.gradients()
         self._sum_over_ranks(gradients)
         self.optimizer.step(gradients, 0.0)
@@ -517,7 +526,7 @@ class Trainer:
         return self.skipped_in_a_row >= self.settings.nan_limit
 
     def slow_down(self) -> None:
-        """Half the learning rate for ``--neuron.nan_slow_steps`` inner steps."""
+        """Halve the learning rate for ``--neuron.nan_slow_steps`` inner steps."""
         self.schedule.slow_down(self.total_inner_steps, steps=self.settings.nan_slow_steps)
         self.skipped_in_a_row = 0
 
@@ -534,7 +543,7 @@ class Trainer:
         self.outer.prepare(averaged)
 
     def commit_outer_step(self) -> None:
-        """Weights, epoch start, momentum, error feedback and progress together. Local."""
+        """Replace weights, epoch start, momentum, error feedback and progress together. Local."""
         self.outer.commit()
         self.outer_step += 1
         self.inner_step = 0
