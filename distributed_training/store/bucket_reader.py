@@ -266,8 +266,10 @@ class BucketReader:
             return final
 
     def fetch_inner_optimizer(self, outer_step: int, destination: Path) -> Path | None:
-        """As :meth:`fetch`, the shards of the inner optimizer, one of each rank; None if they are
-        not all there."""
+        """Fetch the shards of the inner optimizer, one of each rank, as :meth:`fetch` does.
+
+        Returns None if they are not all there.
+        """
         objects = self._store.list_objects(f"{keys.epoch_folder(outer_step)}/")
         there = {each.key.partition("/")[2] for each in objects}
         counts = {found[1] for name in there if (found := keys.parse_inner_optimizer(name))}
@@ -628,12 +630,12 @@ class WritableReadKeyError(StoreError):
 
 
 def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
-    """That ``reader``, opened with the read key, can read its bucket and not write it.
+    """Check that ``reader``, opened with the read key, can read its bucket and not write it.
 
     ``timeout`` covers both requests with their retries. Leaves nothing in the bucket. Raises
     WritableReadKeyError; AccessDeniedError if validators could not read with this key;
-    BucketMissingError; DeadlineError and other StoreErrors when the store gave no clear answer,
-    which is no reason to publish the key either.
+    BucketMissingError. DeadlineError and other StoreErrors mean that the store gave no clear
+    answer, which is no reason to publish the key either.
     """
     asked = patient(reader, until=deadline_in(timeout))
     # A read first: only a key that the store knows is refused for what it may not do.

@@ -1,4 +1,4 @@
-"""What keeps a bucket in order: its lease; stuck uploads and old outer steps, which are removed.
+"""Keep a bucket in order: its lease, and the removal of stuck uploads and old outer steps.
 
 One small object names the miner that may upload into a bucket. Two that upload into one (a copied
 ``.env``, a forgotten process) overwrite each other's files and are both scored for the mixture. The
@@ -46,7 +46,7 @@ class ForeignBucketError(StoreError):
 
 
 def instance_of(folder: Path) -> str:
-    """Who publishes from this run folder: the same at each start, another in a copy elsewhere.
+    """Identify the miner of this run folder: the same at each start, another in a copy elsewhere.
 
     Half of it is random, in ``folder/instance``, written once: machines that were made from one
     image are alike in all that can be asked of them. Raises OSError.
@@ -64,7 +64,7 @@ def instance_of(folder: Path) -> str:
 
 
 def machine() -> str:
-    """What tells this machine, or this container, from another."""
+    """Return a text that tells this machine, or this container, from another."""
     try:
         identity = _MACHINE_ID.read_text(errors="replace").strip()
     except OSError:
@@ -84,7 +84,7 @@ def claim_bucket(store: S3ObjectStore, instance: str, *, take: bool = False) -> 
 
 
 def check_claim(store: S3ObjectStore, instance: str) -> None:
-    """Raises ForeignBucketError if another's claim stands."""
+    """Raise ForeignBucketError if another miner's claim stands."""
     info = store.head(OWNER_KEY)
     if info is None or (info.age_seconds or 0.0) > LAPSES_AFTER.total_seconds():
         return
@@ -104,7 +104,7 @@ def release_bucket(store: S3ObjectStore, instance: str) -> None:
 
 
 def _owner(store: S3ObjectStore) -> str | None:
-    """None if nobody wrote a claim, or none that can be read: the next claim replaces it."""
+    """Return the claiming miner, None without a readable claim: the next claim replaces it."""
     try:
         owner = json.loads(store.get(OWNER_KEY, limit=_MOST_BYTES) or b"{}").get("instance")
     except (IntegrityError, ValueError, AttributeError, RecursionError):
@@ -132,8 +132,11 @@ class StuckUpload:
 
 @dataclass(frozen=True)
 class Removed:
-    """How many are ``gone`` (removed, or not there any more), how many stay, and ``why``: what the
-    store said to the last of those."""
+    """The result of a removal: how many are ``gone``, how many stay, and ``why``.
+
+    ``gone``: removed, or not there any more. ``why``: the store's answer to the last of those that
+    stay.
+    """
 
     gone: int
     failed: int = 0
@@ -143,7 +146,7 @@ class Removed:
 def stuck_uploads(
     store: S3ObjectStore, *, older_than: timedelta, prefix: str = "", now: float | None = None
 ) -> list[StuckUpload]:
-    """Oldest first. Raises StoreError when the list cannot be had."""
+    """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
     now = time.time() if now is None else now
     found = [
         StuckUpload(u.key, u.upload_id, timedelta(seconds=max(0.0, now - u.initiated)))
@@ -155,7 +158,7 @@ def stuck_uploads(
 def upload_sizes(
     store: S3ObjectStore, uploads: Sequence[StuckUpload]
 ) -> Iterator[tuple[int, int] | None]:
-    """(parts, bytes) of each; None where the store does not tell. One ListParts each, so slow."""
+    """Yield (parts, bytes) of each; None where the store refuses. One ListParts each, so slow."""
     store = patient(store, each=_PATIENCE)
 
     def size(upload: StuckUpload) -> tuple[int, int] | None:
@@ -176,7 +179,7 @@ def abort_uploads(
     limit: timedelta | None = None,
     closing: threading.Event | None = None,
 ) -> Removed:
-    """``limit``: begin no more after so long; ``closing``: nor once it is set."""
+    """Abort ``uploads``; begin no more after ``limit``, nor once ``closing`` is set."""
     store = patient(store, each=_PATIENCE)
 
     def abort(upload: StuckUpload) -> None:
@@ -192,7 +195,7 @@ def _each(
     limit: timedelta | None = None,
     closing: threading.Event | None = None,
 ) -> Removed:
-    """One that cannot be removed does not keep the others from it."""
+    """Remove each item; one that cannot be removed does not keep the others from it."""
     end = None if limit is None else deadline_in(limit)
 
     def answer(item: Item) -> str:
@@ -220,9 +223,11 @@ def sweep_uploads(
     older_than: timedelta = STUCK_AGE,
     closing: threading.Event | None = None,
 ) -> None:
-    """The daemon's own cleaning: never raises, says what it did. A bucket that another than
-    ``instance`` has claimed is left alone: what looks stuck may be that one's. ``spare``: ids of
-    the uploads that a resume will go on with."""
+    """Abort stuck uploads in the daemon: never raises, logs the result.
+
+    A bucket that another than ``instance`` has claimed is left alone: uploads that look stuck may
+    be that one's. ``spare``: ids of the uploads that a resume will go on with.
+    """
     try:
         check_claim(store, instance)
         found = stuck_uploads(store, older_than=older_than)
@@ -273,7 +278,7 @@ def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
 
 
 def prune_old_steps(store: S3ObjectStore, *, newest: int, keep: int) -> None:
-    """:func:`prune_epochs` in the daemon: never raises, says what it did."""
+    """Run :func:`prune_epochs` in the daemon: never raises, logs the result."""
     try:
         done = prune_epochs(store, newest=newest, keep=keep)
     except StoreError as error:

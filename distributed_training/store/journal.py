@@ -1,9 +1,8 @@
-"""What an uploader must remember across a SIGKILL: which multipart uploads are its own, and which
-snapshot it was publishing.
+"""Keep the facts that an uploader needs after a SIGKILL: its multipart uploads and its snapshot.
 
-Written before the first part of an upload is sent. Which parts arrived is not in it: the store
-knows that better (ListParts), and comparing its MD5s with the file's proves it. So a lost journal
-costs sending a snapshot again, nothing else: the uploads it knew are found and aborted by age.
+Written before the first part of an upload is sent. It does not hold which parts arrived: the
+store's ListParts is the better source, and comparing its MD5s with the file's proves it. So a lost
+journal costs sending a snapshot again, nothing else: its uploads are found and aborted by age.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ class Journal:
             return list(self._uploads.values())
 
     def owned(self) -> frozenset[str]:
-        """Ids of the multipart uploads that a resume will go on with."""
+        """Return ids of the multipart uploads that a resume will go on with."""
         with self._lock:
             return frozenset(r.upload_id for r in self._uploads.values() if not r.etag)
 

@@ -39,7 +39,9 @@ class BlockedError(StoreError):
 @dataclass
 class Publication:
     """``newer()``: a newer snapshot waits, so one that is not even complete need not be waited for.
-    Used from one thread."""
+
+    Used from one thread.
+    """
 
     store: S3ObjectStore
     journal: Journal
@@ -82,7 +84,10 @@ class Publication:
         )
 
     def _publish(self, submission: Submission, sent: Sent) -> float | None:
-        """The age of ``gradients.pt`` when all was done, seconds by the store's clock."""
+        """Send a snapshot.
+
+        Return the age of ``gradients.pt`` at the end, seconds by the store's clock.
+        """
         revision, settings = submission.revision, self.settings
         _refuse_with(upload_gate(inner_step=revision.inner_step, minimum=1))
         files = wait_complete(
@@ -138,14 +143,19 @@ class Publication:
         return None if age is None else age + time.monotonic() - seen
 
     def _withdraw(self, revision: Revision) -> None:
-        """Also of the same revision: a miner that went back to a checkpoint comes to the same inner
-        step with other weights."""
+        """Delete the metadata of this outer step, also when it is of the same revision.
+
+        A miner that went back to a checkpoint comes to the same inner step with other weights.
+        """
         key = keys.epoch_key(revision.outer_step, keys.METADATA)
         if self._patient.head(key) is not None:
             self._patient.delete([key])
 
     def _verify(self, staged: list[Staged], etags: Mapping[str, str]) -> float | None:
-        """The age of ``gradients.pt``. A store may date an object by when its upload began."""
+        """Compare what the store holds with what was sent; return the age of ``gradients.pt``.
+
+        A store may date an object by when its upload began. Raises IntegrityError.
+        """
         age = None
         for file in staged:
             info = self._patient.head(file.key)
@@ -162,7 +172,7 @@ class Publication:
     # --- root metadata --------------------------------------------------------------------------
 
     def read_root(self) -> Metadata | None:
-        """Also None if it is malformed; the next write repairs it."""
+        """Read the root metadata, None if missing or malformed; the next write repairs it."""
         data = self._patient.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
         try:
             return None if data is None else Metadata.parse(data)

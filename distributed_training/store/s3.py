@@ -1,11 +1,11 @@
-"""One bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
+"""Access one bucket over the S3 API: Cloudflare R2, or another store by its endpoint.
 
 Everything particular to R2 is here: region ``auto``, checksums only where the API requires them (R2
 refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write per second and
 key, no transfer library in C.
 
 Errors are told apart by what to do about them. Their texts are for the operator and never hold a
-key, a secret or a signed address. All transfers share one :class:`Uplink`: an all-reduce needs the
+key, a secret or a signed address. All transfers share one :class:`Uplink`. An all-reduce needs the
 whole network link for a minute or two, so transfers check it between parts and at each read of a
 part, and parts that a pause interrupts are sent again.
 """
@@ -102,7 +102,10 @@ class Refusal:
     what: str
 
     def error(self, verb: str, key: str, response: Any) -> StoreError:
-        """For botocore's ``ClientError.response``; ``verb``: read, write, list, delete, ..."""
+        """Map botocore's ``ClientError.response`` to an error.
+
+        ``verb``: read, write, list, delete, ...
+        """
         code = str(response.get("Error", {}).get("Code", ""))
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         place = f"{verb} {self.bucket}/{key}".rstrip("/")
@@ -143,7 +146,7 @@ class Refusal:
 
 
 def disk_problem(error: OSError) -> str:
-    """One line: what the disk said, where, and what to do about a full one."""
+    """Word an error of the disk in one line: its place, and how to fix a full one."""
     line = f"{error.filename or 'the disk'}: {error.strerror or error}"
     if not is_full(error):
         return line
@@ -165,8 +168,11 @@ class Uplink:
         self._paused_for = 0.0  # seconds, of the pauses that are over
 
     def clock(self) -> float:
-        """Return ``time.monotonic()`` less all time spent paused: deadlines of transfers count by
-        it, since a round may keep the uplink for longer than a transfer takes."""
+        """Return ``time.monotonic()`` less all time spent paused.
+
+        Deadlines of transfers count by it, since a round may keep the uplink for longer than a
+        transfer takes.
+        """
         with self._lock:
             now = time.monotonic() if self._paused_at is None else self._paused_at
             return now - self._paused_for
@@ -197,20 +203,17 @@ class Uplink:
         self._open.set()
 
     def wait_open(self) -> None:
-        """Until not paused. Raises StoppedError."""
+        """Wait until the uplink is not paused. Raises StoppedError."""
         self._open.wait()
         self.check_stopped()
 
     def check_stopped(self) -> None:
-        """For long work on files, which needs no line: it goes on while the uplink is paused.
-
-        Raises StoppedError.
-        """
+        """Raise StoppedError once stopped; long work on files calls it, also while paused."""
         if self._stopped.is_set():
             raise StoppedError("stopped as asked")
 
     def sleep(self, seconds: float) -> None:
-        """Raises StoppedError as soon as the uplink is stopped."""
+        """Sleep; raises StoppedError as soon as the uplink is stopped."""
         self._stopped.wait(seconds)
         self.wait_open()
 
@@ -261,7 +264,7 @@ class Section(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Hazard: returns up to ``BLOCK`` bytes, also when fewer are asked for.
+        """Read up to ``BLOCK`` bytes, also when fewer are asked for: a hazard.
 
         http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a third
         of the CPU time of an upload.
@@ -288,7 +291,7 @@ _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
-    """Endpoint of our account or of another's, whose id stands in its commitment.
+    """Return the endpoint of our account or of another's, whose id stands in its commitment.
 
     Raises ValueError if there is neither ``--r2.endpoint_url`` nor a valid account id.
     """
@@ -304,8 +307,10 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """``etag``: MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n`` of one put
-    in n parts. ``modified``: seconds since 1970, the store's clock. ``age_seconds``: by the store's
+    """One object of a listing or of a HEAD request.
+
+    ``etag``: MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n`` of one put in
+    n parts. ``modified``: seconds since 1970, the store's clock. ``age_seconds``: by the store's
     clock too, so that a wrong clock of ours does not matter; None in listings.
     """
 
@@ -406,7 +411,10 @@ class S3ObjectStore:
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
-        """Our own account. Raises ValueError, naming the variable, if a key is not set."""
+        """Open a bucket of our own account.
+
+        Raises ValueError, naming the variable, if a key is not set.
+        """
         kind = "WRITE" if write else "READ"
         prefix = kind.lower()
         key = getattr(settings, f"{prefix}_access_key_id")
@@ -428,7 +436,7 @@ class S3ObjectStore:
     def of_peer(
         cls, settings: StoreSettings, *, bucket: str, credentials: BucketCredentials
     ) -> S3ObjectStore:
-        """Another's bucket, by the read credentials of its commitment. Raises ValueError."""
+        """Open another's bucket with the read credentials of its commitment. Raises ValueError."""
         key = SecretStr(credentials.access_key_id)
         secret = SecretStr(credentials.secret_access_key)
         return cls(
@@ -468,7 +476,10 @@ class S3ObjectStore:
         return ObjectInfo(key, size, etag, modified, max(0, now - modified))
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        """The whole object, None if there is none. IntegrityError if it exceeds ``limit``."""
+        """Return the whole object, None if there is none.
+
+        IntegrityError if it exceeds ``limit``.
+        """
         try:
             with self._errors("read", key) as call:
                 answer = call(self._client.get_object, Key=key)
@@ -483,7 +494,10 @@ class S3ObjectStore:
             return None
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        """Fewer bytes at the object's end. PreconditionError if its etag is no longer ``etag``."""
+        """Return a range, shorter at the object's end.
+
+        Raises PreconditionError if the object's etag is no longer ``etag``.
+        """
         condition = {"IfMatch": f'"{etag}"'} if etag else {}
         with self._errors("read", key) as call:
             answer = call(
@@ -498,14 +512,14 @@ class S3ObjectStore:
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Returns the etag. TransientError if the store holds other bytes than those sent."""
+        """Write ``data``; return the etag. TransientError if the store holds other bytes."""
         self._await_write_interval(key)
         with self._errors("write", key) as call:
             etag = _unquote(call(self._client.put_object, Key=key, Body=data)["ETag"])
         return _confirm(f"{self._bucket}/{key}", data, etag)
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Missing ones are fine."""
+        """Delete ``keys``; missing ones are fine."""
         for key in keys:
             # One by one: bulk deletion needs a checksum that not every store accepts.
             try:
@@ -572,7 +586,7 @@ class S3ObjectStore:
     # --- inside ---------------------------------------------------------------------------------
 
     def _read(self, key: str, body: Any, size: int) -> bytes:
-        """The ``size`` bytes of an answer. TransientError if they are fewer, or trickle in."""
+        """Read the ``size`` bytes of an answer. TransientError if they are fewer, or trickle in."""
         pieces, end = [], time.monotonic() + _LONGEST_READ
         while piece := body.read1(_READ_CHUNK):  # what is there: read() waits for all it is to read
             pieces.append(piece)
@@ -600,7 +614,10 @@ class S3ObjectStore:
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:
-        """Botocore's exceptions as ours; without their chains, which may hold signed requests."""
+        """Raise botocore's exceptions as ours.
+
+        Their chains are left out, which may hold signed requests.
+        """
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
@@ -634,7 +651,7 @@ def _unquote(etag: str) -> str:
 
 
 def _confirm(what: str, data: bytes | Section, etag: str) -> str:
-    """The store's MD5 must be that of the bytes that left this machine."""
+    """Check that the store's MD5 is that of the bytes that left this machine; return the etag."""
     if isinstance(data, Section):
         sent = data.md5
     else:

@@ -49,7 +49,7 @@ def wait_complete(
     uplink: Uplink,
     give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, FileRecord]:
-    """All ranks' records once the last is there; the protocol's files, each exactly once.
+    """Wait for all ranks' records; return the protocol's files, each exactly once.
 
     ``timeout`` covers the wait for all ranks; ``give_up`` ends it early, when a newer snapshot
     waits. Raises IntegrityError, StoppedError.
@@ -139,7 +139,7 @@ def _check_place(gradients: Path, revision: Revision) -> None:
 
 
 def read_config(path: Path) -> ConfigExtras:
-    """Raises IntegrityError."""
+    """Read the extras of ``config.json``. Raises IntegrityError."""
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise IntegrityError(f"config.json has {path.stat().st_size} bytes, far too many")
     try:
@@ -178,14 +178,16 @@ def prune_snapshots(
 
 
 def _chain_block(snapshot: Path) -> int | None:
-    """At which a snapshot was taken; None if the folder is not named as one. A miner that was
-    killed goes back to lower steps, never to lower blocks."""
+    """Return the chain's block of a snapshot; None if the folder is not named as one.
+
+    A miner that was killed goes back to lower steps, never to lower blocks.
+    """
     parts = snapshot.name.split(".")
     return int(parts[2]) if len(parts) == 3 and all(p.isdigit() for p in parts) else None
 
 
 def _unused(folder: Path) -> float:
-    """Seconds since anything in it was written; 0 if it is being deleted."""
+    """Return the seconds since the last write in ``folder``; 0 if it is being deleted."""
     try:
         written = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
     except OSError:

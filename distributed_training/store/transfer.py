@@ -126,7 +126,7 @@ def patient(
     each: timedelta = timedelta.max,
     uplink: Uplink | None = None,
 ) -> S3ObjectStore:
-    """``store`` with each operation tried again until it succeeds or fails for good.
+    """Wrap ``store`` so that each operation is tried again until it succeeds or fails for good.
 
     ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
     where there is no uplink to pause); ``each``: how long one may take. Only errors marked
@@ -192,7 +192,7 @@ def download(
     uplink: Uplink | None = None,
     progress: Progress | None = None,
 ) -> ObjectInfo:
-    """One object into ``path``, in parallel ranges, complete or not at all.
+    """Download one object into ``path``, in parallel ranges, complete or not at all.
 
     An interrupted download of the same object goes on where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
@@ -322,7 +322,7 @@ def _part_of(path: Path) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class _Notes:
-    """Of a download that was interrupted; ``done``: where the ranges begin that are on disk."""
+    """The state of an interrupted download; ``done``: the beginnings of the ranges on disk."""
 
     etag: str
     size: int
@@ -342,8 +342,11 @@ MOST_PARTS = 10_000
 
 
 def part_size_for(size: int, wanted: int = 0) -> int:
-    """Equal parts (R2 requires it): 16 MiB below 512 MiB, 32 MiB above, more when the file would
-    need more than 10,000 of them. ``wanted`` overrides the first two."""
+    """Return the size of the parts of a file; they are equal, as R2 requires.
+
+    16 MiB below 512 MiB, 32 MiB above, more when the file would need more than 10,000 of them.
+    ``wanted`` overrides the first two.
+    """
     part = wanted or (16 if size < 512 * MIB else 32) * MIB
     while -(-size // part) > MOST_PARTS:
         part *= 2
@@ -389,7 +392,9 @@ class _Parts:
         return Section(self.handle, *self._range(number), self.uplink)
 
     def local(self, number: int) -> PartInfo:
-        """As the store would list it. Reads the part, also while the uplink is paused.
+        """Describe a part as the store would list it.
+
+        Reads it, also while the uplink is paused.
 
         Raises StoppedError.
         """
@@ -404,11 +409,13 @@ class _Parts:
 
 
 class Sender:
-    """``deadline`` covers everything it sends with all retries, by the clock of ``uplink``, which
+    """Send files in parts, going on where an earlier attempt stopped.
+
+    ``deadline`` covers everything it sends with all retries, by the clock of ``uplink``, which
     stands still during a pause; without ``uplink`` it is of ``time.monotonic()``.
 
-    ``concurrency`` parts or small files are under way at once; a part is never whole in memory.
-    A context manager; its end waits for attempts under way (stop the uplink to make them end).
+    ``concurrency`` parts or small files are under way at once; a part is never whole in memory. A
+    context manager; its end waits for attempts under way (stop the uplink to make them end).
     """
 
     def __init__(
@@ -440,7 +447,7 @@ class Sender:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def upload_all(self, files: Iterable[tuple[str, Path]]) -> None:
-        """Many files: parts of large ones in parallel, small ones beside each other."""
+        """Upload many files: parts of large ones in parallel, small ones beside each other."""
         staged = [self.stage(key, path) for key, path in files]
         self.publish_all(staged)
         self._journal.drop(*(s.key for s in staged))
@@ -477,9 +484,12 @@ class Sender:
         return record
 
     def _abort_unknown(self, key: str) -> None:
-        """Abort uploads of ``key`` without a record: their uploader was killed, or the answer of
-        the store was lost, before the journal knew them. Only one uploader sends a key, so they
-        cannot be another's. One attempt: the hourly cleanup finds what stays."""
+        """Abort uploads of ``key`` without a record.
+
+        Their uploader was killed, or the answer of the store was lost, before they were in the
+        journal. Only one uploader sends a key, so they cannot be another's. One attempt: the hourly
+        cleanup finds what stays.
+        """
         try:
             for upload in self._once.list_multiparts(key):
                 if upload.key == key and upload.upload_id not in self._journal.owned():
@@ -491,9 +501,9 @@ class Sender:
     def _resume(
         self, key: str, cut: _Parts, identity: str
     ) -> tuple[UploadRecord | None, dict[int, PartInfo]]:
-        """The upload to go on with and the parts that need not be sent again.
+        """Return the upload to go on with and the parts that need not be sent again.
 
-        A record with an etag means: complete and visible. None: start anew.
+        A record with an etag means: complete and visible. None: start again from the first part.
         """
         record = self._journal.upload(key)
         if record is None:
@@ -522,7 +532,10 @@ class Sender:
         return None, {}
 
     def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
-        """None: the upload was completed just before the process died, expired, or never was."""
+        """List the parts at the store; None if the upload was completed, expired, or never was.
+
+        It may have been completed just before the process died.
+        """
         try:
             return self._store.list_parts(record.key, record.upload_id)
         except UploadMissingError:
@@ -535,7 +548,10 @@ class Sender:
     def _send_missing(
         self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo]
     ) -> tuple[PartInfo, ...]:
-        """All parts in their order. Raises IntegrityError if the upload was aborted meanwhile."""
+        """Send what is missing; return all parts in their order.
+
+        Raises IntegrityError if the upload was aborted meanwhile.
+        """
 
         def send(number: int) -> PartInfo:
             body = cut.section(number)
@@ -594,7 +610,10 @@ class Sender:
             raise
 
     def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
-        """Etags by key; all of them side by side, so that they appear within moments."""
+        """Complete all files side by side, so that they appear within moments.
+
+        Returns etags by key.
+        """
         files = list(staged)
         etags = self._run([lambda s=s: self.publish(s) for s in files])  # type: ignore[misc]
         return {s.key: etag for s, etag in zip(files, etags, strict=True)}
@@ -620,14 +639,17 @@ class Sender:
         self._journal.drop(record.key)
 
     def abandon_all_but(self, keys: Iterable[str]) -> None:
-        """What the journal still holds of outer steps that are over, or of another bucket."""
+        """Abandon the journal's uploads of outer steps that are over, or of another bucket."""
         wanted = frozenset(keys)
         for record in self._journal.uploads():
             if record.key not in wanted or record.bucket != self._store.bucket:
                 self.abandon(record)
 
     def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
-        """All tasks in the pool; the first error ends the rest. From a thread outside the pool."""
+        """Run all tasks in the pool; the first error ends the rest.
+
+        From a thread outside the pool.
+        """
         futures: list[Future[Result]] = [self._pool.submit(task) for task in tasks]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -652,7 +674,7 @@ class Sender:
 
 
 def multipart_etag(parts: Iterable[PartInfo]) -> str:
-    """MD5 of the parts' MD5s, and their number: S3's etag of a multipart object."""
+    """Return S3's etag of a multipart object: MD5 of the parts' MD5s, and their number."""
     digests = [bytes.fromhex(part.etag) for part in parts]
     whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
     return f"{whole}-{len(digests)}"

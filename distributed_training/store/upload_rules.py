@@ -17,7 +17,10 @@ DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever is written
 
 
 def upload_due(inner_step: int, *, upload_steps: int, minimum: int) -> bool:
-    """Whether an upload is regular at this step: multiples of ``upload_steps`` from ``minimum``."""
+    """Return whether this step has a regular upload: multiples of ``upload_steps``.
+
+    They begin at ``minimum``.
+    """
     return inner_step >= max(minimum, 1) and inner_step % upload_steps == 0
 
 
@@ -30,11 +33,11 @@ def upload_gate(
     preview_delta: float | None = None,
     block_on_preview: bool = False,
 ) -> str | None:
-    """The line that says why this must not be published, or None.
+    """Return the line that forbids this upload with its reason, or None.
 
-    ``blocks``: the block list to be published, None if not known yet. ``not_finite``: what in it
-    holds NaN or Inf. ``preview_delta``: loss after minus before applying the gradient's own decode
-    to a few held batches, in nats; None if not measured.
+    ``blocks``: the block list to be uploaded, None if not known yet. ``not_finite``: the name of a
+    part that holds NaN or Inf. ``preview_delta``: loss after minus before applying the gradient's
+    own decode to held-out data, in nats; None if not measured.
     """
     if inner_step < minimum:
         return lines.upload_blocked(inner_step, minimum)
@@ -54,7 +57,7 @@ def upload_gate(
 
 
 def preview_warning(preview_delta: float | None) -> str | None:
-    """The line about a gradient that would not help whoever applies it, or None."""
+    """Word a gradient that would not help whoever applies it, or return None."""
     if preview_delta is None or preview_delta < 0:
         return None
     change = (
@@ -69,7 +72,7 @@ def preview_warning(preview_delta: float | None) -> str | None:
 
 
 def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> str | None:
-    """None if ``needed`` bytes fit beside ``reserve``, else the line that says why not.
+    """Return None if ``needed`` bytes fit beside ``reserve``, else a line with the reason.
 
     ``folder`` need not exist yet.
     """

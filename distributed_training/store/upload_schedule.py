@@ -1,7 +1,10 @@
-"""When to take a snapshot for an upload. Pure: no clock of its own, no I/O.
+"""Choose the steps at which to take a snapshot for an upload.
 
-Between two rounds validators judge uploads all the time (protocol page, sections 3 and 7): for half
-a round period those of the outer step that a round has just ended, then those of the present one.
+Pure: no clock of its own, no I/O.
+
+A validator scores only *fresh* uploads, and only those of the outer step that it judges at the
+moment (protocol page, sections 3 and 7). For half a round period after a round it judges those of
+the outer step that the round has just ended, then those of the present one:
 
     round k            half a period             round k+1          half a period
       |--- judged: k-1 ------|------ judged: k ------|------ judged: k ------|--- judged: k+1 ...
@@ -9,7 +12,7 @@ a round period those of the outer step that a round has just ended, then those o
 
 An upload counts while its newest listed block is no older than half a round period and its file no
 older than the age limit. Its blocks end where its snapshot was taken, so a late snapshot counts for
-longer; but the upload before it has to count until it is visible, and only one is sent at a time.
+longer. But the upload before it has to count until it is visible, and only one is sent at a time.
 :func:`weigh` finds how many seconds of counting a snapshot now, and waiting, are worth.
 
 ``--neuron.upload_steps`` names the regular steps and bounds how often there is an upload, which
@@ -42,9 +45,11 @@ Flags = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Rounds:
-    """``next_at``: when the next one will be called, infinite if unknown; ``period``: seconds
-    between two of them, infinite if unknown; ``pause``: how long one keeps training, and the
-    uplink, for itself."""
+    """The times of rounds, in seconds.
+
+    ``next_at``: when the next one will be called, infinite if unknown; ``period``: between two of
+    them, infinite if unknown; ``pause``: how long one keeps training, and the uplink, for itself.
+    """
 
     next_at: float
     period: float
@@ -57,9 +62,12 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Pace:
-    """In seconds. ``step``: an inner step; ``upload``: from a snapshot until it is visible;
-    ``block_age``: of the newest listed block when a snapshot is taken; ``check``: from a snapshot
-    until its gradient was checked."""
+    """The measured durations of training and uploads, in seconds.
+
+    ``step``: an inner step; ``upload``: from a snapshot until it is visible; ``block_age``: of the
+    newest listed block when a snapshot is taken; ``check``: from a snapshot until its gradient was
+    checked.
+    """
 
     step: float
     upload: float
@@ -68,16 +76,22 @@ class Pace:
 
     @property
     def lead(self) -> float:
-        """Before a round is expected, its last snapshot is to be taken: steps vary, and the check
-        of a snapshot that the call overtakes holds up the round or follows it."""
+        """The time before an expected round at which its last snapshot is to be taken.
+
+        Steps vary, and the check of a snapshot that the call overtakes holds up the round or
+        follows it.
+        """
         return _SPARE_STEPS * self.step + self.check
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """In seconds. ``age_limit``: of a file; ``margin``: how much earlier than needed uploads are to
-    end; ``spacing``: between two snapshots at least; ``first``: from a round's end to the first
-    inner step that may be published."""
+    """The limits of the schedule, in seconds.
+
+    ``age_limit``: of a file; ``margin``: how much earlier than needed uploads are to end;
+    ``spacing``: between two snapshots at least; ``first``: from a round's end to the first inner
+    step that may be uploaded.
+    """
 
     age_limit: float
     margin: float
@@ -87,8 +101,11 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Worth:
-    """Judged seconds, from now on, in which an upload counts: at most so many if a snapshot is
-    taken ``now``, or only ``later``. ``resolution``: differences below it mean nothing."""
+    """Judged seconds, from now on, in which an upload counts.
+
+    At most so many if a snapshot is taken ``now``, or only ``later``. ``resolution``: differences
+    below it mean nothing.
+    """
 
     now: float
     later: float
@@ -96,9 +113,12 @@ class Worth:
 
 
 def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_until: float) -> Worth:
-    """``counts_until``: how long that counts which is published of this outer step; anything in the
-    past if nothing is. The next round lies ahead, and a snapshot now is possible: the uplink is
-    free, the step allowed."""
+    """Return how many seconds of counting a snapshot now, and waiting, are worth.
+
+    ``counts_until``: time at which the last upload of this outer step stops counting; any past time
+    if there is none. The next round lies ahead, and a snapshot now is possible: the uplink is free,
+    the step allowed.
+    """
     horizon = now + 2 * min(rounds.half, bounds.age_limit)
     if rounds.next_at < math.inf:
         horizon = rounds.next_at + rounds.pause + 0.75 * rounds.period
@@ -111,7 +131,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     )
 
     def judged(start: Seconds, end: Seconds, of_ours: Flags) -> Seconds:
-        """How much of [start, end) validators judge uploads of that outer step."""
+        """Return how much of [start, end) validators judge uploads of that outer step."""
         change = rounds.next_at + rounds.half  # from the present outer step to the next
         began = change - rounds.period if change < math.inf else -math.inf
         lowest = np.where(of_ours, began, change) - bounds.margin
@@ -139,8 +159,10 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
 def _moments(
     now: float, horizon: float, rounds: Rounds, pace: Pace, first: float
 ) -> tuple[Seconds, float]:
-    """``now`` and later ends of inner steps that suit a snapshot, or some of them; their
-    distance."""
+    """Return ``now`` and later ends of inner steps that suit a snapshot, and their distance.
+
+    If there are very many, some of them are left out.
+    """
     stride = pace.step * max(1, math.ceil((horizon - now) / pace.step / _MOST_MOMENTS))
     later = np.arange(now + pace.step, horizon, stride)
     again = rounds.next_at + rounds.pause + first  # training's first publishable step after it
@@ -165,7 +187,10 @@ class Decision:
 
 @dataclass
 class _Asked:
-    """What was decided of the snapshot under way, and what is undone if it was not taken."""
+    """The decision about the snapshot under way, and the state before it.
+
+    That state comes back if the snapshot was not taken.
+    """
 
     at: float
     step: tuple[int, int]  # outer, inner
@@ -218,13 +243,16 @@ class UploadSchedule:
         self._warned: set[str] = set()
 
     def expect_round(self, at: float | None, period: float | None = None) -> None:
-        """When the next round will be called, None if unknown or overdue; seconds between two."""
+        """Expect the next round ``at`` this time, None if unknown or overdue.
+
+        ``period`` in seconds.
+        """
         if at is not None or period is None:
             self._next_round_at = at
         self._period = period
 
     def repo_age(self, now: float) -> float | None:
-        """Seconds; None if nothing was published yet."""
+        """Return the upload age in seconds; None if nothing was uploaded yet."""
         return None if self.published_at is None else max(0.0, now - self.published_at)
 
     def repo_age_line(self, now: float) -> str:
@@ -234,8 +262,11 @@ class UploadSchedule:
         return f"Repo age: {age:.0f}s of {self.age_limit:.0f}s"
 
     def step(self, report: StepReport, now: float, *, block_age: float | None = None) -> Decision:
-        """After an inner step: whether it should end with a snapshot. ``block_age``: seconds since
-        the chain was at the newest block that would be listed; None if not known."""
+        """Decide after an inner step whether it should end with a snapshot.
+
+        ``block_age``: seconds since the chain was at the newest block that would be listed; None if
+        not known.
+        """
         self._learn(report, now, block_age)
         said = self._warnings(now)
         inner, minimum = report.inner_step, self._lowered_minimum(now)
@@ -260,7 +291,10 @@ class UploadSchedule:
         return Decision(due, tuple(said))
 
     def published(self, report: PublicationReport) -> None:
-        """A publication ended, well or not. Only the one under way frees the way for the next."""
+        """Take the end of an upload, well or not.
+
+        Only the one under way frees the way for the next.
+        """
         asked, place = self._asked, (report.revision.outer_step, report.revision.inner_step)
         ours = asked is not None and place == asked.step  # else: what a start found in the journal
         if report.ok:
@@ -276,22 +310,24 @@ class UploadSchedule:
         self._asked = None
 
     def checked(self, seconds: float) -> None:
-        """The gradient of the snapshot under way was checked, ``seconds`` after it was taken."""
+        """Note that the gradient under way was checked, ``seconds`` after its snapshot."""
         if self._asked is not None and not self._asked.interrupted:
             self.check_seconds = _mean(self.check_seconds, seconds)
 
     def counts(self, outer_step: int, now: float) -> bool:
-        """Whether what is published is of ``outer_step``, and validators score it."""
+        """Return whether the last upload is of ``outer_step``, and validators score it."""
         return now < self._counts_until(self._rounds(now), outer_step)
 
     def interrupt(self) -> None:
-        """Uploads give way, or go on: what is under way does not tell how long sending takes."""
+        """Note a pause of uploads: the one under way does not measure how long sending takes."""
         if self._asked is not None:
             self._asked.interrupted = True
 
     def cancelled(self, *, again: bool = False) -> None:
-        """The snapshot asked for was not taken or not submitted, as if it had not been asked for;
-        ``again``: the next step asks for one."""
+        """Undo a decision: the snapshot was not taken or not submitted.
+
+        ``again``: the next step asks for one.
+        """
         if self._asked is not None:
             self._last = self._asked.before
             self._steps_since += self._asked.steps_before
@@ -342,11 +378,11 @@ class UploadSchedule:
         return Rounds(at, self._period, min(pause, self._period / 4))
 
     def _margin(self) -> float:
-        """Sending may take longer than it took so far."""
+        """Return the time by which sending may take longer than it took so far."""
         return min(self._slack, 2 * self._variation())
 
     def _lowered_minimum(self, now: float) -> int:
-        """At least 1: inner step 0 is what validators refuse."""
+        """Return the lowest inner step to upload, at least 1: validators refuse step 0."""
         rounds, step = self._rounds(now), self.step_seconds or 0.0
         if rounds.period == math.inf or step <= 0:
             return self._minimum
@@ -354,7 +390,7 @@ class UploadSchedule:
         return min(self._minimum, max(1, math.floor(room / step)))
 
     def _counts_until(self, rounds: Rounds, outer_step: int) -> float:
-        """How long that counts which is published of this outer step."""
+        """Return the time at which the last upload of this outer step stops counting."""
         fresh = self.age_limit - self._slack
         if self.published_at is None:
             # The bucket is empty. Without a round in sight it is treated as one that was fresh when

@@ -28,9 +28,12 @@ from .journal import Submission
 
 @dataclass(frozen=True)
 class Start:
-    """First message to the uploader. ``folder``: for its journal, kept across restarts.
-    ``miner_began``: time.time(), absent when the uploader alone was started again; snapshots from
-    before it that the journal does not name are leftovers."""
+    """First message to the uploader.
+
+    ``folder``: for its journal, kept across restarts. ``miner_began``: time.time(), absent when the
+    uploader alone was started again; snapshots from before it that the journal does not name are
+    leftovers.
+    """
 
     settings: StoreSettings
     bucket: str
@@ -41,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Paused:
-    """Whether transfers are to leave the uplink free."""
+    """An order to transfers: leave the uplink free, or use it."""
 
     paused: bool
 
@@ -57,7 +60,7 @@ class Close: ...
 
 @dataclass(frozen=True)
 class Busy:
-    """Whether a publication is under way."""
+    """A report of whether an upload is under way."""
 
     busy: bool
 
@@ -69,8 +72,10 @@ _STEADY = 600.0  # seconds; an uploader that lived so long ended for another rea
 
 
 class Uploader:
-    """``folder``: for the journal, kept across restarts. ``snapshots``: where local snapshots lie
-    that may be deleted once a newer one is published; None: they are the caller's to delete.
+    """``folder``: for the journal, kept across restarts.
+
+    ``snapshots``: where local snapshots lie that may be deleted once a newer one is published;
+    None: they are the caller's to delete.
 
     An uploader that dies is started again and goes on where its journal stands. Raises ValueError,
     naming the variable, if a key is not set.
@@ -128,7 +133,7 @@ class Uploader:
             self._send(submission)
 
     def publish_peer_id(self, peer_id: str) -> None:
-        """Root metadata gets this peer id and keeps everything else; so will later publications."""
+        """Write this peer id into the root metadata, now and with later uploads."""
         with self._lock:
             self._peer_id = peer_id
             self._send(PeerId(peer_id))
@@ -145,7 +150,7 @@ class Uploader:
             self._send(Paused(False))
 
     def reports(self) -> list[PublicationReport]:
-        """Those that came since the last call, oldest first."""
+        """Return the reports that came since the last call, oldest first."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -159,7 +164,7 @@ class Uploader:
 
     @property
     def pid(self) -> int | None:
-        """Of the uploader process."""
+        """The uploader process's id."""
         return self._process.pid if self._process else None
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
@@ -192,7 +197,7 @@ class Uploader:
             self._send(submission)
 
     def _send(self, message: Any) -> None:
-        """A message to a dead uploader is lost here and sent again by the relaunch."""
+        """Send a message; one to a dead uploader is lost here and sent again by the relaunch."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(message)

@@ -123,13 +123,13 @@ class UploadLoop:
         self._waiting = new
 
     def _failed(self, submission: Submission, reason: str) -> None:
-        """Whoever submitted must hear of the end, or nothing would ever be submitted again."""
+        """Report a failure: without it nothing would ever be submitted again."""
         self._send(PublicationReport(submission.revision, False, 0.0, 0, reason, time.time()))
 
     # --- the threads ------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until closed."""
+        """Upload what is submitted until closed."""
         for work in (self._keep_claim, self._keep_clean):
             threading.Thread(target=work, name=work.__name__, daemon=True).start()
         while not self._closing.is_set():
@@ -153,7 +153,7 @@ class UploadLoop:
             release_bucket(self._store, self._instance)
 
     def _next(self) -> Submission | None:
-        """The next snapshot to publish; None: a peer id. Raises StoppedError."""
+        """Return the next snapshot to upload; None: a peer id. Raises StoppedError."""
         with self._wake:
             self._current = None
             while self._waiting is None and self._peer_id == self._peer_id_published:
@@ -216,7 +216,7 @@ class UploadLoop:
                     log.error("%s", error)
 
     def _keep_clean(self) -> None:
-        """Stuck uploads each hour, old outer steps when a new one was published."""
+        """Abort stuck uploads each hour, delete old outer steps when a new one was uploaded."""
         swept = -math.inf
         while not self._closing.is_set():
             if time.monotonic() - swept >= SWEEP_EVERY.total_seconds():
@@ -241,8 +241,10 @@ class UploadLoop:
     # --- snapshots on the disk --------------------------------------------------------------------
 
     def _forget(self, folder: Path) -> None:
-        """A snapshot that was not published is not sent again, the next publication has its own. An
-        outage of a day would fill the disk with them, and then nothing could be published after."""
+        """Delete a snapshot that was not uploaded: the next upload has its own.
+
+        An outage of a day would fill the disk with them, and then nothing could be uploaded after.
+        """
         if self._snapshots is None or folder.parent.resolve() != self._snapshots.resolve():
             return
         with self._wake:
@@ -264,7 +266,10 @@ class UploadLoop:
 
 
 def lower_priority(nice: int) -> None:
-    """Training comes first, for the CPU and for the disk. Before any thread is started."""
+    """Lower this process's priority for CPU and disk: training comes first.
+
+    Call it before any thread is started.
+    """
     with contextlib.suppress(OSError):
         os.nice(nice)
     with contextlib.suppress(AttributeError, OSError):  # not Linux
