@@ -1,17 +1,19 @@
-"""Butterfly all-reduce: each peer averages one share of all values, for everybody.
+"""Average by a butterfly all-reduce: each peer averages one share of all values, for everybody.
 
 The values are cut into parts. A peer sends each other peer the parts of that peer's share, and gets
 back, part by part, the difference between the average and what it sent. At the same time it is the
 *reducer* of its own share: it takes the others' parts, sums them, and answers each with its
-difference. So a peer of n moves 2 (n-1)/n of the model in each direction.
+difference. So a peer of n moves 2 (n-1)/n of the model in each direction, the least that any
+all-reduce can (Rabenseifner 2004). A round among miners is one such all-reduce of their
+pseudo-gradients (protocol page, section 6).
 
-The wire is hivemind's (1.1.12), so that any hivemind averager can be one of the peers. What differs
-is the way between memory and wire: parts are sent from where the tensors lie and received into
+The wire is hivemind's (1.1.12), so that any hivemind averager can be one of the peers. The way
+between memory and wire is our own: parts are sent from where the tensors lie and received into
 buffers that are used again, sums and differences are made in place, and differences are added as
 they come. hivemind copies each part about ten times and keeps all differences of a tensor.
 
-Who fails costs its own values only: a *sender* that fails is left out of the parts it has not
-sent, and of the share of a reducer that fails the remaining parts keep the local values.
+A failing peer costs its own values only. A *sender* that fails is left out of the parts it has not
+sent; of the share of a *reducer* that fails the remaining parts keep the local values.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class GroupFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Group:
-    """Who averages with whom: the same at each of the peers, in the same order."""
+    """The peers that average with each other: the same at each of them, in the same order."""
 
     id: bytes
     peers: tuple[PeerID, ...]
@@ -64,7 +66,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Terms:
-    """How this peer takes part.
+    """The terms on which this peer takes part.
 
     ``chunk_timeout``, in seconds, covers one part from a sender, and one difference on its way to
     it. A reducer's difference may take twice as long, since the reducer waits for all senders.
@@ -112,7 +114,9 @@ class AllReduce:
         self._not_yet_come = set(senders)
 
     async def run(self) -> None:
-        """Returns once every value is averaged or given up. Raises GroupFailed if all others were.
+        """Average every value, or give it up.
+
+        Raises GroupFailed if all other peers failed.
 
         The differences of our share may still be on their way to peers: :meth:`serve` sends them.
         """
@@ -135,7 +139,7 @@ class AllReduce:
     # --- as a sender ---------------------------------------------------------------------------
 
     async def _exchange(self, index: int) -> bool:
-        """Our parts to a reducer, its differences back. Whether it failed."""
+        """Send our parts to a reducer and take its differences. Return whether it failed."""
         peer, share = self.group.peers[index], self._shares[index]
         left = list(reversed(share))  # without a difference yet, the next one last
         try:
@@ -224,7 +228,7 @@ class AllReduce:
         await sums.put(None)
 
     async def _parts_from(self, stream: Stream, first: wire.Arriving) -> AsyncIterator[_Pending]:
-        """What comes, already added to the sums."""
+        """Yield the parts that arrive, already added to the sums."""
         share = self._shares[self._mine]
         for index, part in enumerate(share):
             buffer = self._buffers.take()
@@ -281,7 +285,7 @@ class _Pending:
 
 
 async def _until_closed(stream: Stream, timeout: float) -> None:
-    """By the other side; all that matters has been said."""
+    """Wait until the peer closes the stream. Errors are ignored: all data was sent."""
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout):
             await stream.receive_end()
@@ -304,7 +308,7 @@ def _why(errors: BaseExceptionGroup[BaseException]) -> str:
 
 @dataclass
 class _Sum:
-    """Of one part: what came so far, weighted."""
+    """The weighted sum of one part so far."""
 
     buffer: Tensor
     total: Tensor
@@ -355,7 +359,7 @@ class Reducer:
 
     @property
     def alone(self) -> bool:
-        """No sender is left."""
+        """True when no sender is left."""
         return not self._active
 
     def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> asyncio.Event:
@@ -381,7 +385,7 @@ class Reducer:
         return sums.done
 
     def leave_out(self, sender: PeerID) -> None:
-        """It failed: the parts that it has not sent are averaged without it."""
+        """Leave a failed sender out: the parts that it has not sent are averaged without it."""
         if sender not in self._active:
             return
         self._active.discard(sender)

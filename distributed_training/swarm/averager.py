@@ -77,7 +77,7 @@ class DTGradAverager(ServicerBase):
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Inside, peers can call us."""
+        """Let peers call us inside this context."""
         await self.add_p2p_handlers(self._node.p2p, namespace=self._config.prefix)
         path = Path(self._config.sockets) / "parts.sock"
         async with self._daemon.serve(self._parts_protocol, path, self._serve):
@@ -120,7 +120,7 @@ class DTGradAverager(ServicerBase):
         )
 
     async def _find_group(self, order: RoundOrder) -> GroupInfo:
-        """Raises TimeoutError."""
+        """Find a group for the round. Raises TimeoutError."""
         config = self._config
         self._search_over.clear()
         about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
@@ -190,7 +190,7 @@ class DTGradAverager(ServicerBase):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
-        """A peer asks us to lead its group."""
+        """Answer a peer that asks us to lead its group."""
         if self._matchmaking is None:
             yield averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
             return
@@ -202,7 +202,7 @@ class DTGradAverager(ServicerBase):
         await asyncio.sleep(_HEARD_BY_FOLLOWER)
 
     async def _serve(self, stream: Stream) -> None:
-        """A peer opened a stream to send us its parts of our share."""
+        """Serve a stream on which a peer sends its parts of our share."""
         async with asyncio.timeout(_FIRST_PART_TIMEOUT):
             first = await wire.begin(stream, part_bytes=self._config.part_size)
             if first is None:
@@ -231,7 +231,7 @@ _SEARCH_FAILURES = (
 
 @dataclass(frozen=True)
 class _Search:
-    """What matchmaking reads of hivemind's ``StepControl``. Times are the DHT's."""
+    """The fields that matchmaking reads of hivemind's ``StepControl``. Times are the DHT's."""
 
     scheduled_time: float
     deadline: float
@@ -242,13 +242,16 @@ class _Search:
 
 
 class _Admitting(Matchmaking):
-    """Groups of the peers that the call names. Whoever knows the network's file finds the others in
-    the DHT; libp2p proves who a peer is, so what is left is to say who may take part."""
+    """Groups of the peers that the call names.
+
+    Whoever knows the network's file finds the others in the DHT; libp2p proves who a peer is, so
+    what is left is to say who may take part.
+    """
 
     admitted: frozenset[str] = frozenset()  # empty: everybody
 
     def admits(self, *peers: PeerID) -> bool:
-        """Whether all of them, or we ourselves, were called."""
+        """Return whether all of them, or we ourselves, were called."""
         return not self.admitted or all(
             str(peer) in self.admitted for peer in peers if peer != self.peer_id
         )
@@ -265,7 +268,7 @@ class _Admitting(Matchmaking):
 
 
 class _Dht:
-    """What matchmaking needs of hivemind's ``DHT``, by the node in this process."""
+    """The methods that matchmaking needs of hivemind's ``DHT``, by the node in this process."""
 
     def __init__(self, node: DHTNode) -> None:
         self.peer_id = node.peer_id
@@ -292,7 +295,7 @@ def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 async def _group_of(info: GroupInfo, values: int) -> Group:
-    """The group with each peer's share of the ``values``. Raises GroupFailed."""
+    """Return the group with each peer's share of the ``values``. Raises GroupFailed."""
     try:
         about = [MSGPackSerializer.loads(gathered) for gathered in info.gathered]
         modes = [AveragingMode(mode) for _, mode, _ in about]

@@ -60,9 +60,10 @@ _LEAVE_TIMEOUT = 3.0  # seconds for leaving the DHT
 
 
 def set_aside_damaged(identity: Path) -> None:
-    """hivemind writes the file in place: a kill meanwhile leaves one that no p2pd starts with.
+    """Rename an identity file that no p2pd starts with.
 
-    Under a new identity the miner is another peer, and publishes that.
+    hivemind writes the file in place, so a kill meanwhile damages it. Under a new identity the
+    miner is another peer, and announces that.
     """
     try:
         PeerID.from_identity(identity.read_bytes())
@@ -94,8 +95,10 @@ class Host:
         self._answers.write(to_line(message))
 
     async def run(self) -> None:
-        """Until :class:`~.host_link.Close`, or rank 0 is gone. Raises HostFailed and what hivemind
-        raises."""
+        """Run until :class:`~.host_link.Close`, or rank 0 is gone.
+
+        Raises HostFailed and hivemind's errors.
+        """
         node = await self._start_node()
         tensors = map_tensors(self._config.tensors, self._config.shapes)
         os.close(self._config.tensors)  # the mapping stays
@@ -161,7 +164,7 @@ class Host:
             self.tell(task.result())
 
     async def _watch_daemon(self, node: DHTNode) -> None:
-        """Raises HostFailed when p2pd ends or hangs; until then says that we live."""
+        """Raise HostFailed when p2pd ends or hangs; until then send signs of life."""
         p2p = node.p2p
         ended = asyncio.create_task(p2p._child.wait())
         while not ended.done():
@@ -187,13 +190,13 @@ class Host:
             await asyncio.sleep(_KEEP_IN_TOUCH)
 
     async def _watch_parent(self) -> None:
-        """p2pd would outlive a killed rank 0: nobody else would end it."""
+        """Wait until rank 0 is gone: nobody else would end p2pd then."""
         while os.getppid() == self._config.parent:
             await asyncio.sleep(_LOOK_AFTER_PARENT)
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Runs all until the first ends, and raises what it raised."""
+    """Run all until the first ends, and raise its error."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -246,7 +249,10 @@ def main() -> int:
 
 
 def _first_line(connection: socket.socket) -> HostConfig:
-    """With the descriptor of the tensors as it is here. Raises SystemExit if rank 0 is gone."""
+    """Read the configuration, with the tensors' descriptor as numbered here.
+
+    Raises SystemExit if rank 0 is gone.
+    """
     received, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
     line = b""
     while received and not line.endswith(b"\n"):

@@ -141,17 +141,16 @@ class SharedTensors:
 
     @property
     def path(self) -> str:
-        """Under which other processes of this user on this machine can map it, while this one
-        lives."""
+        """The path under which other processes of this user can map it, while this one lives."""
         return f"/proc/{os.getpid()}/fd/{self.descriptor}"
 
     def close(self) -> None:
-        """The tensors stay valid as long as they are referred to."""
+        """Close the descriptor; the tensors stay valid as long as they are referred to."""
         os.close(self.descriptor)
 
 
 def map_tensors(descriptor: int, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """The tensors in that memory file; the descriptor may be closed afterwards."""
+    """Return the tensors in that memory file; the descriptor may be closed afterwards."""
     sizes = [math.prod(shape) for shape in shapes]
     path = f"/proc/self/fd/{descriptor}"
     # shared: what one process writes is there for the other, without a copy.

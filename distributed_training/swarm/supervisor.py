@@ -62,14 +62,14 @@ class SwarmUnavailable(RuntimeError):
 
 
 class HostKeeper:
-    """Starts a host in ``folder`` and keeps it running until :meth:`close`.
+    """Start a swarm process in ``folder`` and keep it running until :meth:`close`.
 
     ``folder`` holds the identity (so that the peer id stays), and hivemind's log. Raises
     SwarmUnavailable when the DHT does not start in ``settings.start_timeout``, tried three times.
 
-    When none of the initial peers can be reached the peer starts alone, training goes on, and the
-    swarm is joined as soon as one of them opens its port (``joined``). Once joined, losing contact
-    with the initial peers no longer matters.
+    When no initial peer can be reached the peer starts alone and training goes on. It joins the
+    swarm as soon as one of them opens its port (``joined``). Once joined, losing contact with the
+    initial peers no longer matters.
     """
 
     def __init__(
@@ -108,10 +108,12 @@ class HostKeeper:
 
     @contextlib.contextmanager
     def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:
-        """The host, for a round: it is not started again inside. One that ended is started again
-        first, by the keeper's thread: a start that hangs holds no round beyond ``timeout`` seconds.
+        """Yield the swarm process for a round; it is not started again inside.
 
-        Raises AllReduceError when there is none in time, or it cannot be started."""
+        A process that ended is started again first, by the keeper's thread: a start that hangs
+        holds no round beyond ``timeout`` seconds. Raises AllReduceError when there is none in time,
+        or it cannot be started.
+        """
         deadline, failures = time.monotonic() + timeout, self._failures
         while True:
             # In short turns: a round that is cancelled must not wait for a start that hangs.
@@ -142,7 +144,7 @@ class HostKeeper:
             self._start()
 
     def close(self) -> None:
-        """Ends the host and everything it started, within a few seconds. Idempotent."""
+        """End the swarm process and everything it started, within a few seconds. Idempotent."""
         self._closing.set()
         self._wake.set()
         host, starting = self._host, self._starting
@@ -221,7 +223,7 @@ class HostKeeper:
             host.end()
 
     def _start(self) -> None:
-        """A new host in the place of the one there was. Raises SwarmUnavailable."""
+        """Start a new swarm process in the place of the old one. Raises SwarmUnavailable."""
         self._end()
         problem = ""
         for attempt in range(_START_ATTEMPTS):
@@ -247,7 +249,10 @@ class HostKeeper:
         )
 
     def _start_once(self, initial_peers: list[str]) -> str:
-        """Empty when the host is ready, else why not. Raises SwarmUnavailable when closing."""
+        """Return empty when the process is ready, else the reason.
+
+        Raises SwarmUnavailable when closing.
+        """
         bound_log(self._log)
         try:
             config = self._config(initial_peers)
@@ -303,9 +308,9 @@ class HostKeeper:
 
 
 def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
-    """Beyond ``most`` bytes the log becomes ``<name>.1`` and begins anew.
+    """Move a log of more than ``most`` bytes to ``<name>.1`` and empty it.
 
-    The host holds it open for appending, so it is copied and emptied, not renamed.
+    The swarm process holds it open for appending, so it is copied and emptied, not renamed.
     """
     with contextlib.suppress(OSError):
         if path.stat().st_size > most:
@@ -320,9 +325,11 @@ _TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of t
 
 
 class HostLaunch:
-    """A host's process that does not know yet what it is to do, and imports meanwhile: seconds that
-    a start uses otherwise. ``log``: file for what hivemind prints; ``module``: the host's program.
-    Raises OSError."""
+    """A swarm process that has no task yet and imports meanwhile.
+
+    A start saves those seconds. ``log``: file for hivemind's output; ``module``: the process's
+    program. Raises OSError.
+    """
 
     def __init__(
         self, log: Path, module: str = "distributed_training.swarm.averager_process"
@@ -384,12 +391,12 @@ class HostProcess:
         return not self.ended.is_set()
 
     def send(self, message: Message) -> None:
-        """Nothing happens if the host is gone: ``ended`` tells."""
+        """Send a message; nothing happens if the process is gone, which ``ended`` shows."""
         with self._sending, contextlib.suppress(OSError):
             self._connection.sendall(to_line(message))
 
     def wait_ready(self, timeout: float) -> Ready | None:
-        """None: it did not get ready; ``why`` says why."""
+        """Wait until it is ready; None if it failed, with the reason in ``why``."""
         with contextlib.suppress(queue.Empty):
             return self._ready.get(timeout=timeout)
         self.why = self.why or "no answer in time"
@@ -400,11 +407,14 @@ class HostProcess:
         self.send(order)
 
     def answer(self, timeout: float) -> Average | Failed | None:
-        """Of the round that was ordered. None: the host ended. Raises queue.Empty."""
+        """Return the answer to the round that was ordered; None: the process ended.
+
+        Raises queue.Empty.
+        """
         return self._answers.get(timeout=timeout)
 
     def _read(self) -> None:
-        """Until the host is gone, or says nothing for so long that it must be hung."""
+        """Read until the process is gone, or is silent for so long that it must be hung."""
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
@@ -456,7 +466,7 @@ class HostProcess:
 
 
 def describe_end(status: int) -> str:
-    """How a process ended, by its return code."""
+    """Word the end of a process by its return code."""
     if status < 0:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
@@ -464,12 +474,12 @@ def describe_end(status: int) -> str:
 
 
 def make_socket_folder() -> str:
-    """For p2pd's Unix sockets, whose paths must be short."""
+    """Make a folder for p2pd's Unix sockets, whose paths must be short."""
     return process_folder("swarm-sockets-")
 
 
 def address_of(maddr: str) -> tuple[str, int] | None:
-    """Host and TCP port of ``/ip4|ip6|dns4|dns6|dns/<host>/tcp/<port>/...``; None for others."""
+    """Return host and TCP port of ``/ip4|ip6|dns4|dns6|dns/<host>/tcp/<port>/...``, else None."""
     parts = maddr.split("/")
     if len(parts) < 5 or parts[1] not in {"ip4", "ip6", "dns", "dns4", "dns6"}:
         return None
@@ -479,10 +489,10 @@ def address_of(maddr: str) -> tuple[str, int] | None:
 
 
 def any_reachable(maddrs: Sequence[str], *, timeout: timedelta) -> bool:
-    """Whether a TCP connection to at least one of them opens; all are tried at once.
+    """Return whether a TCP connection to at least one address opens; all are tried at once.
 
     ``timeout`` covers each connection, name resolution not included. Addresses without a TCP port
-    (QUIC) cannot be probed and count as reachable: only joining tells.
+    (QUIC) cannot be probed and count as reachable: only joining shows it.
     """
     addresses = [address_of(maddr) for maddr in maddrs]
     if None in addresses:

@@ -85,7 +85,7 @@ class HivemindSwarm:
 
     @property
     def memory_path(self) -> str:
-        """Where other ranks can map ``buffers``: they lie there one after the other."""
+        """The path where other ranks can map ``buffers``, which lie there one after the other."""
         return self._memory.path
 
     @property
@@ -99,16 +99,16 @@ class HivemindSwarm:
 
     @property
     def joined(self) -> bool:
-        """Whether an initial peer was reached: without one, nobody knows of this peer."""
+        """True once an initial peer was reached: without one, nobody knows of this peer."""
         return self._keeper.joined
 
     def known_peers(self) -> int | None:
-        """How many other peers the DHT node knows; None while there is no swarm host."""
+        """Return how many other peers are in the DHT node's table; None without a swarm process."""
         host = self._keeper.host
         return host.peers if host is not None and host.alive() else None
 
     def alive(self) -> bool:
-        """Whether the swarm host runs. One that ended is started again within seconds."""
+        """Return whether the swarm process runs. One that ended is started again within seconds."""
         return self._keeper.alive()
 
     def restart(self) -> None:
@@ -116,7 +116,7 @@ class HivemindSwarm:
         self._keeper.restart()
 
     def close(self) -> None:
-        """Ends a round that runs, and everything that was started, within seconds. Idempotent."""
+        """End a running round and everything that was started, within seconds. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -216,7 +216,7 @@ class HivemindSwarm:
         )
 
     def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:
-        """None: the host ended. Raises AllReduceError if it hung."""
+        """Return the answer; None if the process ended. Raises AllReduceError if it hung."""
         try:
             return host.answer(timeout + _HANG_MARGIN.total_seconds())
         except queue.Empty:
@@ -226,7 +226,7 @@ class HivemindSwarm:
             ) from None
 
     def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:
-        """What the host answered, if it may be used. Raises AllReduceError."""
+        """Return the process's answer, if it may be used. Raises AllReduceError."""
         average_norm = norm_of(self.buffers)
         # First: of an average that is refused nothing else is used.
         self._judge.check(local_norm=local_norm, average_norm=average_norm)
@@ -266,7 +266,7 @@ class Judge:
         self._max_ratio = max_ratio
 
     def check(self, *, local_norm: float, average_norm: float) -> None:
-        """Raises AllReduceError when the average must not be used."""
+        """Raise AllReduceError when the average must not be used."""
         previous = self._norms()
         try:
             judge(
@@ -292,9 +292,10 @@ class _Norms:
 
 
 class PastNorms:
-    """At most five, oldest first, of the swarm named ``run_id``; another swarm's do not count.
+    """The norms of at most five averages, oldest first, of the swarm named ``run_id``.
 
-    A file that cannot be read or written costs the memory of past rounds, never a round.
+    Another swarm's do not count. A file that cannot be read or written costs the memory of past
+    rounds, never a round.
     """
 
     def __init__(self, path: Path, *, run_id: str) -> None:
@@ -308,7 +309,7 @@ class PastNorms:
         return tuple(self._norms)
 
     def add(self, norm: float) -> None:
-        """NaN and Inf are no measure and are left out."""
+        """Add a norm; NaN and Inf are no measure and are left out."""
         if not math.isfinite(norm):
             return
         self._norms.append(norm)
@@ -317,7 +318,7 @@ class PastNorms:
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
-    """Euclidean norm over all tensors; NaN or Inf if any value is.
+    """Return the Euclidean norm over all tensors; NaN or Inf if any value is.
 
     Each tensor's in float32, five times as fast as in float64, while training waits; values whose
     squares overflow it (1e19) count as Inf.
@@ -326,7 +327,7 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
 
 
 def usual_norm(local_norm: float, previous: Sequence[float]) -> float:
-    """What an average is measured with: see :func:`judge`."""
+    """Return the norm that an average is compared with: see :func:`judge`."""
     return statistics.median(previous) if len(previous) >= _ENOUGH_ROUNDS else local_norm
 
 
@@ -337,13 +338,13 @@ def judge(
     max_ratio: float,
     previous: Sequence[float] = (),
 ) -> None:
-    """Raises AllReduceError when an average must not be used.
+    """Raise AllReduceError when an average must not be used.
 
     One peer that sends NaN makes every peer's average NaN while hivemind's step succeeds. An
-    average of vectors is at most as long as the longest of them, so a norm far above what is usual
+    average of vectors is at most as long as the longest of them. So a norm far above the usual
     comes from a peer whose step is out of proportion. Usual is the median of ``previous``, the
     norms of the averages before; while fewer than three are known, our own pseudo-gradient's norm.
-    Our own says less: it is short when we joined late, and long when it is we who diverged.
+    Our own is the worse measure: short when we joined late, long when it is we who diverged.
     """
     if not math.isfinite(average_norm):
         raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")

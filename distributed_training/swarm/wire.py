@@ -56,7 +56,7 @@ class Stream:
         self._loop = asyncio.get_running_loop()
 
     async def receive_into(self, view: memoryview) -> None:
-        """Fills all of ``view``, a view of bytes."""
+        """Fill all of ``view``, a view of bytes."""
         while view:
             count = await self._loop.sock_recv_into(self._socket, view)
             if not count:
@@ -69,12 +69,12 @@ class Stream:
         return bytes(data)
 
     async def receive_end(self) -> None:
-        """Waits until the other side has closed. Raises StreamError if it sends anything."""
+        """Wait until the other side has closed. Raises StreamError if it sends anything."""
         if await self._loop.sock_recv(self._socket, 1):
             raise StreamError("more than was expected")
 
     async def send(self, *chunks: bytes | memoryview) -> None:
-        """All ``chunks`` (views of bytes) one after the other, without joining them first."""
+        """Send all ``chunks`` (views of bytes) one after the other, without joining them first."""
         left = [memoryview(chunk) for chunk in chunks]
         while left:
             try:
@@ -97,12 +97,12 @@ class Stream:
             self._loop.remove_writer(self._socket)
 
     async def send_message(self, message: Message) -> None:
-        """To p2pd itself: length as a varint, then the message."""
+        """Send to p2pd itself: length as a varint, then the message."""
         data = message.SerializeToString()
         await self.send(varint(len(data)), data)
 
     async def receive_message(self, message: Message) -> None:
-        """From p2pd itself."""
+        """Receive a message from p2pd itself."""
         length = shift = 0
         while True:
             byte = (await self.receive(1))[0]
@@ -122,10 +122,10 @@ class Stream:
             raise StreamError(f"p2pd sent what is no message: {error}") from None
 
     def end_sending(self) -> None:
-        """The other side reads the end after what was sent.
+        """End the stream in this direction: the other side reads the end after the data.
 
-        p2pd may reset the stream instead, which overtakes what was sent last: let the other side
-        take that first.
+        p2pd may reset the stream instead, which overtakes the last data: let the other side take
+        that first.
         """
         with contextlib.suppress(OSError):  # it is broken already
             self._socket.shutdown(socket.SHUT_WR)
@@ -135,7 +135,7 @@ class Stream:
 
 
 def varint(number: int) -> bytes:
-    """Protobuf's encoding of an unsigned number: seven bits a byte, the lowest first."""
+    """Encode an unsigned number as Protobuf does: seven bits a byte, the lowest first."""
     encoded = bytearray()
     while number > 0x7F:
         encoded.append(number & 0x7F | 0x80)
@@ -152,7 +152,10 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def open_stream(self, peer: PeerID, protocol: str) -> AsyncIterator[Stream]:
-        """A stream to ``peer``, closed at the end. Raises OSError, also if the peer refuses it."""
+        """Open a stream to ``peer``, closed at the end.
+
+        Raises OSError, also if the peer refuses it.
+        """
         request = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol])
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         stream = Stream(connection, peer)
@@ -169,7 +172,7 @@ class Daemon:
     async def serve(
         self, protocol: str, path: Path, handle: Callable[[Stream], Awaitable[None]]
     ) -> AsyncIterator[None]:
-        """Inside, each stream that a peer opens for ``protocol`` is handled by a task of its own.
+        """Handle each stream that a peer opens for ``protocol`` by a task, inside this context.
 
         ``path``: of the Unix socket on which p2pd delivers them; it must not exist.
         """
@@ -214,7 +217,7 @@ class Daemon:
             )
 
     async def _call(self, stream: Stream, request: p2pd_pb2.Request) -> None:
-        """Connects ``stream`` to p2pd and puts ``request`` to it. Raises OSError."""
+        """Connect ``stream`` to p2pd and put ``request`` to it. Raises OSError."""
         stream._socket.setblocking(False)
         await asyncio.get_running_loop().sock_connect(stream._socket, self._control)
         await stream.send_message(request)
@@ -264,7 +267,7 @@ def encode(
     group_id: bytes = b"",
     weight: float = 0.0,
 ) -> tuple[bytes | memoryview, ...]:
-    """The chunks of a message with ``values`` (float32, one dimension, contiguous).
+    """Return the chunks of a message with ``values`` (float32, one dimension, contiguous).
 
     Together they are, byte for byte, what hivemind sends for the same part.
     """
@@ -284,7 +287,7 @@ def encode(
 
 
 def encode_code(code: int) -> bytes:
-    """A message without values: why a part is not taken."""
+    """Encode a message without values: the reason why a part is not taken."""
     return b"".join(_framed(averaging_pb2.AveragingData(code=code).SerializeToString()))
 
 
@@ -309,7 +312,7 @@ class Arriving:
 
 
 async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
-    """The beginning of the next message; None at the end of the stream.
+    """Read the beginning of the next message; None at the end of the stream.
 
     ``part_bytes``: of the longest part, uncompressed. Raises OSError, FrameError among them.
     """
@@ -338,9 +341,9 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
 
 
 async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averaging_pb2.AveragingData:
-    """The rest of the message. Its values are in ``values`` then (float32, one dimension).
+    """Read the rest of the message, with its values into ``values`` (float32, one dimension).
 
-    The answer's ``tensor_part`` says how they were compressed. Raises OSError, FrameError among
+    The answer's ``tensor_part`` holds how they were compressed. Raises OSError, FrameError among
     them: also when there are more or fewer values.
     """
     if arriving._values_at is None:
@@ -392,7 +395,7 @@ def _parse(data: bytes) -> averaging_pb2.AveragingData:
 
 
 def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
-    """Where the tensor's field begins, where its values begin, and how many bytes they have.
+    """Locate the tensor's field, its values, and the number of their bytes.
 
     None if ``head``, the first bytes of a message of ``length``, is laid out in another way.
     """
@@ -417,7 +420,7 @@ def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
 
 
 def _read_varint(data: bytes, at: int) -> tuple[int, int] | None:
-    """A number and the place after it; None if ``data`` ends before it does."""
+    """Read a number; return it and the place after it, None if ``data`` ends before it does."""
     number = 0
     # Ten bytes hold 64 bits: a longer number is none.
     for i, byte in enumerate(data[at : at + 10]):
