@@ -36,7 +36,7 @@ _LOG_LINES = 20  # per interval, all callers together
 
 
 class Refusal(enum.Enum):
-    """Why a request is refused: name of the counter, HTTP status, text for the caller."""
+    """The reasons to refuse a request: name of the counter, HTTP status, text for the caller."""
 
     TOO_LARGE = ("too_large", 413, "request too large")
     HEADERS = ("headers_too_large", 431, "headers too large")
@@ -75,7 +75,7 @@ class Refused(Exception):
 
 
 class RefusalLog:
-    """At most one line a minute for each caller, and few for all of them together."""
+    """A log of at most one line a minute for each caller, and few for all of them together."""
 
     def __init__(self) -> None:
         self._may_tell = Throttle(LOG_INTERVAL)
@@ -109,7 +109,7 @@ _TOKEN = re.compile(r"[0-9A-Za-z-]{1,64}")
 
 @dataclass(frozen=True)
 class Claim:
-    """What the headers say, unproven."""
+    """The sender's claims in the headers, unproven."""
 
     scheme: str
     hotkey: str
@@ -120,13 +120,13 @@ class Claim:
 
 
 def claimed_hotkey(headers: Mapping[str, str]) -> str | None:
-    """Whom a request names as its sender, for the log; None if it names nobody."""
+    """Return the hotkey that a request names as its sender, for the log; None if it names none."""
     name = headers.get("x-bittensor-hotkey") or headers.get("bt_header_dendrite_hotkey", "")
     return name if _HOTKEY.fullmatch(name) else None
 
 
 def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:
-    """``headers`` by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
+    """Read the claims of ``headers``, by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
     if "x-bittensor-version" in headers and BTAUTH in schemes:
         hotkey = headers.get("x-bittensor-hotkey", "")
         nonce = headers.get("x-bittensor-nonce", "")
@@ -159,7 +159,7 @@ def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:
 
 
 def max_age(claimed: Claim, *, legacy_timeout_cap: float) -> float:
-    """Seconds a nonce stays fresh."""
+    """Return the seconds that a nonce stays fresh."""
     if claimed.scheme == BTAUTH:
         return BTAUTH_MAX_AGE
     return LEGACY_ALLOWANCE.total_seconds() + min(claimed.header_timeout or 0.0, legacy_timeout_cap)
@@ -209,8 +209,10 @@ def proven(
 
 
 def prove_same_key(wallet: Wallet, claimed: Claim) -> str:
-    """Return the answer to a proven call of our own hotkey: our signature of that very call. Nobody
-    without the key can make it, or have had it made before."""
+    """Return the answer to a proven call of our own hotkey: our signature of that very call.
+
+    Nobody without the key can make it, or have had it made before.
+    """
     return "0x" + bytes(wallet.hotkey.sign(_same_key_text(wallet.ss58, claimed))).hex()
 
 
@@ -247,7 +249,7 @@ def sign_legacy(
     timeout: float,
     nonce: int | None = None,
 ) -> dict[str, str]:
-    """Headers of a legacy call of synapse ``route``."""
+    """Return the headers of a legacy call of synapse ``route``."""
     nonce = time.time_ns() if nonce is None else nonce
     uuid, sender = str(uuids.uuid1()), wallet.ss58
     text = legacy_signed_text(nonce=nonce, sender=sender, receiver=receiver, uuid=uuid)
@@ -271,7 +273,7 @@ def sign_legacy(
 
 
 def sign_btauth(wallet: Wallet, *, path: str, body: bytes, receiver: str) -> dict[str, str]:
-    """Headers of a ``btauth/1`` call."""
+    """Return the headers of a ``btauth/1`` call."""
     return http_auth.sign(
         wallet.hotkey, method="POST", path=path, body=body, receiver_ss58=receiver
     )

@@ -25,7 +25,7 @@ class ChainError(RuntimeError):
 
 
 class ChainUnavailable(ChainError):
-    """Nothing is known yet: the chain has not answered once since the start."""
+    """The chain has not answered once since the start, so nothing is known yet."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
 
 
 def wait_ready(chain: Chain, timeout: timedelta) -> None:
-    """Raises ChainUnavailable with an operator's line when the chain does not answer in time."""
+    """Wait for the chain's first answer. Raises ChainUnavailable with a line for the operator."""
     if not chain.wait_ready(timeout):
         raise ChainUnavailable(
             f"the chain did not answer within {timeout.total_seconds():.0f} s, so it is not known "
@@ -71,7 +71,7 @@ OLDEST = timedelta(hours=24)
 
 @dataclass(frozen=True)
 class ChainState:
-    """What a chain showed last, kept for a start while no endpoint answers.
+    """The last state of a chain, kept for a start while no endpoint answers.
 
     ``at``: when, in seconds since the epoch. ``chain``: which chain and subnet.
     """
@@ -92,8 +92,11 @@ class ChainState:
 
     @classmethod
     def load(cls, path: Path, *, chain: str, hotkey: str) -> ChainState | None:
-        """Read ``path``. None if it is missing, damaged, of another chain, without ``hotkey``, or
-        older than :data:`OLDEST` by this machine's clock."""
+        """Read ``path``.
+
+        None if it is missing, damaged, of another chain, without ``hotkey``, or older than
+        :data:`OLDEST` by this machine's clock.
+        """
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
@@ -143,7 +146,7 @@ class Chain(abc.ABC):
             self._ready.set()
 
     def _saw_time(self, seconds: float) -> None:
-        """Of the newest block, since the epoch."""
+        """Take the time of the newest block, in seconds since the epoch."""
         self._ahead_of_monotonic = seconds - self._monotonic()
 
     def state(self, chain: str) -> ChainState | None:
@@ -186,68 +189,83 @@ class Chain(abc.ABC):
             raise ChainUnavailable("the chain has not answered yet")
 
     def block(self) -> int:
-        """Number of the current block; never decreases, also when the chain reorganizes."""
+        """Return the number of the current block.
+
+        It never decreases, even when the chain reorganizes.
+        """
         self._check()
         return self._block
 
     def neurons(self) -> Sequence[Neuron]:
-        """All neurons by uid. The same object is returned until there is a newer state."""
+        """Return all neurons by uid: the same object until there is a newer state."""
         self._check()
         return self._neurons
 
     def uid(self, hotkey: str) -> int | None:
-        """None: not registered."""
+        """Return the uid of a hotkey; None: not registered."""
         self._check()
         return self._uids.get(hotkey)
 
     def commitment(self, hotkey: str) -> str | None:
-        """Text last committed by ``hotkey``; None when there is none, or none of the network's
-        form. Raises ChainUnavailable also when only the commitments could not be read yet."""
+        """Return the text last committed by ``hotkey``.
+
+        None when there is none, or none of the network's form. Raises ChainUnavailable also when
+        only the commitments could not be read yet.
+        """
         self._check()
         if self._commitments is None:
             raise ChainUnavailable("the commitments of the subnet could not be read yet")
         return self._commitments.get(hotkey)
 
     def reads(self) -> int:
-        """How often neurons were read since the start, also when nothing had changed: two looks
-        between which it did not grow saw the same answer of the chain."""
+        """Count the reads of neurons since the start, also when nothing had changed.
+
+        Two passes between which it did not grow saw the same answer of the chain.
+        """
         return self._counts["reads"]
 
     def answered_by(self) -> str:
-        """Endpoint that gave the last answer which :meth:`reads` counts."""
+        """Return the endpoint that gave the last answer which :meth:`reads` counts."""
         return self._answered_by
 
     def endpoints(self) -> int:
-        """How many endpoints are known, answering or not."""
+        """Count the known endpoints, answering or not."""
         return 1
 
     def ask_another(self) -> None:  # noqa: B027 - a chain with one endpoint has nobody else to ask
         """Read neurons and commitments again soon, from the next endpoint. Returns at once."""
 
     def counters(self) -> Mapping[str, int]:
-        """What only grows, by name: ``reads``, ``failures`` (of a node, a connection lost or an
-        answer that did not come), ``connections`` (made, so one more than reconnects),
-        ``went_back`` (looks that showed a lower block than before: a reorganization or a node
-        behind), ``neurons_failed`` and ``commitments_failed`` (reads of one of the two),
-        ``commitments_skipped`` (entries, at each read, that are not of the network's form),
-        ``writes`` and ``writes_failed``. What never happened may be left out."""
+        """Return the counters, which only grow, by name; one that is still 0 may be left out.
+
+        ``reads``; ``failures`` (of an endpoint, a connection lost or an answer that did not come);
+        ``connections`` (made, so one more than reconnects); ``went_back`` (passes that showed a
+        lower block than before: a reorganization or an endpoint behind); ``neurons_failed`` and
+        ``commitments_failed`` (reads of one of the two); ``commitments_skipped`` (entries, at each
+        read, that are not of the network's form); ``writes`` and ``writes_failed``.
+        """
         return dict(self._counts)
 
     def _clock_when_read(self) -> float:
-        """The chain's time at the last look, in seconds since the epoch; 0 before the first one."""
+        """Return the chain's time at the last read, in seconds since the epoch.
+
+        0 before the first one.
+        """
         if self._ahead_of_monotonic is None or self._read_at is None:
             return 0.0
         return self._ahead_of_monotonic + self._read_at
 
     def clock(self) -> float | None:
-        """What the chain's clock shows, in seconds since the epoch: the time of the newest block
-        and what passed since that was asked for. So it is behind by up to a block's time. None:
-        not known."""
+        """Return the time on the chain's clock, in seconds since the epoch; None: not known.
+
+        It is the time of the newest block and the seconds since that was read, so it is behind by
+        up to a block's time.
+        """
         ahead = self._ahead_of_monotonic
         return None if ahead is None else ahead + self._monotonic()
 
     def age(self) -> timedelta:
-        """Time since the chain was last read successfully; ``timedelta.max`` when it never was."""
+        """Return the time since the last successful read; ``timedelta.max`` when there was none."""
         read_at = self._read_at
         if read_at is None:
             return timedelta.max

@@ -1,4 +1,4 @@
-"""What the signed server remembers of its callers: accepted calls, trusted addresses, limits.
+"""Remember the callers of the signed server: accepted calls, trusted addresses, limits.
 
 *Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
 some seconds old by our clock (:func:`.auth.max_age`), and a replay when the same call was accepted
@@ -10,15 +10,15 @@ run folder. After a clean end that nonce is the floor. After a kill the last non
 so for the first seconds everything is refused that could have been signed before the start.
 
 *Trust.* An address becomes trusted when a call of a neuron with a validator permit was verified
-from it, and stays trusted over a restart, since a flood does not end with one. Endpoints that
+from it. It stays trusted over a restart, since a flood does not end with one. Endpoints that
 validators have written to the chain are trusted too. Trust only spares an address the limits that
 all untrusted clients share; its requests are checked like all others.
 
-*Admission.* The loop trains in this process, and every junk request takes the interpreter away from
+*Admission.* The loop trains in this process, and every bad request takes the interpreter away from
 it for a moment. So the cheapest refusal is the earliest: connections of an address that keeps
-sending junk are closed on accept, before a protocol object or a task exists for them. All untrusted
-clients together share one budget of new connections; validators do not draw on it and are never
-blocked.
+sending bad requests are closed on accept, before a protocol object or a task exists for them. All
+untrusted clients together share one budget of new connections; validators do not draw on it and are
+never blocked.
 """
 
 from __future__ import annotations
@@ -43,8 +43,11 @@ _LARGEST_FILE = 256 * 1024  # bytes
 
 @dataclass(frozen=True)
 class Kept:
-    """``highest``: nonce of any accepted call (ns), -1 without one. ``clean``: whether no call
-    can be missing in it. ``validators``: keys of :func:`normalize`, the latest last."""
+    """``highest``: nonce of any accepted call (ns), -1 without one.
+
+    ``clean``: whether no call can be missing in it. ``validators``: keys of :func:`normalize`, the
+    latest last.
+    """
 
     # Without defaults: of a file that lost one of these two, every call might be a replay.
     highest: Annotated[int, Field(ge=-1, lt=1 << 63)]
@@ -53,7 +56,10 @@ class Kept:
 
 
 class KeptFile:
-    """For one thread at a time. ``path`` None: nothing is kept."""
+    """The file of callers for the next start, for one thread at a time.
+
+    ``path`` None: none is kept.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -91,7 +97,7 @@ class KeptFile:
 
 
 def normalize(address: str) -> str:
-    """One key per client: IPv4 also when mapped into IPv6, IPv6 by its /64."""
+    """Return one key per client: IPv4 also when mapped into IPv6, IPv6 by its /64."""
     if "." in address and ":" not in address:
         return address
     try:
@@ -122,7 +128,7 @@ class TrustedAddresses:
         return address in self._callers or address in self._endpoints
 
     def add(self, address: str) -> None:
-        """A validator called from here."""
+        """Trust an address from which a validator called."""
         with self._lock:
             if len(self._callers) >= MOST_VALIDATORS and address not in self._callers:
                 self._callers.popitem(last=False)
@@ -133,7 +139,7 @@ class TrustedAddresses:
             return tuple(self._callers)
 
     def set_endpoints(self, addresses: Iterable[str]) -> None:
-        """The endpoints of validators as the chain shows them now."""
+        """Replace the endpoints of validators by those that the chain shows now."""
         self._endpoints = frozenset(map(normalize, addresses))
 
 
@@ -172,7 +178,7 @@ class Buckets:
         return self._level(key, self._clock()) < 1.0
 
     def take(self, key: Hashable) -> bool:
-        """One token, or False when there is none."""
+        """Take one token; return False when there is none."""
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
@@ -218,7 +224,7 @@ class Admission:
         self.refused: Counter[str] = Counter()
 
     def connect(self, address: str) -> bool:
-        """Whether a new connection may be used. It counts from then on until :meth:`disconnect`."""
+        """Return whether a new connection may be used; it counts until :meth:`disconnect`."""
         reason = self._why_not(address)
         if reason is not None:
             self.refused[reason] += 1
@@ -245,7 +251,7 @@ class Admission:
         return None
 
     def may_stay(self, address: str) -> bool:
-        """Whether a connection may wait for another request; the other half is for new ones."""
+        """Return whether a connection may wait for another request; half are kept for new ones."""
         mine = self._open.get(address, 0)
         return 2 * self.connections <= self._max and 2 * mine <= self._max_per_address
 
@@ -257,7 +263,7 @@ class Admission:
             del self._open[address]
 
     def strike(self, address: str) -> None:
-        """A request of this address was refused unproven."""
+        """Count a request of this address that was refused unproven."""
         if address in self._trusted or self._strikes.take(address):
             return
         self._blocked[address] = self._clock() + BLOCK_SECONDS
@@ -305,7 +311,7 @@ class NonceMemory:
             self._first_until = monotonic() + window.total_seconds()
 
     def used(self, hotkey: str, nonce: int, salt: str = "") -> bool:
-        """True when this call was accepted before, or may have been. Changes nothing."""
+        """Return True when this call was accepted before, or may have been. Changes nothing."""
         with self._lock:
             return self._used((hotkey, nonce, salt))
 

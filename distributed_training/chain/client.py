@@ -34,8 +34,11 @@ Reply = tuple[int, dict[str, Any]]  # status and fields
 
 
 class SignedClient:
-    """Calls miners with the hotkey of ``wallet``. Each method blocks; call it from a thread without
-    a running event loop. Nothing is raised for a miner that does not answer or answers nonsense."""
+    """Calls miners with the hotkey of ``wallet``.
+
+    Each method blocks; call it from a thread without a running event loop. Nothing is raised for a
+    miner that does not answer or answers nonsense.
+    """
 
     def __init__(self, *, wallet: Wallet, scheme: Literal["btauth", "legacy"] = "btauth") -> None:
         self._wallet = wallet
@@ -44,15 +47,21 @@ class SignedClient:
     def sweep_is_alive(
         self, neurons: Sequence[Neuron], timeout: timedelta
     ) -> dict[int, IsAliveReply | None]:
-        """Replies by uid; None: no valid one. ``timeout`` covers each call, not the sweep."""
+        """Call all neurons; return replies by uid, None: no valid one.
+
+        ``timeout`` covers each call, not the sweep.
+        """
         replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
         return {uid: _is_alive(reply) for uid, reply in replies.items()}
 
     def sweep_all_reduce(
         self, neurons: Sequence[Neuron], request: RoundRequest
     ) -> dict[int, str | None]:
-        """Call all of a round at once. By uid: the miner's word on the round it is already in,
-        empty when it took the call; None when it did not acknowledge it."""
+        """Call all of a round at once.
+
+        By uid: the miner's word on the round it is already in, empty when it took the call; None
+        when it did not acknowledge it.
+        """
         replies = self._sweep(
             neurons,
             synapses.ALL_REDUCE,
@@ -130,7 +139,7 @@ class SignedClient:
 
 
 def _http() -> httpx.AsyncClient:
-    """No proxies, no redirects, no TLS: endpoints are addresses read from the chain."""
+    """Make a client without proxies, redirects and TLS: endpoints are chain addresses."""
     return httpx.AsyncClient(trust_env=False, verify=False)
 
 

@@ -74,13 +74,14 @@ Reply = dict[str, Any] | bytes
 
 @dataclass(frozen=True)
 class Handlers:
-    """What answers, in the server's thread.
+    """The functions that answer requests, in the server's thread.
 
-    ``check_head``: what the head alone decides, and whom it names as its sender; raises Refused.
-    ``answer``: the fields of the reply with status 200, a reply whole in bytes, or one of these
-    later (for what may wait); gets what ``check_head`` returned; raises Refused. ``refused``: told
-    of each refusal with the head (None: it could not be read) and the address. ``max_body`` in
-    bytes. ``idle``: how long an answered connection waits for another request; None: not at all.
+    ``check_head``: decides what the head alone allows, and returns the named sender; raises
+    Refused. ``answer``: the fields of the reply with status 200, a reply whole in bytes, or one of
+    these later (for an answer that may wait); gets what ``check_head`` returned; raises Refused.
+    ``refused``: called for each refusal with the head (None: it could not be read) and the address.
+    ``max_body`` in bytes. ``idle``: how long an answered connection waits for another request;
+    None: not at all.
     """
 
     check_head: Callable[[Head], Any]
@@ -91,7 +92,10 @@ class Handlers:
 
 
 def parse_head(raw: bytes, address: str) -> Head:
-    """``raw`` ends with the empty line. Raises Refused for what is not strictly HTTP/1."""
+    """Parse ``raw``, which ends with the empty line.
+
+    Raises Refused unless it is strictly HTTP/1.
+    """
     parse = _parse_again if len(raw) <= SHORT_HEAD else _parse
     return Head(*parse(raw), address)
 
@@ -127,7 +131,7 @@ _parse_again = functools.lru_cache(maxsize=512)(_parse)
 
 
 def body_length(head: Head, most: int = MAX_BODY_BYTES) -> int:
-    """Raises Refused for a body whose length is not told, or too large."""
+    """Return a body's length. Raises Refused if it is not given, or too large."""
     if "transfer-encoding" in head.headers:
         raise Refused(Refusal.LENGTH)
     length = int(head.headers.get("content-length", "0"))  # h11 saw that it is digits
@@ -137,7 +141,7 @@ def body_length(head: Head, most: int = MAX_BODY_BYTES) -> int:
 
 
 def parse_fields(body: bytes) -> dict[str, Any]:
-    """The JSON object of a body; none is an empty one. Raises Refused."""
+    """Return the JSON object of a body; an empty body is an empty object. Raises Refused."""
 
     def refuse(_: str) -> float:
         raise ValueError("not finite")
@@ -158,7 +162,7 @@ def reply_bytes(status: int, content: dict[str, Any]) -> bytes:
 
 
 def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str]) -> bytes:
-    """The bytes of a reply of content type ``kind``."""
+    """Return the bytes of a reply of content type ``kind``."""
     lines = [
         f"HTTP/1.1 {status} {HTTPStatus(status).phrase}",
         f"content-type: {kind}",
@@ -169,8 +173,10 @@ def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str])
 
 
 class Exchange:
-    """One request from ``address`` and its answer. ``may_stay``: whether there is room for the
-    connection afterwards."""
+    """One request from ``address`` and its answer.
+
+    ``may_stay``: whether there is room for the connection afterwards.
+    """
 
     def __init__(self, handlers: Handlers, address: str, may_stay: Callable[[], bool]) -> None:
         self._handlers = handlers
@@ -226,7 +232,7 @@ class Exchange:
             await asyncio.sleep(pause.total_seconds())
 
     def _take(self) -> bool:
-        """Whether the request is complete. Raises Refused."""
+        """Return whether the request is complete. Raises Refused."""
         if self._head is None:
             end = self._received.find(_END_OF_HEAD)
             if max(end, len(self._received) if end < 0 else 0) > MAX_HEAD_BYTES:
@@ -246,7 +252,10 @@ class Exchange:
 
 
 async def _sent(connection: socket.socket, answer: bytes) -> bool:
-    """False if the client does not read it. Raises OSError if it hangs up."""
+    """Send an answer; return False if the client does not read it.
+
+    Raises OSError if it hangs up.
+    """
     sent = 0
     with contextlib.suppress(BlockingIOError):
         sent = connection.send(answer)  # most go out at once, without a timer
@@ -268,7 +277,7 @@ _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
 
 
 def bind(*, ip: str, port: int) -> socket.socket:
-    """A listening socket; ``[::]`` also takes IPv4, and falls back to it where IPv6 is off.
+    """Return a listening socket; ``[::]`` also takes IPv4, and falls back to it where IPv6 is off.
 
     Raises ConfigError with one line when the port or address cannot be had.
     """
@@ -317,7 +326,7 @@ class HttpThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent; returns when the thread has ended. Open connections are cut."""
+        """Stop; return when the thread has ended. Open connections are cut. Idempotent."""
         if self._thread.is_alive():
             # An asyncio.Event may be set in its loop's thread only.
             self._loop.call_soon_threadsafe(self._stopped.set)

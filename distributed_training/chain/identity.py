@@ -48,9 +48,9 @@ def _open(name: str, hotkey: str, path: str) -> Any:
 
 
 def require_hotkey(settings: ChainSettings) -> None:
-    """Raises ConfigError if there is no readable hotkey where ``--wallet.name/.hotkey/.path`` say.
+    """Raise ConfigError unless a readable hotkey is at ``--wallet.name/.hotkey/.path``.
 
-    Takes no time, so a start asks it before torch and bittensor are imported.
+    Takes no time, so a start calls it before torch and bittensor are imported.
     """
     folder = Path(os.path.expanduser(settings.wallet_path)) / settings.wallet_name
     path = folder / "hotkeys" / settings.wallet_hotkey
@@ -67,7 +67,7 @@ def require_hotkey(settings: ChainSettings) -> None:
 
 
 def load_wallet(settings: ChainSettings) -> Wallet:
-    """The wallet that ``--wallet.name/.hotkey/.path`` name.
+    """Load the wallet that ``--wallet.name/.hotkey/.path`` name.
 
     Raises ConfigError when the key file is missing, unreadable, encrypted or damaged: a miner runs
     unattended, so nobody could type a password.
@@ -97,10 +97,10 @@ def load_wallet(settings: ChainSettings) -> Wallet:
 
 
 def create_wallet(folder: Path, name: str) -> Wallet:
-    """A wallet with a new unencrypted hotkey and no coldkey below ``folder``: for local subnets.
+    """Create a wallet with a new unencrypted hotkey and no coldkey, for local subnets.
 
-    The hotkey is called ``default``; an existing one is used again. The mnemonic is neither printed
-    nor kept.
+    The hotkey is called ``default``; an existing one below ``folder`` is used again. The mnemonic
+    is neither printed nor kept.
     """
     sdk = _open(name, "default", str(folder))
     if not sdk.hotkey_file.exists_on_device():
@@ -129,8 +129,9 @@ def external_ip(
     services: Sequence[str] = SERVICES,
     timeout: timedelta = timedelta(seconds=5),
 ) -> str:
-    """Return ``--axon.external_ip``; else the listening address if others can reach it; else the
-    address that ``services`` agree on.
+    """Return ``--axon.external_ip``; else the listening address if others can reach it.
+
+    Else the address that ``services`` agree on.
 
     They are asked in turn, twice at most, each by the same kind of connection as validators use, so
     without the proxies of the environment. ``timeout`` covers one question to its end. Raises

@@ -53,7 +53,7 @@ class RegistrationEvent:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What one read of the chain showed."""
+    """The result of one read of the chain."""
 
     change: Change | None
     uid: int | None
@@ -67,9 +67,11 @@ def believable(neurons: Sequence[Neuron], master: str | None) -> bool:
 
 @dataclass(frozen=True)
 class Belief:
-    """When the chain is believed not to show our hotkey. ``master``: a hotkey that every true list
-    of the subnet's neurons has. ``missing_for``: see :data:`MISSING_FOR`. ``remedy``: the command
-    that gives a hotkey a uid, for the operator."""
+    """The conditions under which the chain is believed not to show our hotkey.
+
+    ``master``: a hotkey that every true list of the subnet's neurons has. ``missing_for``: see
+    :data:`MISSING_FOR`. ``remedy``: the command that gives a hotkey a uid, for the operator.
+    """
 
     master: str | None = None
     missing_for: timedelta = MISSING_FOR
@@ -78,9 +80,11 @@ class Belief:
 
 @dataclass(frozen=True)
 class WatcherCallbacks:
-    """Called in the watcher's thread. ``on_event``: with each change, once. ``on_lost``: with the
-    name of what a reorganization took back, to write it again. ``on_read``: after each read of the
-    chain."""
+    """Called in the watcher's thread.
+
+    ``on_event``: with each change, once. ``on_lost``: with the name of what a reorganization took
+    back, to write it again. ``on_read``: after each read of the chain.
+    """
 
     on_event: Callable[[RegistrationEvent], None]
     on_lost: Callable[[str], None] = lambda name: None
@@ -187,8 +191,10 @@ class _Written:
         self._lost = False
 
     def look(self, shown: object) -> str:
-        """``ours``, ``waiting`` (not on the chain yet), ``lost`` (a reorganization took it back) or
-        ``foreign``."""
+        """Compare the chain's value with ours: ``ours``, ``waiting``, ``lost`` or ``foreign``.
+
+        ``waiting``: not on the chain yet; ``lost``: a reorganization took it back.
+        """
         if shown == self._ours:
             self._shown, self._lost = True, False
             return "ours"
@@ -206,12 +212,12 @@ class _Written:
         return "foreign" if shown is not None and len(recent) >= TAKEN_BACK_AT_MOST else "lost"
 
     def follow(self, ours: object) -> None:
-        """When this miner writes another value now, what it wrote before is nobody else's."""
+        """Take another value as ours now; the one that this miner wrote before is not foreign."""
         if ours != self._ours:
             self._ours, self._before, self._shown, self._lost = ours, self._ours, False, False
 
     def lost(self) -> None:
-        """It is to be written again."""
+        """Note that the value was lost and is to be written again."""
         self._lost = True
         self._taken_back_at.append(self._clock())
 
@@ -259,7 +265,7 @@ class RegistrationWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the thread and wait for it. Idempotent."""
         self._stop.set()
         # on_event runs in this thread and may close its watcher: no thread can join itself.
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -273,12 +279,15 @@ class RegistrationWatcher:
                 self._callbacks.on_event(event)
 
     def closed(self, within: timedelta) -> bool:
-        """Waits ``within`` for :meth:`close`."""
+        """Wait ``within`` for :meth:`close`; return whether it came."""
         return self._stop.wait(within.total_seconds())
 
     def check(self) -> RegistrationEvent | None:
-        """One look. A change is reported when ``CONFIRMATIONS`` reads of the chain in a row showed
-        it; a look between two reads sees nothing new."""
+        """Compare the chain with ours once; return a confirmed change.
+
+        A change is reported when ``CONFIRMATIONS`` reads of the chain in a row showed it; a call
+        between two reads sees nothing new.
+        """
         reads = self._chain.reads()
         # The same answer once more confirms nothing.
         if reads == self._reads:

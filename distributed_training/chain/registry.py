@@ -37,9 +37,12 @@ _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
 @dataclass(frozen=True)
 class State:
-    """An answer to ``/state``. ``start``: which process answered. ``rows``: uid, neuron and
-    commitment of each uid that changed since the version asked with; of all if ``full``.
-    ``scores``: uid and incentive, where nothing else did."""
+    """An answer to ``/state``.
+
+    ``start``: which process answered. ``rows``: uid, neuron and commitment of each uid that changed
+    since the version asked with; of all if ``full``. ``scores``: uid and incentive, where nothing
+    else did.
+    """
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
     start: Annotated[str, Field(pattern="^[0-9a-f]{1,32}$")]
@@ -56,12 +59,12 @@ _STATE = TypeAdapter(State)
 
 
 def state_path(seen: State | None) -> str:
-    """What to ask for with that state known."""
+    """Return the path to ask for with that state known."""
     return f"/state?since={seen.version}&start={seen.start}&scores=1" if seen else "/state"
 
 
 class Unusable(ValueError):
-    """What answers is no registry, or another network's. The text says so."""
+    """The answer is no registry's, or another network's; the text gives the reason."""
 
 
 class RegistryChain(Chain):
@@ -153,11 +156,11 @@ class RegistryChain(Chain):
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
     def report_loss(self, outer_step: int, loss: float) -> None:
-        """For the registry's page. For the founder only."""
+        """Report the loss for the registry's page. For the founder only."""
         self._write("loss", {"outer_step": outer_step, "loss": loss})
 
     def _write(self, kind: str, fields: dict[str, Any]) -> Any:
-        """What the registry returns; the state after the write is known then."""
+        """Write to the registry; return its result. The state after the write is known then."""
         with self._writing(), self._lock:
             if self._stop.is_set():
                 raise ChainError(f"{kind}: the chain was closed")
@@ -182,7 +185,10 @@ class RegistryChain(Chain):
         return {"invitation": self._invitation.get_secret_value()}
 
     def _post(self, kind: str, fields: dict[str, Any]) -> Any:
-        """Raises ChainError for what is refused, httpx.HTTPError for what did not get through."""
+        """Post a signed write.
+
+        Raises ChainError if it is refused, httpx.HTTPError if it did not get through.
+        """
         if self._wallet is None:
             raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
         status, answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
@@ -211,7 +217,7 @@ class RegistryChain(Chain):
             return self._exchange(path, body)
 
     def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Status and body of the answer to a read, or to a write that is signed now."""
+        """Return status and body of the answer to a read, or to a write that is signed now."""
         from .auth import sign_btauth
 
         deadline = time.monotonic() + 3 * self._timeout
@@ -233,7 +239,7 @@ class RegistryChain(Chain):
 
     @property
     def trouble(self) -> str:
-        """Why the registry cannot be used now; empty if it can, or was not asked yet."""
+        """The reason why the registry cannot be used now; empty if it can, or was not asked yet."""
         return self._told
 
     def _poll(self) -> None:
@@ -260,7 +266,7 @@ class RegistryChain(Chain):
             self._stop.wait(wait.total_seconds())
 
     def _tell(self, error: Exception) -> None:
-        """Once for each time it is away, and for each other thing that answers in its place."""
+        """Log once for each outage, and for each other program that answers in its place."""
         why = _why(error)
         if not self._told or (isinstance(error, Unusable) and why != self._told):
             log.warning(
@@ -298,7 +304,7 @@ class RegistryChain(Chain):
         self._saw_block(state.block)
 
     def _ask(self) -> State:
-        """Raises httpx.HTTPError, ValueError."""
+        """Ask for the state. Raises httpx.HTTPError, ValueError."""
         status, answer = self._fetch(state_path(self._seen))
         if status != 200:
             raise Unusable(f"status {status}")
@@ -312,7 +318,7 @@ class RegistryChain(Chain):
         return state
 
     def _went_back(self, state: State) -> bool:
-        """Whether the registry came back without what we know of it."""
+        """Return whether the registry came back without some of what we have read of it."""
         seen = self._seen
         if seen is None or state.start == seen.start:
             return False

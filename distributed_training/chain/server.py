@@ -45,7 +45,7 @@ _NO_STRIKE = frozenset(
 
 @dataclass(frozen=True)
 class MinerCallbacks:
-    """What the server asks and tells its miner, in the server's thread: nothing here may block.
+    """The functions by which the server reaches its miner, in its own thread: none may block.
 
     ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
@@ -134,7 +134,7 @@ class SignedServer:
         self._keeper.start()
 
     def close(self) -> None:
-        """Idempotent; ends the threads and writes the file for the next start."""
+        """End the threads and write the file for the next start. Idempotent."""
         # First: a call accepted after the last save would be missing in a file that says clean.
         self._http.stop()
         self._stopping.set()
@@ -171,13 +171,15 @@ class SignedServer:
     # what the loop asks and tells
 
     def round_ended(self) -> None:
-        """The loop is done with the round (committed or not): the next call is a new event."""
+        """Mark the round as finished (committed or not): the next call is a new event."""
         with self._round_lock:
             self._round = None
 
     def counters(self) -> Mapping[str, int]:
-        """``accepted.IsAlive``, ``accepted.AllReduce``, ``repeated.AllReduce`` and
-        ``refused.<reason>`` only grow; ``connections`` are the open ones."""
+        """Return ``accepted.*``, ``repeated.AllReduce`` and ``refused.<reason>``, which only grow.
+
+        ``connections`` are the open ones.
+        """
         counts = dict(self._counts)
         for reason, count in dict(self._admission.refused).items():
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
@@ -189,7 +191,7 @@ class SignedServer:
         return self._called_at
 
     def _running(self) -> tuple[RoundRequest, float] | None:
-        """The running round and for how many seconds; with the lock held."""
+        """Return the running round and for how many seconds; with the lock held."""
         if self._round is None:
             return None
         request, accepted_at = self._round
@@ -204,7 +206,7 @@ class SignedServer:
     # one request
 
     def _check_head(self, head: Head) -> auth.Claim:
-        """What can be decided without the body. Raises Refused."""
+        """Decide what can be decided without the body. Raises Refused."""
         if head.path not in synapses.ROUTES:
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
@@ -214,7 +216,7 @@ class SignedServer:
         return claim
 
     def _answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
-        """The effect of a whole request and the fields of its reply. Raises Refused."""
+        """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
         if claim.hotkey == self._own:
             # A second miner that is being started asks whether this one runs.
@@ -227,7 +229,7 @@ class SignedServer:
         return self._act(head, claim, body)
 
     def _check_claim(self, claim: auth.Claim) -> None:
-        """Nothing is proven yet, so nothing is recorded."""
+        """Check unproven claims. Nothing is recorded, since nothing is proven yet."""
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
         ours = claim.hotkey in (self._own, self._master)
@@ -268,7 +270,7 @@ class SignedServer:
         )
 
     def _act(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
-        """The effect of a proven call and the fields of its reply. Raises Refused."""
+        """Carry out a proven call; return the fields of its reply. Raises Refused."""
         neuron = self._known(claim.hotkey)
         permit = claim.hotkey == self._master or (neuron is not None and neuron.validator_permit)
         fields = parse_fields(body)
@@ -291,7 +293,7 @@ class SignedServer:
         return reply
 
     def _log_alive(self, uid: int | None) -> None:
-        """Any uid may ask many times a second: one line a minute for each."""
+        """Log one line a minute for each uid, which may ask many times a second."""
         self._alive_calls[uid] += 1
         if self._alive_lines(uid):
             log.info("%s", lines.responded_active(uid, self._alive_calls.pop(uid)))
@@ -350,7 +352,7 @@ class SignedServer:
 
 
 def _oldest_call(settings: ChainSettings) -> timedelta:
-    """The age at which no call of any scheme is accepted any more."""
+    """Return the age at which no call of any scheme is accepted any more."""
     return max(
         synapses.LEGACY_ALLOWANCE + settings.legacy_timeout_cap,
         timedelta(seconds=auth.BTAUTH_MAX_AGE),
@@ -358,7 +360,7 @@ def _oldest_call(settings: ChainSettings) -> timedelta:
 
 
 def round_bounds(settings: ChainSettings) -> dict[str, tuple[float, float]]:
-    """``--clamp.*`` by the names of the call's fields."""
+    """Return ``--clamp.*`` by the names of the call's fields."""
     return {
         "timeout": settings.clamp_round_timeout,
         "min_group_size": settings.clamp_min_group_size,

@@ -40,8 +40,10 @@ _ALIKE = 60.0  # seconds between the newest blocks of two nodes that are as good
 
 
 class NewestBlocks:
-    """When the newest block of each node was made. ``clock``: the wall clock, in seconds since the
-    epoch; ``monotonic``: that of :data:`ASK_AGAIN`."""
+    """The times at which the newest block of each endpoint was made.
+
+    ``clock``: the wall clock, in seconds since the epoch; ``monotonic``: that of :data:`ASK_AGAIN`.
+    """
 
     def __init__(
         self,
@@ -55,12 +57,18 @@ class NewestBlocks:
         self._believed_at: float | None = None  # a node that is behind
 
     def asking(self, endpoint: str) -> None:
-        """Until it answers it has nothing that could be newer."""
+        """Record that ``endpoint`` was asked.
+
+        While it is silent it does not count as possibly newer.
+        """
         self._made[endpoint] = -math.inf
 
     def check(self, endpoint: str, made: float, others: Iterable[str]) -> None:
-        """Raises ChainError if the newest block of ``endpoint``, made at ``made``, is behind the
-        clock and one of ``others`` has a newer one or was not asked yet."""
+        """Raise ChainError if ``endpoint`` is behind the clock and another one may be newer.
+
+        Its newest block was made at ``made``. One of ``others`` may be newer if its block is, or if
+        it was not asked yet.
+        """
         self._made[endpoint] = made
         behind = self._clock() - made
         if behind <= LATE.total_seconds():
@@ -87,7 +95,7 @@ class NewestBlocks:
 
 
 def minutes_behind(chain: Chain) -> float | None:
-    """How far the chain, as it is read, is behind this machine's clock; None if it is not late."""
+    """Return the chain's delay behind this machine's clock; None if it is not late."""
     now = chain.clock()
     behind = 0.0 if now is None else time.time() - now
     return behind / 60 if behind > LATE.total_seconds() else None
@@ -118,8 +126,10 @@ class _Standstill:
         self._block, self._moved_at = -1, clock()
 
     def check(self, block: int) -> None:
-        """Raise ChainError if no new block came for long: a node that lost its peers answers as if
-        nothing were wrong."""
+        """Raise ChainError if no new block came for long.
+
+        An endpoint that lost its peers answers as if nothing were wrong.
+        """
         if block > self._block:
             self._block, self._moved_at = block, self._clock()
         elif self._clock() - self._moved_at > STANDSTILL:
@@ -343,8 +353,7 @@ class BittensorChain(Chain):
                 await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
 
     async def _follow(self, endpoint: str, *, others: Iterable[str], tried_all: bool) -> None:
-        """Connect and read until something fails, another endpoint is to be asked or the chain
-        is closed.
+        """Connect and read until something fails, another endpoint is due, or the chain is closed.
 
         ``tried_all``: no endpoint could be read whole. Then this one is kept as long as it has
         blocks, until neurons or commitments have failed once more.
@@ -399,10 +408,13 @@ class BittensorChain(Chain):
         await self._read(client)
 
     async def _refuse_behind(self, client: Any, block: int) -> None:
-        """A node that stopped long ago knows neither our registration nor what we wrote: what it
-        shows would end the miner, however long nobody better answers. Reorganizations go back a
-        few blocks only. A chain that was itself set back further makes new blocks all the same,
-        and they are younger than what was seen before."""
+        """Raise ChainError if the endpoint is far behind the highest block seen.
+
+        An endpoint that stopped long ago has neither our registration nor our writes: its state
+        would end the miner, even if no better one answers. Reorganizations go back a few blocks
+        only. A chain that was itself set back further makes new blocks all the same, and they are
+        younger than those seen before.
+        """
         behind = self._block - block
         if behind <= FURTHEST_BEHIND:
             return
@@ -420,8 +432,11 @@ class BittensorChain(Chain):
             raise ChainError(f"no answer within {seconds:.0f} s") from None
 
     async def _read(self, client: Any) -> None:
-        """Read neurons and commitments. Neither can hold up the other, and the one that fails keeps
-        its last known value. Raises _PartlyRead, naming it."""
+        """Read neurons and commitments.
+
+        Neither can hold up the other, and the one that fails keeps its last known value. Raises
+        _PartlyRead, naming it.
+        """
         parts = {"neurons": self._read_neurons, "commitments": self._read_commitments}
         failed = []
         for part, read in parts.items():
@@ -445,9 +460,11 @@ class BittensorChain(Chain):
         self._saw_neurons(tuple(_neuron(n) for n in graph.neurons))
 
     async def _read_commitments(self, client: Any) -> None:
-        """Read the map of commitments, and nothing else of that pallet. The SDK's own read of all
-        commitments also takes what timelocked ones revealed: bytes that any uid chooses, one of
-        which fails that read for the whole subnet."""
+        """Read the map of commitments, and nothing else of that pallet.
+
+        The SDK's own read of all commitments also takes what timelocked ones revealed: bytes that
+        any uid chooses, one of which fails that read for the whole subnet.
+        """
         try:
             entries = await self._timed(client.query_map(_COMMITMENTS, [self._netuid]))
         except _DECODING as error:
@@ -462,8 +479,10 @@ class BittensorChain(Chain):
         self._saw_commitments(texts)
 
     async def _one_by_one(self, client: Any, reason: Exception) -> list[tuple[str, Any]]:
-        """Return the entries of all known neurons, None for one that cannot be decoded. Raises
-        ``reason`` if that is true of all of them."""
+        """Return the entries of all known neurons, None for one that cannot be decoded.
+
+        Raises ``reason`` if that is true of all of them.
+        """
         gate = asyncio.Semaphore(_AT_A_TIME)
 
         async def one(hotkey: str) -> Any:
@@ -522,9 +541,12 @@ _DECODING = (ValueError, TypeError, LookupError)
 
 
 def _committed(entry: Any) -> str:
-    """Return the text of one commitment, as the SDK's decoder returns the entry: one field
-    ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for all else that an entry may
-    hold: hashes, timelocked and larger fields, several fields, bytes that are no text."""
+    """Return the text of one commitment from the SDK's decoded entry.
+
+    The entry has one field ``Raw<n>`` of n bytes, in hexadecimal digits. Raises ValueError for all
+    else that an entry may hold: hashes, timelocked and larger fields, several fields, bytes that
+    are no text.
+    """
     match entry:
         case {"info": {"fields": [{**field}]}} if len(field) == 1:
             ((kind, digits),) = field.items()
@@ -542,8 +564,11 @@ def _committed(entry: Any) -> str:
 
 @contextmanager
 def _sdk_errors() -> Iterator[None]:
-    """The SDK's own errors, those of its transport and those of its decoder have no base in common.
-    Each of them becomes a ChainError, so that none ends the thread; a TimeoutError stays one."""
+    """Raise each error of the SDK as a ChainError, so that none ends the thread.
+
+    Its own errors, those of its transport and those of its decoder have no base in common. A
+    TimeoutError stays one.
+    """
     try:
         yield
     except (ChainError, TimeoutError):
@@ -556,8 +581,10 @@ def _sdk_errors() -> Iterator[None]:
 
 
 def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What tasks of the SDK leave behind when a call of ours was given up: the call's own failure
-    has been told, and asyncio would add a traceback for each attempt."""
+    """Log errors of the SDK's abandoned tasks at a low level.
+
+    The call's own failure was logged, and asyncio would add a traceback for each attempt.
+    """
     message = str(context.get("message"))
     level = logging.DEBUG if "never retrieved" in message else logging.WARNING
     error = context.get("exception")
@@ -585,7 +612,7 @@ def _neuron(found: Any) -> Neuron:
 
 
 def _describe(error: object) -> str:
-    """One line; the SDK's texts may have several."""
+    """Word an error in one line; the SDK's texts may have several."""
     text = " ".join(str(error).split())[:200]
     if isinstance(error, ChainError):
         return text
