@@ -1,4 +1,4 @@
-"""The reference validator: publishes the global state, leads the rounds, scores the uploads.
+"""Run the reference validator: it publishes the global state, leads rounds, scores uploads.
 
 ``program`` (start and stop, from the configuration), ``validator`` (the loop), ``rounds`` (one
 all-reduce), ``global_state`` (the published state, and the first one), ``scorer`` (scoring passes

@@ -42,7 +42,7 @@ from distributed_training.training.nesterov import OuterOptimizerState, save_out
 
 
 def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
-    """``config.json`` of a Llama of 1 to 2 million parameters for up to 4096 words."""
+    """Return ``config.json`` of a Llama of 1 to 2 million parameters for up to 4096 words."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -62,8 +62,10 @@ def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dic
 
 
 def read_model_config(path: Path, vocabulary: int) -> dict[str, Any]:
-    """The content of a ``config.json``. Raises ConfigError if it is none or its vocabulary is too
-    small for the tokenizer."""
+    """Read a ``config.json``.
+
+    Raises ConfigError if it is none or its vocabulary is too small for the tokenizer.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -80,7 +82,7 @@ def read_model_config(path: Path, vocabulary: int) -> dict[str, Any]:
 
 
 def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:
-    """Float32 weights in schema order as transformers initializes them, the same for one seed."""
+    """Draw float32 weights in schema order as transformers does, the same for one seed."""
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng(devices=[]):
@@ -103,8 +105,11 @@ class GlobalStateError(RuntimeError):
 
 
 def claim(store: S3ObjectStore, network: Network) -> None:
-    """Write into the global bucket whose it is. Raises WrongNetwork where it is another founder's:
-    two networks of one name would overwrite each other's model. Raises StoreError."""
+    """Write into the global bucket whose it is.
+
+    Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
+    other's model. Raises StoreError.
+    """
     master = network.values["chain.master_hotkey"]
     try:
         owner = json.loads(store.get(keys.NETWORK, limit=4096) or b"{}").get("master", master)
@@ -146,7 +151,7 @@ class GlobalPublisher:
         self._deadline = deadline
 
     def load(self) -> GlobalState | None:
-        """The state the bucket holds, None if it is empty.
+        """Load the state that the bucket holds, None if it is empty.
 
         Raises GlobalStateError for a state that is damaged or of another run, StoreError when the
         bucket does not answer.
@@ -164,10 +169,11 @@ class GlobalPublisher:
             ) from None
 
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:
-        """Local files, data, ``epoch-N/metadata.json``, root. Readers see the old state or the new.
+        """Write local files, data, ``epoch-N/metadata.json``, root, in this order.
 
-        ``peer_id``: of our averager. A bucket or a disk that fails is a report with ``ok=False``
-        and the reason; the root is then unchanged unless writing it was what failed.
+        Readers see the old state or the new. ``peer_id``: of our averager. A bucket or a disk that
+        fails is a report with ``ok=False`` and the reason; the root is then unchanged unless
+        writing it was what failed.
         """
         began, sent, reason = time.monotonic(), Sent(), ""
         revision = Revision(self.run, state.outer_step, 0)
@@ -188,7 +194,7 @@ class GlobalPublisher:
         )
 
     def _send(self, folder: Path, metadata: Metadata, sent: Sent) -> None:
-        """Raises StoreError, OSError."""
+        """Upload the files of ``folder``, the metadata last. Raises StoreError, OSError."""
         step, journal = metadata.outer_step, Journal(self._folder / "uploads.json")
         deadline = deadline_in(self._deadline)
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
@@ -201,12 +207,13 @@ class GlobalPublisher:
     def announce(self, outer_step: int, peer_id: str) -> None:
         """Write this process's peer id into the root metadata; nothing else changes.
 
-        Raises StoreError."""
+        Raises StoreError.
+        """
         metadata = Metadata.of(Revision(self.run, outer_step, 0), peer_id)
         self._put(keys.ROOT_METADATA, metadata.to_json())
 
     def weights(self, outer_step: int, schema: Schema) -> list[Tensor]:
-        """Global weights of an outer step, from the local copy or the bucket.
+        """Return the global weights of an outer step, from the local copy or the bucket.
 
         Raises StoreError, ValueError.
         """

@@ -65,7 +65,7 @@ class Donor:
 
 @dataclass(frozen=True)
 class _Made:
-    """What lies in the folder, whole. ``place``: in the schedule."""
+    """The complete set of files in the folder. ``place``: in the schedule."""
 
     outer_step: int
     uid: int
@@ -80,7 +80,9 @@ class _Parameter:
 
 class InnerPublisher:
     """``folder`` keeps what is under way, so that a validator that was killed goes on with it.
-    ``budget`` covers the upload; 0: nothing is published."""
+
+    ``budget`` covers the upload; 0: nothing is published.
+    """
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class InnerPublisher:
         self._thread.start()
 
     def join(self) -> None:
-        """Until what is under way has ended."""
+        """Wait until the work under way has ended."""
         if self._thread is not None:
             self._thread.join()
 
@@ -206,7 +208,7 @@ class InnerPublisher:
     def _make(
         self, outer_step: int, donors: Sequence[Donor], judged: int, period: int
     ) -> _Made | None:
-        """None if no donor's files can be handed on."""
+        """Make the files of an outer step; None if no donor's can be handed on."""
         before = self._place_of(self._global, outer_step - 1) if outer_step else 0
         if before is None and judged == 0:
             before = 0
@@ -249,7 +251,7 @@ class InnerPublisher:
         return None
 
     def _place_of(self, bucket: BucketReader, outer_step: int) -> int | None:
-        """The place in the schedule that the first file of an outer step has; None without one."""
+        """Return the place in the schedule in the first file of an outer step; None without one."""
         try:
             ranks = self._ranks(bucket, outer_step)
             if ranks is None:
@@ -265,14 +267,17 @@ class InnerPublisher:
             return None
 
     def _ranks(self, bucket: BucketReader, outer_step: int) -> int | None:
-        """Of how many ranks the files are. Asked by name: a stranger's list may have no end."""
+        """Return the number of ranks whose files there are.
+
+        Asked by name: an untrusted bucket's list may have no end.
+        """
         for ranks in _RANKS:
             if bucket.head(keys.epoch_key(outer_step, keys.inner_optimizer(0, ranks))):
                 return ranks
         return None
 
     def _fetch(self, donor: Donor, outer_step: int) -> InnerState:
-        """Raises StoreError, ValueError."""
+        """Fetch a donor's files. Raises StoreError, ValueError."""
         ranks = self._ranks(donor.bucket, outer_step)
         if ranks is None:
             raise StateUnavailable(f"bucket {donor.bucket.name} has none of {outer_step}")
@@ -288,8 +293,10 @@ class InnerPublisher:
     # --- the files --------------------------------------------------------------------------------
 
     def _write(self, outer_step: int, state: InnerState, place: int) -> None:
-        """The donor's moments as the files of four ranks. Raises ValueError for moments that AdamW
-        cannot have made."""
+        """Write the donor's moments as the files of four ranks.
+
+        Raises ValueError for moments that AdamW cannot have made.
+        """
         self._note.unlink(missing_ok=True)
         self._check(state)
         training = self._training
@@ -337,7 +344,10 @@ def _names(ranks: int) -> list[str]:
 
 
 def _most_bytes(schema: Schema, ranks: int) -> int:
-    """Of one donor's file: both float32 moments of the first rank's rows, and their description."""
+    """Return the largest size of one donor's file.
+
+    It holds both float32 moments of the first rank's rows, and their description.
+    """
     elements = sum(row_range(shape[0], ranks, 0)[1] * math.prod(shape[1:]) for _, shape in schema)
     return 8 * elements + 4096 * len(schema) + (1 << 20)
 

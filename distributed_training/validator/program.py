@@ -67,8 +67,10 @@ from distributed_training.validator.validator import Validator
 
 @dataclass(frozen=True)
 class Parts:
-    """``store``: the global bucket, to write. ``swarm`` is called once the model's schema is known.
-    ``vocabulary``: words a new model needs."""
+    """``store``: the global bucket, to write.
+
+    ``swarm`` is called once the model's schema is known. ``vocabulary``: words a new model needs.
+    """
 
     member: Member
     client: SignedClient
@@ -82,7 +84,10 @@ class Parts:
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
-    """What must be closed is left to ``stack``. Raises ConfigError, NetworkFailure."""
+    """Open everything a validator needs from outside; ``stack`` closes it.
+
+    Raises ConfigError, NetworkFailure.
+    """
     require_data(config)
     member = join_subnet(config, stack)
     store = open_own(config.store, config.store.global_model_name)
@@ -113,7 +118,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
 
 def _vocabulary(tokenizer_path: Path) -> int:
-    """Words of the tokenizer, rounded up to a multiple of 8."""
+    """Return the number of words of the tokenizer, rounded up to a multiple of 8."""
     from tokenizers import Tokenizer
 
     return -(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8
@@ -164,10 +169,10 @@ def run_validator(
 def build(
     config: Config, parts: Parts, *, folder: Path, stop: threading.Event, stack: ExitStack
 ) -> tuple[Validator, GlobalState | None, Callable[[], GlobalState]]:
-    """The validator, the state that the global bucket holds, and what makes the first one if it is
-    empty.
+    """Return the validator, the global bucket's state (None if it is empty), and its maker.
 
-    What must be closed is left to ``stack``. Raises ConfigError, GlobalStateError, StoreError.
+    The maker makes the first state; ``stack`` closes what must be closed. Raises ConfigError,
+    GlobalStateError, StoreError.
     """
     settings = config.validator
     events = EventLog.from_settings(config.telemetry, folder)
@@ -264,4 +269,4 @@ def _new_model(config: Config, parts: Parts) -> dict[str, Any]:
 
 
 def _record_nothing(kind: str, **fields: Any) -> None:
-    """``--neuron.dont_save_events``."""
+    """Do nothing, for ``--neuron.dont_save_events``."""

@@ -40,9 +40,11 @@ from distributed_training.swarm import HivemindSwarm
 
 @dataclass(frozen=True)
 class Run:
-    """``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
-    ``events``); ``stop`` is set when the program should end; ``number``: the run's, in the metadata
-    of each upload."""
+    """One run of the validator.
+
+    ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
+    ``events``); ``stop`` is set when the program should end.
+    """
 
     folder: Path
     record: Callable[..., None]
@@ -59,7 +61,7 @@ WEIGHT_OF_NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Attendance:
-    """Who answered the last sweep with our outer step, and with which peer id by uid."""
+    """The miners that answered the last sweep with our outer step, and their peer ids by uid."""
 
     asked: tuple[int, ...]
     alive: tuple[int, ...]
@@ -115,16 +117,16 @@ class RoundCaller:
 
     @property
     def peer_id(self) -> str:
-        """Of our averager; a new one after each restart of the swarm."""
+        """Our averager's peer id; a new one after each restart of the swarm."""
         return self._swarm.peer_id
 
     @property
     def maddrs(self) -> Sequence[str]:
-        """Where our DHT is reached: others' initial peers."""
+        """The addresses of our DHT: others' initial peers."""
         return self._swarm.visible_maddrs
 
     def sweep(self, neurons: Sequence[Neuron], outer_step: int) -> Attendance:
-        """One IsAlive sweep: alive is who answered with our outer step."""
+        """Make one IsAlive sweep; alive are those that answered with our outer step."""
         replies = self._client.sweep_is_alive(neurons, self._settings.alive_timeout)
         alive = tuple(
             uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
@@ -138,7 +140,7 @@ class RoundCaller:
         miners: Callable[[], Sequence[Neuron]],
         on_sweep: Callable[[Attendance], None] = lambda attendance: None,
     ) -> RoundOutcome:
-        """One round. ``miners`` is asked before each sweep who is registered.
+        """Run one round; ``miners`` lists the registered ones before each sweep.
 
         Never raises for what a peer does, only what ``miners`` and ``on_sweep`` raise.
         """
@@ -168,7 +170,7 @@ class RoundCaller:
         return self._average(base, called, uids_of)
 
     def _revive(self) -> str:
-        """A dead swarm is started again before it is needed; why that failed, or empty."""
+        """Start a dead swarm again before it is needed; empty, or the reason of a failure."""
         if self._swarm.alive():
             return ""
         log.warning("The swarm's process is not running. Starting it again.")
@@ -206,7 +208,7 @@ class RoundCaller:
                 return neurons, attendance
 
     def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
-        """By descending inner step of the root metadata; who has none is left out."""
+        """Sort by descending inner step of the root metadata; leave out miners without one."""
         candidates = []
         for neuron in neurons:
             try:
@@ -306,8 +308,11 @@ class RoundCaller:
         return replace(outcome, averaged=[buffer.clone() for buffer in self._swarm.buffers])
 
     def _wait(self, future: Future[AllReduceResult], *, give_up: bool) -> AllReduceResult:
-        """The result, or the error; a stop, or ``give_up``, cancels the round and waits for its
-        end. Cancelled again and again: the first may come before the round has begun."""
+        """Return the result, or raise the error.
+
+        A stop, or ``give_up``, cancels the round and waits for its end. Cancelled again and again:
+        the first may come before the round has begun.
+        """
         while True:
             try:
                 return future.result(timeout=0.2)

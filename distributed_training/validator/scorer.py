@@ -95,7 +95,10 @@ class Standings:
     def round_succeeded(
         self, *, alive: Iterable[int], asked: Iterable[int], failed: Iterable[int]
     ) -> None:
-        """1 for whoever was alive, in the group or not; 0 for who failed in it or was not alive."""
+        """Give 1 to miners that were alive, in the group or not; 0 to all others asked.
+
+        Those that failed in the group get 0 as well.
+        """
         good = set(alive) - set(failed)
         for uid in self.entries.keys() & set(asked):
             self.entries[uid].all_reduce = int(uid in good)
@@ -148,7 +151,7 @@ class Standings:
 
     @classmethod
     def load(cls, path: Path) -> Standings:
-        """An empty one if there is no file. Raises ValueError for a damaged one."""
+        """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
         found = cls()
         try:
             state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -190,8 +193,10 @@ _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for
 
 
 class Scorer:
-    """Checks every repository, judges at most ``--validator.score_uids`` uploads, updates the
-    standings. ``rng`` draws the random block of each pass."""
+    """Check every repository, judge some uploads, update the standings.
+
+    It judges at most ``--validator.score_uids`` of them.
+    """
 
     def __init__(
         self,
@@ -222,8 +227,11 @@ class Scorer:
         bpa: int,
         interrupted: Callable[[], bool],
     ) -> list[Judgement]:
-        """What was judged. ``interrupted`` is asked between two uploads; the pass then ends with
-        what it has. Raises ChainError, Stopped."""
+        """Make one scoring pass; return the judgements.
+
+        ``interrupted`` is asked between two uploads; the pass then ends with what it has. Raises
+        ChainError, Stopped.
+        """
         outer_step = schedule.scored_epoch(
             outer_step=state.outer_step,
             block=block,
@@ -256,7 +264,10 @@ class Scorer:
         return judgements
 
     def _choose(self, repositories: Sequence[Repository], standings: Standings) -> list[Repository]:
-        """Those not judged for longest first; who never published an inner step is left out."""
+        """Choose those not judged for longest.
+
+        A miner that never uploaded an inner step is left out.
+        """
         published = [r for r in repositories if r.metadata is not None and r.metadata.inner_step]
         published.sort(key=lambda r: standings.entries[r.uid].scored_at)
         return published[: self._settings.score_uids]

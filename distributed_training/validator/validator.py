@@ -84,8 +84,11 @@ WORSE = "WORSE"  # fault of a round whose average made the model worse than tole
 
 
 class Validator:
-    """Call :meth:`start`, then :meth:`run`. A stop ends both soon; the swarm's owner also cancels a
-    running round then. ``held_out_loss``: of a model with the given weights, in nats per token."""
+    """Call :meth:`start`, then :meth:`run`.
+
+    A stop ends both soon; the swarm's owner also cancels a running round then. ``held_out_loss``:
+    of a model with the given weights, in nats per token.
+    """
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class Validator:
 
     @property
     def last_allreduce_block(self) -> int:
-        """Where the present period began: the last round, good or bad."""
+        """The block at which the present period began: the last round, good or bad."""
         return max(self.state.last_allreduce_block, self.standings.last_round_block or 0)
 
     # --- life -----------------------------------------------------------------------------------
@@ -236,7 +239,7 @@ class Validator:
         return False
 
     def _outer_step(self, averaged: Sequence[Tensor]) -> GlobalState | None:
-        """None if the result is not finite."""
+        """Take the outer step along the average; None if the result is not finite."""
         state = self.state
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
@@ -277,7 +280,7 @@ class Validator:
         self._save()
 
     def _failed(self, fault: str, detail: str) -> None:
-        """The epoch is kept and the whole period starts again."""
+        """Keep the outer step; the whole period starts again."""
         self.standings.reached = None
         self.standings.failed_rounds += 1
         self.standings.last_round_block = self._chain.block()
@@ -303,7 +306,7 @@ class Validator:
     # --- scoring ----------------------------------------------------------------------------------
 
     def score(self) -> list[Judgement]:
-        """One pass over the miners' uploads: check all, judge some, update scores.
+        """Make one pass over the miners' uploads: check all, judge some, update scores.
 
         Raises ChainError, Stopped. Stops early when a round falls due.
         """
@@ -346,7 +349,7 @@ class Validator:
         self._record("weights", block=block, weights={str(u): w for u, w in weights.items()})
 
     def _report_loss(self) -> None:
-        """For those who look at the chain; nothing depends on it."""
+        """Report the loss to the chain, for its readers; nothing depends on it."""
         try:
             self._chain.report_loss(self.state.outer_step, self._loss)
         except ChainError as error:
@@ -365,7 +368,10 @@ class Validator:
         )
 
     def _miners(self) -> list[Neuron]:
-        """Registered, with an endpoint, not us and not a validator; the ledger takes them in."""
+        """List the miners: registered, with an endpoint, not us and not a validator.
+
+        The standings take them in.
+        """
         found = miners_of(
             self._chain.neurons(),
             minimum_stake=self._settings.minimum_stake,
