@@ -138,7 +138,7 @@ def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Until SIGTERM or Ctrl-C."""
+    """Serve until SIGTERM or Ctrl-C."""
     from distributed_training.common.ports import listen
     from distributed_training.common.processes import limit_resources
     from distributed_training.registry.service import Limits, Service
@@ -174,7 +174,7 @@ def serve(given: argparse.Namespace) -> int:
 
 
 def _registry(given: argparse.Namespace) -> Registry:
-    """The registry of ``--folder``, founded if there is none. Raises ConfigError, StoreFault."""
+    """Open the registry of ``--folder``, or found it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
@@ -266,8 +266,10 @@ def restore(given: argparse.Namespace) -> int:
 
 @contextmanager
 def _chain(given: argparse.Namespace) -> Iterator[RegistryChain]:
-    """The registry at ``--url``, seen by the wallet if the command has one. Raises ConfigError,
-    ChainError."""
+    """Open the registry at ``--url``, by the wallet if the command has one.
+
+    Raises ConfigError, ChainError.
+    """
     from distributed_training.chain.base import ChainUnavailable
     from distributed_training.chain.registry import RegistryChain
 
@@ -286,7 +288,7 @@ def _chain(given: argparse.Namespace) -> Iterator[RegistryChain]:
 
 
 def _wallet(given: argparse.Namespace) -> Any:
-    """None for a command that signs nothing."""
+    """Load the wallet; None for a command that signs nothing."""
     from dataclasses import replace
 
     from distributed_training.chain.identity import load_wallet
@@ -358,7 +360,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns an exit status: 2 for flags that are refused, 1 for what was found outside."""
+    """Run a command; return 2 for flags that are refused, 1 for what was found outside."""
     given = parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

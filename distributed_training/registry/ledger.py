@@ -31,8 +31,10 @@ _PARTS = ("entries", "commitments", "weights", "since", "earned", "losses", "ver
 
 
 def _plain_ip(text: str) -> str:
-    """Raise ValueError unless ``text`` is an IP address without a zone. Validators make a URL of
-    it, and programs print it."""
+    """Raise ValueError unless ``text`` is an IP address without a zone.
+
+    Validators make a URL of it, and programs print it.
+    """
     try:
         ipaddress.ip_address("" if "%" in text else text)
     except ValueError:
@@ -50,7 +52,7 @@ Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and wh
 
 @dataclass(frozen=True)
 class Since:
-    """When a uid was given away: block, and seconds since the epoch."""
+    """The block at which a uid was given away, and the seconds since the epoch."""
 
     block: int
     at: float
@@ -100,7 +102,7 @@ class Ledger:
 
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """One write, all of it or nothing; a write within a write is part of it."""
+        """Make one write, all of it or nothing; a write within a write is part of it."""
         with self._lock:
             if self._changing:
                 yield
@@ -119,7 +121,7 @@ class Ledger:
                 self._changing = False
 
     def _kept(self) -> contextlib.AbstractContextManager[None]:
-        """Around a write: what makes it last (:class:`.store.Registry`)."""
+        """Return the context of a write, which makes it last (:class:`.store.Registry`)."""
         return contextlib.nullcontext()
 
     def _own(self, kind: str, hotkey: str) -> Neuron:
@@ -139,6 +141,7 @@ class Ledger:
         validator_permit: bool = False,
     ) -> int:
         """Give ``hotkey`` a uid: the one it has, the lowest free one, or the least earning one's.
+
         Returns it.
 
         A hotkey that is registered keeps its endpoint. A uid that is taken goes to the new hotkey,
@@ -233,7 +236,7 @@ class Ledger:
             self.losses = {**kept, outer_step: (loss, time.time())}
 
     def _score(self) -> None:
-        """Incentive = mean of the validators' normalized weights, weighted by stake.
+        """Set incentive = mean of the validators' normalized weights, weighted by stake.
 
         Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
         """
@@ -252,7 +255,10 @@ class Ledger:
                 self.entries[uid] = replace(neuron, incentive=share, consensus=share)
 
     def earned_by(self, neuron: Neuron, now: float) -> float:
-        """The mean of the neuron's incentive over about a day (exponential), until ``now``."""
+        """Return the mean of the neuron's incentive over about a day, until ``now``.
+
+        It decays exponentially.
+        """
         mean, counted = self.earned.get(neuron.uid, (0.0, now))
         kept = math.exp(-max(0.0, now - counted) / _DAY)
         return mean * kept + neuron.incentive * (1 - kept)

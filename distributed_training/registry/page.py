@@ -1,4 +1,4 @@
-"""What people and Prometheus see of a registry: one table without scripts, and the figures."""
+"""Show a registry to people and Prometheus: one table without scripts, and the figures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def html(registry: Registry) -> str:
 
 
 def _losses(losses: Losses) -> str:
-    """How the held-out loss fell: the newest in words, all of them as a line."""
+    """Show how the held-out loss fell: the newest in words, all of them as a line."""
     if not losses:
         return ""
     first, last = min(losses), max(losses)
@@ -96,8 +96,10 @@ def _row(registry: Registry, neuron: Neuron) -> str:
 
 
 def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
-    """Return the figures in Prometheus' text format. ``counts``: by ``kind.what`` or
-    ``kind/what``."""
+    """Return the figures in Prometheus' text format.
+
+    ``counts``: by ``kind.what`` or ``kind/what``.
+    """
     neurons = registry.view.neurons
     gauges: dict[str, float] = {
         "block": registry.height,

@@ -57,7 +57,9 @@ _FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
 @dataclass(frozen=True)
 class Limits:
     """``proxy``: address of a TLS proxy, whose ``X-Forwarded-For`` names its callers.
-    ``host_names``: names, beside loopback's, at which page and metrics are shown."""
+
+    ``host_names``: names, beside loopback's, at which page and metrics are shown.
+    """
 
     requests_per_address: float = 50.0
     requests_per_hotkey: float = 5.0
@@ -70,8 +72,10 @@ class Limits:
 
 
 class Service:
-    """Serves ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`, which
-    leaves the registry open."""
+    """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
+
+    The registry stays open.
+    """
 
     def __init__(self, registry: Registry, sock: socket.socket, limits: Limits) -> None:
         self.registry = registry
@@ -136,7 +140,7 @@ class Service:
         self._keeper.start()
 
     def close(self) -> None:
-        """Idempotent. What was accepted is stored."""
+        """Close; accepted writes are stored. Idempotent."""
         self._http.stop()
         self._writer.shutdown()
         self._stopping.set()
@@ -150,7 +154,7 @@ class Service:
     # checks
 
     def _check_head(self, head: Head) -> auth.Claim | None:
-        """None for a read. Raises Refused."""
+        """Check a request's head; return its claim, None for a read. Raises Refused."""
         address = self._caller(head)
         if not self._addresses.take(address):
             raise Refused(Refusal.RATE)
@@ -175,7 +179,7 @@ class Service:
         return claim
 
     def _caller(self, head: Head) -> str:
-        """The address that asks; behind the proxy, whom the proxy names."""
+        """Return the address of the caller; behind the proxy, the one that the proxy names."""
         if head.address != self._proxy:
             return head.address
         return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
@@ -198,8 +202,10 @@ class Service:
         return self._reads[head.path](head)
 
     def _is_own_host(self, head: Head) -> bool:
-        """Whether a browser was sent here by this server's own name: a web site whose name was
-        pointed at this address must not read it."""
+        """Return whether a browser came here by this server's own name.
+
+        A web site whose name was pointed at this address must not read it.
+        """
         named = head.headers.get("host", "").lower()
         host = named if named.endswith("]") else named.rpartition(":")[0] or named
         return host in self._names
@@ -278,7 +284,7 @@ class Service:
 
 
 def _reason(error: Exception) -> str:
-    """One line that repeats nothing of the input: it may hold a secret."""
+    """Word the reason in one line that repeats nothing of the input: it may hold a secret."""
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False, include_input=False)[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"

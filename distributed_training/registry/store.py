@@ -75,7 +75,7 @@ class Replayed(ChainError):
 
 @dataclass(frozen=True)
 class Charter:
-    """What a registry is founded with. Only ``admission`` changes later."""
+    """The terms that a registry is founded with. Only ``admission`` changes later."""
 
     name: str
     master: str
@@ -92,8 +92,11 @@ class Charter:
 
 
 class Row(NamedTuple):
-    """The version that changed a uid, the one that changed at least its incentive, and JSON: uid,
-    neuron or null, commitment or null; uid and incentive."""
+    """One uid's row: its versions, and its content as JSON.
+
+    The version that changed the uid, the one that changed at least its incentive, and JSON: uid,
+    neuron or null, commitment or null.
+    """
 
     changed: int
     scored: int
@@ -103,7 +106,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class View:
-    """What readers see after one write."""
+    """The state that readers see after one write."""
 
     version: int
     neurons: tuple[Neuron, ...]  # by uid
@@ -112,8 +115,10 @@ class View:
     losses: Losses
 
     def changes(self, known: int, scores: bool = True) -> bytes:
-        """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``; with
-        ``scores`` also a short one for the uids of which nothing but the incentive did."""
+        """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``.
+
+        With ``scores`` also a short one for the uids of which nothing but the incentive did.
+        """
         answer = self.made.get((known, scores))
         if answer is None:
             rows, short = [], []
@@ -130,7 +135,7 @@ class View:
 
 
 class _Part(NamedTuple):
-    """What the file keeps of a uid."""
+    """The facts that the file keeps of a uid."""
 
     neuron: Neuron
     since: Since
@@ -139,7 +144,7 @@ class _Part(NamedTuple):
     earned: tuple[float, float] | None
 
     def is_but_scored(self, old: _Part) -> bool:
-        """Whether callers see nothing new but the incentive."""
+        """Return whether callers see nothing new but the incentive."""
         share = old.neuron.incentive
         same = replace(self.neuron, incentive=share, consensus=share) == old.neuron
         return same and self.commitment == old.commitment
@@ -172,15 +177,18 @@ def _publish(temporary: Path, path: Path) -> None:
 def new_charter(
     *, name: str, master: str, seconds_per_block: float, most_uids: int, admission: Admission
 ) -> Charter:
-    """A charter with a genesis of its own, founded now."""
+    """Make a charter with a genesis of its own, founded now."""
     return Charter(
         name, master, seconds_per_block, most_uids, admission, secrets.token_hex(8), time.time()
     )
 
 
 class Registry(Ledger):
-    """The registry of ``folder``. Close it. Raises ConfigError if there is none, StoreFault if
-    another process has it or its file is damaged."""
+    """The registry of ``folder``.
+
+    Close it. Raises ConfigError if there is none, StoreFault if another process has it or its file
+    is damaged.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._lock_file = _lock(folder)
@@ -212,8 +220,10 @@ class Registry(Ledger):
 
     @classmethod
     def at(cls, folder: Path, charter: Charter | None) -> Registry:
-        """The registry of ``folder``, founded with ``charter`` if there is none yet; its founder is
-        the first who is registered."""
+        """Open the registry of ``folder``, founding it with ``charter`` if there is none yet.
+
+        Its founder is the first who is registered.
+        """
         if charter is not None and not (folder / FILE).exists():
             found(folder, charter)
         registry = cls(folder)
@@ -222,7 +232,7 @@ class Registry(Ledger):
         return registry
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the database. Idempotent."""
         with self._lock:
             with contextlib.suppress(sqlite3.Error):  # closed, or the disk is full
                 self._reserve(self.height)
@@ -232,7 +242,7 @@ class Registry(Ledger):
     # reading and writing the file
 
     def _meta(self, key: str) -> Any:
-        """None if it was never set."""
+        """Read a value; None if it was never set."""
         found = self._one("SELECT value FROM meta WHERE key = ?", key)
         return json.loads(found[0]) if found is not None else None
 
@@ -266,7 +276,10 @@ class Registry(Ledger):
         )
 
     def _parts(self) -> dict[int, _Part]:
-        """By uid, all that a write may replace: cheap to compare, since most of it is the same."""
+        """Return, by uid, all that a write may replace.
+
+        It is cheap to compare, since most of it is the same.
+        """
         return {
             uid: _Part(
                 neuron,
@@ -477,7 +490,7 @@ class Registry(Ledger):
 
 
 def hash_of(invitation: str) -> str:
-    """All that a registry keeps of an invitation."""
+    """Return the hash of an invitation, which is all that a registry keeps of it."""
     return hashlib.sha256(invitation.strip().encode()).hexdigest()
 
 
@@ -507,7 +520,7 @@ def _unusable(path: Path, error: Exception) -> StoreFault:
 
 
 def _open(path: Path) -> sqlite3.Connection:
-    """A connection to a registry's file. Raises ConfigError, StoreFault."""
+    """Open a connection to a registry's file. Raises ConfigError, StoreFault."""
     try:
         # No implicit transactions: a write's begins and ends in one place.
         db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=10)
