@@ -1,4 +1,4 @@
-"""What all peers of one network share, as a signed file: read, verify, sign, fetch."""
+"""Handle the signed file that all peers of one network share: read, verify, sign, fetch."""
 
 from .file import Network, NetworkFileError, digest_of, parse, public_values, signed
 from .source import NetworkAway, keep, read_network

@@ -51,7 +51,7 @@ class NetworkFileError(ValueError):
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """What a network's file says besides the values of flags. An alias is the key."""
+    """The first lines of a network's file, beside the values of flags. An alias is the key."""
 
     format: Annotated[Literal[1], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -86,7 +86,7 @@ class Network:
 
     @property
     def line(self) -> str:
-        """Which network this is, for the log."""
+        """The name, version, run and master of the network, for the log."""
         return (
             f"network {self.head.name} version {self.head.version}, run {self.values['run_id']}, "
             f"by {self.values['chain.master_hotkey']}"

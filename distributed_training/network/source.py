@@ -1,4 +1,4 @@
-"""Where a network's file comes from: a path, or an https URL with the last good copy behind it."""
+"""Find a network's file: at a path, or an https URL with the last good copy behind it."""
 
 from __future__ import annotations
 
@@ -71,8 +71,10 @@ def read_network(
 
 
 def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
-    """Return the network of the last good start from ``place``; None if there is none, or what is
-    left of it is damaged."""
+    """Return the network of the last good start from ``place``.
+
+    None if there is none, or what is left of it is damaged.
+    """
     try:
         if (copy / "url").read_text(encoding="utf-8") != place:
             return None
