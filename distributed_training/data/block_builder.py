@@ -50,7 +50,7 @@ class WorkerSpec:
 
     @property
     def blocks(self) -> Path:
-        """Where this rank's prepared blocks are. What changes their content changes the name."""
+        """The folder of this rank's prepared blocks; all that changes them changes its name."""
         settings = self.settings
         mixed = [(s.name, s.text, s.weight) for s in settings.sources]
         facts = [
@@ -68,7 +68,7 @@ class WorkerSpec:
 
 
 def check_folder(spec: SourceSpec) -> None:
-    """Raises ConfigError when the folder of ``--data.source`` is none."""
+    """Raise ConfigError when the folder of ``--data.source`` does not exist."""
     if spec.folder is not None and not spec.folder.is_dir():
         raise ConfigError(
             f"--data.source {spec.text}: {spec.folder} is no folder, so there is nothing to train "
@@ -79,9 +79,11 @@ def check_folder(spec: SourceSpec) -> None:
 def open_rows(
     settings: DataSettings, spec: SourceSpec, *, cache: Path | None, counts: Counts
 ) -> PageSource:
-    """The source of one specification. ``cache``: folder for pages and indexes, None for none.
+    """Open the source of one specification.
 
-    Raises ConfigError for a folder that is none, or for shards, which hold no rows.
+    ``cache``: folder for pages and indexes, or None.
+
+    Raises ConfigError for a folder that does not exist, or for shards, which hold no rows.
     """
     check_folder(spec)
     if spec.kind == "stdlib":
@@ -157,7 +159,7 @@ def served(settings: DataSettings) -> Pin:
 
 
 def open_source(settings: DataSettings) -> PageSource:
-    """The one source that ``--data.source`` names, without a cache. Raises ConfigError."""
+    """Open the one source that ``--data.source`` names, without a cache. Raises ConfigError."""
     sources = settings.sources
     if len(sources) != 1:
         raise ConfigError(
@@ -168,8 +170,10 @@ def open_source(settings: DataSettings) -> PageSource:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """What one source has for a block: int32 (tokens,), its pages with their tokens, and the pages
-    that could not be had."""
+    """One source's share of a block: int32 (tokens,), its pages with their tokens.
+
+    Also the pages that could not be had.
+    """
 
     tokens: np.ndarray[Any, Any]
     pages: list[tuple[str, int, str, int]]  # config, row, split, tokens
@@ -314,7 +318,7 @@ class BlockMaker:
         return shares
 
     def prepare(self, block: int) -> Prepared:
-        """Raises OSError when the block cannot be written."""
+        """Prepare a block. Raises OSError when it cannot be written."""
         started = time.monotonic()
         path = self._folder / f"{block}{SUFFIX}"
         kept = self._kept(block, path)
@@ -363,7 +367,7 @@ class BlockMaker:
         )
 
     def _kept(self, block: int, path: Path) -> Prepared | None:
-        """The block as it was prepared before a restart, so that positions in it still hold."""
+        """Return the block prepared before a restart, so that positions in it still hold."""
         try:
             header, _ = open_shard(path)
         except FileNotFoundError:
@@ -376,8 +380,10 @@ class BlockMaker:
 
 
 class _Reopened:
-    """A source opened when a block first needs it, and again for each next block while that fails:
-    its pages are missing then, those of other sources are not."""
+    """A source opened when a block first needs it, and again for each next block while that fails.
+
+    Its pages are missing then, those of other sources are not.
+    """
 
     def __init__(self, open_source: Callable[[], PageSource]) -> None:
         self._open = open_source

@@ -32,7 +32,7 @@ class StdlibSource:
         return {config: len(rows) for config, rows in self._tables.items()}
 
     def all_rows(self) -> dict[str, int]:
-        """As :meth:`num_rows`: every config is large enough for a page."""
+        """Count rows as :meth:`num_rows` does: every config is large enough for a page."""
         return dict(self.num_rows())
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
@@ -41,7 +41,7 @@ class StdlibSource:
         return self._tables[config][row : row + limit]
 
     def held_out(self) -> list[str]:
-        """Rows of the held-out files, in a fixed order."""
+        """Return the rows of the held-out files, in a fixed order."""
         return [row for path in self._paths if _held_out(path) for row in self._rows_of(path)]
 
     @cached_property
@@ -81,7 +81,7 @@ def _held_out(path: str) -> bool:
 
 
 def _rows(text: str) -> Iterator[str]:
-    """Pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
+    """Yield pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
     piece: list[str] = []
     length = 0
     for line in text.splitlines(keepends=True):

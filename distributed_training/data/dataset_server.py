@@ -210,7 +210,7 @@ class RowsApiSource:
             return table
 
     def _keep_table(self, table: dict[str, int], now: float, left_out: int) -> None:
-        """One that is not whole is asked for again soon, and not remembered over a restart."""
+        """Keep a table; an incomplete one is asked for again soon, and not stored for a restart."""
         changed = table != self._table
         self._table, self._table_at, self._whole = table, now, not left_out
         if self._whole:
@@ -244,7 +244,10 @@ class RowsApiSource:
             self._table_at = float(stored["at"])
 
     def _fetch_table(self) -> tuple[dict[str, int], int]:
-        """The table, and how many configs the server left out: jobs that wait, run or failed."""
+        """Fetch the table, and how many configs the server left out.
+
+        Their jobs wait, run or failed there.
+        """
         reply = self._get("size", {"dataset": self._dataset})
         try:
             table = {
@@ -299,7 +302,10 @@ class RowsApiSource:
     # --- requests ------------------------------------------------------------------------------
 
     def _get(self, path: str, query: Mapping[str, str]) -> Any:
-        """The JSON of a reply. Raises PageUnavailable when attempts or deadline are used up."""
+        """Return the JSON of a reply.
+
+        Raises PageUnavailable when attempts or deadline are used up.
+        """
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
         deadline = time.monotonic() + self._page_deadline
         for attempt in range(self._attempts):
@@ -363,7 +369,7 @@ def _parse(body: bytes) -> Any:
 
 
 def retry_after(value: str | None) -> float | None:
-    """Seconds that a ``Retry-After`` header asks for; it holds seconds or a date (RFC 9110)."""
+    """Return the seconds that a ``Retry-After`` header asks for: seconds or a date (RFC 9110)."""
     if not value:
         return None
     try:

@@ -58,17 +58,20 @@ class PageSource(Protocol):
     """Rows of text, addressed as the page selection does. Used from several threads at once."""
 
     def num_rows(self) -> Mapping[str, int]:
-        """Rows of each config. Raises PageUnavailable."""
+        """Count the rows of each config. Raises PageUnavailable."""
         ...
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        """Texts of at most ``limit`` rows from row ``row`` on, in order; rows that are not text are
-        left out. Raises PageUnavailable, also for a page beyond the config's end."""
+        """Return the texts of at most ``limit`` rows from row ``row`` on, in order.
+
+        Rows that are not text are left out. Raises PageUnavailable, also for a page beyond the
+        config's end.
+        """
         ...
 
 
 class Counts:
-    """What happened, by name; safe to use from several threads."""
+    """Counters by name; safe to use from several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,14 +83,14 @@ class Counts:
                 self._counter[name] += amount
 
     def take(self) -> dict[str, int]:
-        """Counts since the last call."""
+        """Return the counts since the last call."""
         with self._lock:
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 
 
 def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
-    """The values that can be trained on; the others are counted by what is wrong with them."""
+    """Return the values that can be trained on; the others are counted by their defect."""
     texts = []
     for value in values:
         if not isinstance(value, str):
@@ -102,7 +105,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for lone surrogates: what is left of bytes that are not UTF-8."""
+    """Return False for lone surrogates: the rest of bytes that are not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -111,7 +114,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def large_enough(rows: Mapping[str, int], *, where: str, counts: Counts) -> dict[str, int]:
-    """The configs a page can be drawn from. Raises PageUnavailable if there are none."""
+    """Return the configs a page can be drawn from. Raises PageUnavailable if there are none."""
     kept = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
     counts.add("configs_too_small", len(rows) - len(kept))
     if not kept:
@@ -133,7 +136,7 @@ class HeldBack:
         self._path = path
 
     def load(self, count: int) -> np.ndarray[Any, Any] | None:
-        """(count, sequence_length), or None where there are not so many."""
+        """Load int64 (count, sequence_length), or return None where there are not so many."""
         try:
             # Mapped: a damaged header may tell of more sequences than there is memory.
             kept = np.load(self._path, mmap_mode="r", allow_pickle=False)
@@ -146,7 +149,7 @@ class HeldBack:
         return np.array(kept[:count])
 
     def keep(self, sequences: np.ndarray[Any, Any]) -> None:
-        """A full disk costs a line, and others are set aside after a restart."""
+        """Store sequences; a full disk costs a log line, and others are chosen after a restart."""
         try:
             with atomic_file(self._path, durable=False) as file:
                 np.save(file, sequences)

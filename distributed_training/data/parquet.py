@@ -41,7 +41,7 @@ class _Files:
         self.ends: dict[str, list[int]] = {}
 
     def count(self, rows: Mapping[Path, int]) -> dict[str, int]:
-        """Rows of each config; a file without an entry is left out."""
+        """Return the rows of each config; a file without an entry is left out."""
         self.paths = {c: [p for p in paths if p in rows] for c, paths in self.paths.items()}
         self.ends = {
             config: list(itertools.accumulate(rows[path] for path in paths))
@@ -50,7 +50,7 @@ class _Files:
         return {config: ends[-1] if ends else 0 for config, ends in self.ends.items()}
 
     def spans(self, config: str, row: int, limit: int) -> Iterator[tuple[Path, int, int]]:
-        """(file, first row, rows) covering ``limit`` rows from ``row`` on."""
+        """Yield (file, first row, rows) covering ``limit`` rows from ``row`` on."""
         ends = self.ends.get(config)
         if not ends or row >= ends[-1]:
             raise PageUnavailable(
@@ -68,9 +68,10 @@ class _Files:
 
 
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
-    """Return the commit of which ``folder`` is a Hugging Face download, a snapshot of its cache or
-    a folder with notes of its own; None if it does not tell. Of several: one that is not
-    ``wanted``."""
+    """Return the commit of which ``folder`` is a Hugging Face download.
+
+    The folder is a snapshot of its cache, or one with notes of its own.
+    """
     path = folder.resolve()
     commits = {path.parts[at + 1] for at, part in enumerate(path.parts[:-1]) if part == "snapshots"}
     for root in (path, *path.parents):
@@ -102,7 +103,7 @@ class FolderSource:
             return self._table
 
     def all_rows(self) -> dict[str, int]:
-        """Rows of each config, also of those too small for the page selection."""
+        """Count the rows of each config, also of those too small for the page selection."""
         with self._lock:
             if self._all is None:
                 rows: dict[Path, int] = {}
@@ -127,11 +128,11 @@ class FolderSource:
         return usable_texts(values, self._counts)
 
     def _scan(self, path: Path) -> int:
-        """Rows of a file. Raises OSError, ValueError."""
+        """Count the rows of a file. Raises OSError, ValueError."""
         raise NotImplementedError
 
     def _read(self, path: Path, first: int, count: int) -> list[Any]:
-        """Values of rows that the file has. Raises OSError, ValueError."""
+        """Return the values of rows that the file has. Raises OSError, ValueError."""
         raise NotImplementedError
 
 
@@ -182,7 +183,7 @@ class ParquetSource(FolderSource):
 
 
 def _texts(column: Any) -> list[Any]:
-    """Values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
+    """Return the values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type):

@@ -61,7 +61,7 @@ class DeviceBuffer:
             self._copied[self._turn].record(self._stream)
 
     def take(self) -> torch.Tensor | None:
-        """The batch put last; the current stream waits for its copy, the host does not."""
+        """Return the batch put last; the current stream waits for its copy, the host does not."""
         batch, self._staged = self._staged, None
         if batch is not None:
             current = torch.cuda.current_stream(self._device)
@@ -141,8 +141,11 @@ class DataPipeline:
     # --- blocks ahead --------------------------------------------------------------------------
 
     def look_after_workers(self) -> None:
-        """Take what they have prepared, and replace those that ended. At each boundary: a worker
-        that dies while it has nothing to do is to be there again before it is needed."""
+        """Take what they have prepared, and replace those that ended.
+
+        At each boundary: a worker that dies while it has nothing to do is to be there again before
+        it is needed.
+        """
         for answer in self._workers.answers():
             self._take(answer)
 
@@ -155,7 +158,7 @@ class DataPipeline:
         self._workers.submit(block)
 
     def ready(self, block: int) -> int | None:
-        """Sequences of ``block`` on this rank; None while under way, 0 if it cannot be had."""
+        """Count this rank's sequences of ``block``; None while under way, 0 if it cannot be had."""
         if block in self._pending:
             self.look_after_workers()
         if block not in self._blocks:
@@ -235,7 +238,7 @@ class DataPipeline:
             self._stage()
 
     def next(self) -> torch.Tensor | None:
-        """int64 (micro-batch, sequence); None when the block is used up.
+        """Return int64 (micro-batch, sequence); None when the block is used up.
 
         A rest smaller than a micro-batch is dropped. On the CPU, unless the pipeline was given a
         CUDA device.
@@ -257,7 +260,7 @@ class DataPipeline:
         return batch
 
     def missed(self, seconds: float) -> None:
-        """The loop had nothing to train on for so long; the next batch counts it as waited for."""
+        """Note that the loop had nothing to train on; the next batch counts it as waited for."""
         if self._served_at:  # what a start takes is no step's time
             self._missed += seconds
 
@@ -277,10 +280,11 @@ class DataPipeline:
             self._buffer.put(batch)
 
     def held_back(self, micro_batches: int, *, others: bool = False) -> torch.Tensor | None:
-        """int64 (micro_batches x micro-batch, sequence) that :meth:`next` does not serve.
+        """Return held-out data, int64 (micro_batches x micro-batch, sequence).
 
-        Those kept in ``folder`` since they were set aside, unless ``others`` are wanted, else what
-        the block in training has beyond the sequences ordered; None where that is too little.
+        :meth:`next` does not serve it. It was kept in ``folder`` since it was set aside; with
+        ``others``, or without any, it is the end of the block in training beyond the sequences
+        ordered. None where that is too little.
         """
         wanted = micro_batches * self._micro_batch_size
         chosen = None if others else self._held_back.load(wanted)
@@ -293,13 +297,15 @@ class DataPipeline:
         return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
 
     def holds_back(self, micro_batches: int) -> bool:
-        """Whether :meth:`held_back` has them from before, so that no block need be cut for it."""
+        """Return whether held-out data is stored, so that no block need be cut for it."""
         return self._held_back.load(micro_batches * self._micro_batch_size) is not None
 
     @property
     def domain(self) -> int:
-        """Of a mixture: the source (its place in ``--data.source``) the last batch is for. The same
-        on all ranks."""
+        """The source of the last batch in a mixture, by its place in ``--data.source``.
+
+        The same on all ranks.
+        """
         held = self._blocks.get(self._current)
         served = self._offset // self._micro_batch_size - 1
         if held is None or not 0 <= served < len(held.sources):
@@ -309,8 +315,11 @@ class DataPipeline:
     # --- position ------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Position as JSON-able values: the next sequence to serve is number ``offset`` of
-        ``block``, of which ``sequences`` are served; ``page`` is the one it begins in."""
+        """Return the position as JSON-able values.
+
+        The next sequence to serve is number ``offset`` of ``block``, of which ``sequences`` are
+        served; ``page`` is the one it begins in.
+        """
         held = self._blocks.get(self._current)
         return {
             "block": self._current,
@@ -357,13 +366,15 @@ class DataPipeline:
     # --- what was done -------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
-        """What happened since the start, by name: pages, rows left out and why, failures."""
+        """Return counts since the start, by name: pages, rows left out and why, failures."""
         return {**self._counts, "worker_restarts": self._workers.restarts}
 
     @property
     def depth(self) -> int:
-        """How many blocks should be requested ahead: more while preparing one takes long compared
-        with training on one."""
+        """The number of blocks to request ahead.
+
+        More while preparing one takes long compared with training on one.
+        """
         least, most = self._settings.prefetch_blocks, self._settings.max_prefetch_blocks
         if not self._train_seconds:
             return least
@@ -372,8 +383,11 @@ class DataPipeline:
 
     @property
     def lead_seconds(self) -> float:
-        """How long before it is needed a block should be requested: three times what preparing
-        one took of late, so that a slow page or a retry does not leave the GPUs waiting."""
+        """The time before its use at which a block should be requested.
+
+        Three times what preparing one took of late, so that a slow page or a retry does not leave
+        the GPUs waiting.
+        """
         return _LEAST_LEAD + 3.0 * self._prepare_seconds
 
     def _warn_if_slow(self) -> None:
@@ -388,8 +402,11 @@ class DataPipeline:
             )
 
     def _forget(self, earlier: list[int]) -> None:
-        """Used blocks beyond the last few, and of those prepared ``earlier`` than the one that was
-        begun the ones never ordered: what came after it is still to be ordered."""
+        """Drop used blocks beyond the last few, and ``earlier`` ones that were never ordered.
+
+        Those were prepared before the block that was begun; the blocks after it are still to be
+        ordered.
+        """
         while len(self._used) > _KEPT_BLOCKS + 1:
             # A block list needs a recent one, also while a source is down.
             newest = max(self._used)
@@ -434,9 +451,9 @@ def _age(path: Path) -> float:
 def held_out_batches(
     *, tokenizer_path: Path, eos_id: int, sequences: int, sequence_length: int
 ) -> torch.Tensor:
-    """Held-out text of the local corpus, never part of a page: int64 (sequences, sequence_length).
+    """Return held-out text of the local corpus: int64 (sequences, sequence_length).
 
-    Raises ValueError when there is less text than asked for.
+    It is never part of a page. Raises ValueError when there is less text than asked for.
     """
     tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
     tokens = tokenizer.encode_rows(StdlibSource().held_out(), max_length=10**9)

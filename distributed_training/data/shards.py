@@ -1,10 +1,10 @@
-"""Packed tokens in files: shards that ``scripts/pretokenize.py`` makes, and prepared blocks.
+"""Store packed tokens in files: shards of ``scripts/pretokenize.py``, and prepared blocks.
 
 A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header (JSON,
-padded with blanks so that the data begins at a multiple of 64), then the tokens, little endian,
-uint16 where the vocabulary has at most 65536 entries and else uint32. The header names dtype,
-sequence length, number of sequences, the tokenizer's hash, its EOS id and vocabulary, and the
-SHA-256 of the tokens.
+padded with blanks so that the data begins at a multiple of 64), then the tokens. These are little
+endian, uint16 where the vocabulary has at most 65536 entries and else uint32. The header names
+dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and vocabulary, and
+the SHA-256 of the tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What a file of tokens says about itself. ``extra`` is JSON-able."""
+    """The header of a file of tokens. ``extra`` is JSON-able."""
 
     dtype: str
     sequence_length: int
@@ -85,8 +85,10 @@ def write_shard(
 
 
 def read_header(path: Path) -> tuple[ShardHeader, int]:
-    """The header and where the data begins. Raises ShardError, OSError; the checksum is not looked
-    at."""
+    """Return the header and the place where the data begins.
+
+    Raises ShardError, OSError; the checksum is not compared.
+    """
     with path.open("rb") as file:
         start = file.read(len(_MAGIC) + 4)
         if len(start) < len(_MAGIC) + 4 or start[: len(_MAGIC)] != _MAGIC:
@@ -109,7 +111,7 @@ def read_header(path: Path) -> tuple[ShardHeader, int]:
 
 
 def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndarray[Any, Any]]:
-    """Header and the memory-mapped tokens (sequences, sequence_length).
+    """Return header and memory-mapped tokens (sequences, sequence_length).
 
     Raises ShardError for a damaged file; ``verify`` reads it all and compares the checksum.
     """
@@ -125,5 +127,5 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
 
 
 def token_digest(sequences: np.ndarray[Any, Any]) -> str:
-    """SHA-256 over the tokens as little-endian uint32: the same whatever they were stored as."""
+    """Return SHA-256 over the tokens as little-endian uint32, whatever they were stored as."""
     return hashlib.sha256(np.ascontiguousarray(sequences, dtype="<u4").data).hexdigest()

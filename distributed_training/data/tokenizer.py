@@ -21,7 +21,10 @@ BYTE_VOCABULARY = 264
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte of UTF-8 (ids 0..255 in the byte-level alphabet's order) and EOS (256)."""
+    """Make a tokenizer of one token per byte of UTF-8 and EOS (256).
+
+    Ids 0..255 are in the byte-level alphabet's order.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -47,15 +50,17 @@ class TextTokenizer:
         self.vocabulary = 1 + max(largest, eos_id)
 
     def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
-        """Each row cut to ``max_length`` tokens, then EOS; all in a row. int32 (tokens,)."""
+        """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,)."""
         pieces = self.encode_each(rows, max_length=max_length)
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
 
     def encode_fitting(
         self, rows: Sequence[str], *, max_length: int, vocabulary: int | None, counts: Counts
     ) -> list[np.ndarray[Any, Any]]:
-        """As :meth:`encode_each`, without rows that hold an id of ``vocabulary`` (the model's) or
-        more; both kinds are counted."""
+        """Encode as :meth:`encode_each`, leaving out rows beyond the model's vocabulary.
+
+        A row is left out if it holds an id of ``vocabulary`` or more; both kinds are counted.
+        """
         pieces = self.encode_each(rows, max_length=max_length)
         if vocabulary is not None and vocabulary < self.vocabulary:
             fitting = [ids for ids in pieces if int(ids.max()) < vocabulary]
@@ -65,7 +70,7 @@ class TextTokenizer:
         return pieces
 
     def encode_each(self, rows: Sequence[str], *, max_length: int) -> list[np.ndarray[Any, Any]]:
-        """int32 (tokens,) for each row, EOS included. Not for several threads at once."""
+        """Return int32 (tokens,) for each row, EOS included. Not for several threads at once."""
         if self._truncated_at != max_length:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
@@ -79,17 +84,17 @@ class TextTokenizer:
 
 
 def tokenizer_hash(path: Path) -> str:
-    """SHA-256 of a ``tokenizer.json`` whatever its layout. Raises OSError, ValueError."""
+    """Return SHA-256 of a ``tokenizer.json`` whatever its layout. Raises OSError, ValueError."""
     content = json.loads(path.read_bytes())
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
-    """``tokenizer.json`` of ``name`` in ``folder``, and its EOS id.
+    """Write ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
 
     ``bytes`` is the byte-level tokenizer, and transformers' AutoTokenizer can load the folder;
-    anything else is a name or folder that AutoTokenizer knows. Raises ValueError when it has no EOS
+    anything else is a name or folder that AutoTokenizer takes. Raises ValueError when it has no EOS
     or no fast form.
     """
     folder.mkdir(parents=True, exist_ok=True)

@@ -46,13 +46,15 @@ class DataWorker:
         return self._process.pid
 
     def submit(self, block: int) -> None:
-        """Raises OSError when the worker is gone."""
+        """Send a block to the worker. Raises OSError when the worker is gone."""
         self.blocks.append(block)
         self._connection.send(block)
 
     def answers(self) -> list[Prepared | Failure]:
-        """What arrived since the last call. Raises EOFError or OSError when the worker is gone and
-        everything it said before was told."""
+        """Return the answers since the last call.
+
+        Raises EOFError or OSError when the worker is gone and all its messages were read.
+        """
         found: list[Prepared | Failure] = []
         try:
             while self._connection.poll():
@@ -69,7 +71,7 @@ class DataWorker:
         return found
 
     def close(self) -> None:
-        """The worker ends by itself when the socket closes; wait for that, but not long."""
+        """Close the socket, at which the worker ends by itself; wait for that, but not long."""
         self._connection.close()
         wait_or_kill(self._process, 3)
 

@@ -49,7 +49,7 @@ class WorkerPool:
             worker.submit(block)
 
     def answers(self) -> Iterator[Prepared | Failure]:
-        """What arrived since the last call. Workers that ended are replaced."""
+        """Yield the answers since the last call. Workers that ended are replaced."""
         for index, worker in enumerate(self._workers):
             try:
                 arrived = worker.answers()
