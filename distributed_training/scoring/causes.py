@@ -1,6 +1,6 @@
-"""Why a miner's score is zero or will fall to it, and the one thing that mends it.
+"""Name the causes of a miner's zero score, or of one to come, each with its one fix.
 
-Ordered by what stands in the way first: nothing below a cause matters before it is mended.
+Ordered by what stands in the way first: nothing below a cause matters before it is fixed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a validator would score a miner with now, why it is what it is, and the one thing to change.
+"""Score a miner as a validator would now, with the cause of its score and the one thing to change.
 
     python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [options] [flags]...
 
@@ -146,7 +146,7 @@ def build_parser() -> Parser:
 
 
 def subnet_flags(folder: Path | None) -> list[str]:
-    """The addresses of a local subnet that runs. Raises ConfigError."""
+    """Return the flags with the addresses of a running local subnet. Raises ConfigError."""
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
@@ -207,7 +207,10 @@ def score(config: Config, options: argparse.Namespace) -> int:
 def find_sources(
     config: Config, options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Sources, list[int] | None]:
-    """Where to look and at which uids, None for all. Raises ConfigError, NetworkFailure."""
+    """Return the sources and the uids to score, None for all.
+
+    Raises ConfigError, NetworkFailure.
+    """
     from distributed_training.chain.identity import load_wallet
     from distributed_training.node.buckets import open_own
     from distributed_training.scoring.score_preview import folder_reader, in_folders, on_chain
@@ -300,7 +303,7 @@ def show(preview: Preview, *, as_json: bool) -> None:
 
 
 def _stay_out_of_the_way() -> None:
-    """Beside a miner that trains: every cycle and every byte of its GPU belongs to that."""
+    """Leave every cycle and every byte of the GPU to a miner that trains on this machine."""
     import torch
 
     os.nice(19)

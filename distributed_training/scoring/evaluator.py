@@ -1,9 +1,9 @@
 """Measure whether an upload helps, as the validators do (protocol page, sections 4 and 7).
 
 The upload is applied to the global weights of its outer step: ``weights - outer_lr * 0.5 *
-decoded``. The loss is measured before and after on *random* text (one block for all uids of a pass,
-which nobody trained on) and on *assigned* text (a block the miner says it trained on), by one
-process without sharding.
+decoded``. The loss is measured before and after, by one process without sharding. *Random* text is
+of one block for all uids of a pass, which nobody trained on; *assigned* text is of a block that the
+miner lists as trained.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from distributed_training.training.model import (
 
 
 def evaluation_device(wanted: str) -> torch.device:
-    """Of ``--neuron.device``. Raises ConfigError for cuda without a GPU."""
+    """Return the device of ``--neuron.device``. Raises ConfigError for cuda without a GPU."""
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "no GPU is visible, so nothing can be evaluated on one: give --neuron.device cpu"
@@ -71,7 +71,7 @@ class EvaluationModel:
         self._stop = stop if stop is not None else threading.Event()
 
     def state(self) -> list[Tensor]:
-        """Copies of the weights, float32 on the CPU, in the order of ``schema``."""
+        """Return copies of the weights, float32 on the CPU, in the order of ``schema``."""
         return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
@@ -79,17 +79,20 @@ class EvaluationModel:
             self._parameters[name].copy_(tensor)
 
     def subtract(self, name: str, delta: Tensor, factor: float) -> None:
-        """``weight -= factor * delta``."""
+        """Subtract ``factor * delta`` from the weight of that name."""
         self._parameters[name].sub_(delta.to(self.device), alpha=factor)
 
     def tokens(self, sequences: Tensor) -> tuple[int, ...]:
-        """Predicted tokens of each micro-batch."""
+        """Count the predicted tokens of each micro-batch."""
         return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
 
     @torch.no_grad()
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
-        """Mean cross-entropy of each micro-batch, nats per predicted token. ``sequences``: int64
-        ``(n, length)``. Raises ValueError without sequences, Stopped when asked to in between."""
+        """Return the mean cross-entropy of each micro-batch, nats per predicted token.
+
+        ``sequences``: int64 ``(n, length)``. Raises ValueError without sequences, Stopped when
+        asked to in between.
+        """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
         found = []
@@ -102,13 +105,16 @@ class EvaluationModel:
         return tuple(found)
 
     def loss(self, sequences: Tensor) -> float:
-        """Mean over all predicted tokens. Raises as :meth:`losses`."""
+        """Return the mean over all predicted tokens. Raises as :meth:`losses`."""
         tokens = self.tokens(sequences)
         pairs = zip(self.losses(sequences), tokens, strict=True)
         return sum(loss * n for loss, n in pairs) / sum(tokens)
 
     def loss_of(self, weights: Sequence[Tensor], sequences: Tensor) -> float:
-        """Of the model with these weights, which stay loaded. Raises as :meth:`losses`."""
+        """Load ``weights`` and return the model's loss; they stay loaded.
+
+        Raises as :meth:`losses`.
+        """
         self.load(weights)
         return self.loss(sequences)
 
@@ -154,8 +160,11 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Standard error of ``absolute``, from its spread over micro-batches; Inf for fewer than
-        two. Texts of one page resemble each other, so the true one is somewhat larger."""
+        """Standard error of ``absolute``, from its spread over micro-batches.
+
+        Inf for fewer than two. Texts of one page resemble each other, so the true one is somewhat
+        larger.
+        """
         gains = [b - a for b, a in zip(self.before, self.after, strict=True)]
         n = len(gains)
         if n < 2:
@@ -170,8 +179,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Judgement:
-    """One upload on random and assigned text; both are None if it was reset, and ``reason`` says
-    why."""
+    """One upload on random and assigned text.
+
+    Both are None if it was reset, and ``reason`` says why.
+    """
 
     uid: int
     outer_step: int  # X, the folder that was judged
@@ -205,8 +216,11 @@ class Evaluator:
         outer_learning_rate: float,
         random_blocks: Sequence[int],
     ) -> Judgement:
-        """``weights``: global, of ``outer_step`` (X), in schema order. ``random_blocks``: one, as
-        validators draw it; more make the figures surer. Raises DataUnavailable, Stopped."""
+        """Measure an upload on random and assigned text.
+
+        ``weights``: global, of ``outer_step`` (X), in schema order. ``random_blocks``: one, as
+        validators draw it; more make the figures surer. Raises DataUnavailable, Stopped.
+        """
         uid = upload.uid
         assigned = (upload.assigned_block,)
         texts = [
@@ -229,7 +243,7 @@ class Evaluator:
         return Judgement(uid, outer_step, on_random, on_assigned)
 
     def _apply(self, payload: GradientPayload, outer_learning_rate: float) -> None:
-        """``weights -= outer_lr * 0.5 * decoded`` for every parameter that was sent."""
+        """Subtract ``outer_lr * 0.5 * decoded`` from every parameter that was sent."""
         for name, shape in self._model.schema:
             decoded = payload.decode(name, shape)
             if decoded is not None:
@@ -237,7 +251,7 @@ class Evaluator:
 
 
 def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:
-    """Fields of an ``upload_scored`` event. ``revision``: the tag, left out if empty."""
+    """Return the fields of an ``upload_scored`` event. ``revision``: the tag, left out if empty."""
     fields: dict[str, object] = {
         "uid": judgement.uid,
         "outer_step": judgement.outer_step,

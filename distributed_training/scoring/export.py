@@ -125,8 +125,10 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
 
 
 def open_folder(folder: Path) -> tuple[BucketReader, int | None]:
-    """Return a reader of a snapshot, of a bucket's copy or of a run folder's global state, and the
-    newest outer step in it; None where a metadata.json tells, or nothing does."""
+    """Return a reader of a folder and the newest outer step in it.
+
+    The folder is a snapshot, a bucket's copy or a run folder's global state.
+    """
     from distributed_training.protocol import keys
     from distributed_training.scoring.score_preview import folder_reader
     from distributed_training.store.bucket_reader import states
@@ -228,10 +230,10 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
 
 
 def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
-    """Return the mean cross-entropy, nats per token, of the exported model on ``sequences``
-    sequences of the blocks that validators draw their random text from.
+    """Return the mean cross-entropy of the exported model, in nats per token.
 
-    Raises DataUnavailable, ConfigError, NetworkFailure.
+    It is measured on ``sequences`` sequences of the blocks that validators draw their random text
+    from.
     """
     import torch
 

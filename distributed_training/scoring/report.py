@@ -14,7 +14,7 @@ from distributed_training.scoring.score_preview import Interval, Preview, Row
 
 
 def table(preview: Preview) -> RenderableType:
-    """Best first, those without a rank last; below it what stands in each one's way."""
+    """Make the table, best first, those without a rank last; below it each one's cause."""
     grid = Table(title=_title(preview), title_justify="left", caption_justify="left")
     for name in ("uid", "upload", "age", "random", "assigned", "a > r", "rank", "share"):
         grid.add_column(name, justify="left" if name == "upload" else "right", no_wrap=True)
@@ -70,7 +70,7 @@ def _chance(wins: bool, chance: float | None) -> str:
 
 
 def _sentence(row: Row) -> str:
-    """What stands in a miner's way, and the one thing that mends it."""
+    """Word the cause of a miner's low score, and its one fix."""
     start = f"uid {row.uid:03d}: "
     if row.cause is None:
         return f"{start}nothing stands in its way"
@@ -79,7 +79,7 @@ def _sentence(row: Row) -> str:
 
 
 def summary_line(row: Row, compared: int) -> str:
-    """One row as a log line."""
+    """Word one row as a log line."""
     standing, found, assigned = row.standing, row.random, row.assigned
     if found is None or assigned is None:
         return f"Score preview: {_sentence(row)}"
@@ -94,8 +94,10 @@ def summary_line(row: Row, compared: int) -> str:
 
 
 def to_json(preview: Preview) -> dict[str, Any]:
-    """Losses in nats per token, improvements relative to the loss before, ages in seconds; what is
-    not known is null."""
+    """Return the preview as JSON: losses in nats per token, relative improvements, ages in seconds.
+
+    What is not known is null.
+    """
     return {
         "block": preview.block,
         "global_outer_step": preview.global_outer_step,

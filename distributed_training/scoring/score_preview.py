@@ -1,16 +1,16 @@
-"""The score preview: what a validator would compute now, for some miners or all.
+"""Preview the scores that a validator would compute now, for some miners or all.
 
-It is the reference validator's own evaluator over what anybody may read: the chain, the global
-bucket, and miners' buckets, whose read keys are public. A folder on this machine can take a
-bucket's place. Nothing it finds flows back into training: which block a validator will draw from a
-miner's list can be computed, but training on it preferentially would only falsify the figure that
-says how good the training is.
+The score preview is the reference validator's own evaluator over what anybody may read: the chain,
+the global bucket, and miners' buckets, whose read keys are public. A folder on this machine can
+take a bucket's place. None of its results flows back into training. The block that a validator will
+draw from a miner's list can be computed, but training on it preferentially would only falsify the
+figure for how good the training is.
 
-A validator differs in two things. Its ratings have a history that nobody else can see; the preview
-starts from fresh ones, judges the present uploads again and again, each time with the uncertainty
-that the texts leave, and reports the rank and share they lead to. And it draws its random block
-itself; the preview draws another from the same range, so the figures agree to the last digit only
-for the same blocks.
+A validator differs in two things. Its ratings have a history that nobody else can see. The preview
+starts from fresh ones and judges the present uploads again and again, each time with the
+uncertainty that the texts leave; it reports the rank and share they lead to. And a validator draws
+its random block itself; the preview draws another from the same range, so the figures agree to the
+last digit only for the same blocks.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ from distributed_training.training.nesterov import OUTER_LEARNING_RATE
 
 
 class FolderStore:
-    """A folder as an object store to read. Its files have no age: a copy says nothing of when the
-    original was published, and what is not published cannot be too old.
+    """A folder as an object store to read.
+
+    Its files have no age: a copy says nothing of when the original was published, and what is not
+    published cannot be too old.
 
     ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
     a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
@@ -107,7 +109,10 @@ class FolderStore:
         self.bucket = str(folder)
 
     def root(self) -> Metadata | None:
-        """None for a folder that holds none. Raises StoreError, MetadataError."""
+        """Read the metadata, None for a folder that holds none.
+
+        Raises StoreError, MetadataError.
+        """
         found = [self._folder / keys.ROOT_METADATA]
         found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
         for path in found:
@@ -181,8 +186,11 @@ class NotJudgeable(RuntimeError):
 
 @dataclass(frozen=True)
 class Judged:
-    """``outer_step``: X, the folder of a miner's bucket that is judged now; after a round it is the
-    one before for half a period. ``weights``: global, of X, in schema order."""
+    """``outer_step``: X, the folder of a miner's bucket that is judged now.
+
+    After a round it is the one before for half a period. ``weights``: global, of X, in schema
+    order.
+    """
 
     block: int
     bpa: int
@@ -205,12 +213,14 @@ def read_judged(
     outer_step: int | None = None,
     miners: Path | None = None,
 ) -> Judged:
-    """``bpa``: blocks between two rounds, ``bpa_later`` after the first successful one (0: the
-    same). ``outer_step``: to judge, where ``block`` should not decide. ``folder`` keeps the
-    weights, so that they are fetched once an outer step. ``miners``: folder of run folders whose
-    miners' room on the same disk is not taken.
+    """Read the global state that uploads are judged against.
 
     Raises NotJudgeable.
+
+    ``bpa``: blocks between two rounds, ``bpa_later`` after the first successful one (0: the same).
+    ``outer_step``: to judge, where ``block`` should not decide. ``folder`` keeps the weights, so
+    that they are fetched once an outer step. ``miners``: folder of run folders, whose miners' share
+    of the same disk stays free.
     """
     try:
         root = bucket.metadata()
@@ -247,7 +257,7 @@ def read_judged(
 def _weights(
     bucket: BucketReader, folder: Path, outer_step: int, schema: Schema, reserved: int
 ) -> list[Tensor]:
-    """Fetched once an outer step; ``folder`` keeps those of one. ``reserved``: bytes left free."""
+    """Fetch the weights of an outer step; ``folder`` keeps one. ``reserved``: bytes left free."""
     try:
         found = bucket.fetch(
             outer_step, folder, (keys.MODEL,), limit=model_bytes(schema), reserved=reserved
@@ -264,8 +274,10 @@ def _weights(
 
 
 def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]) -> int:
-    """Return the bytes that the miners with run folders in ``miners`` may still take, if their disk
-    is ``folder``'s."""
+    """Return the bytes that miners may still take, if their disk is ``folder``'s.
+
+    Their run folders are in ``miners``.
+    """
     checkpoints = MinerSettings().keep_checkpoints
     most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
     runs = {path.parent for path in miners.glob("*/checkpoints")}
@@ -274,8 +286,10 @@ def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]
 
 
 def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
-    """From the global outer optimizer's file, without its momentum, which is as large as the
-    model."""
+    """Read the rate from the global outer optimizer's file.
+
+    Its momentum is left out, which is as large as the model.
+    """
     key = keys.epoch_key(outer_step, keys.OUTER_OPTIMIZER)
     try:
         content = pt_content(io.BufferedReader(bucket.open(key), 64 * 1024)).content
@@ -305,7 +319,7 @@ class Interval:
 
     @classmethod
     def of(cls, found: Comparison) -> Interval:
-        """Relative improvement. Infinite for fewer than two micro-batches."""
+        """Return the relative improvement; infinite for fewer than two micro-batches."""
         before = found.losses[0]
         reach = t_quantile(len(found.before) - 1) * found.error
         if not before:
@@ -316,8 +330,10 @@ class Interval:
 
 
 def t_quantile(freedom: int) -> float:
-    """97.5 % quantile of Student's t with so many degrees of freedom (Cornish-Fisher, Abramowitz
-    and Stegun 26.7.5); exact where that series is not: for 1 and 2."""
+    """Return the 97.5 % quantile of Student's t with so many degrees of freedom.
+
+    Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
+    """
     if freedom < 1:
         return math.inf
     if freedom < 3:
@@ -333,8 +349,10 @@ def t_quantile(freedom: int) -> float:
 
 
 def chance_assigned_wins(judgement: Judgement) -> float | None:
-    """How likely a validator finds that assigned text gains more than random text, in nats per
-    token. None for a reset upload or too little text."""
+    """Return the chance that a validator finds a larger gain on assigned than on random text.
+
+    Gains are in nats per token. None for a reset upload or too little text.
+    """
     if judgement.random is None or judgement.assigned is None:
         return None
     error = math.hypot(judgement.random.error, judgement.assigned.error)
@@ -348,8 +366,11 @@ def chance_assigned_wins(judgement: Judgement) -> float | None:
 
 @dataclass(frozen=True)
 class Standing:
-    """``rating``: mu - 3 sigma. ``assigned``: in 0..1. ``share``: of the train score of everybody
-    who was judged, which decides 3/4 of the total score."""
+    """``rating``: mu - 3 sigma.
+
+    ``assigned``: in 0..1. ``share``: of the train score of everybody who was judged, which decides
+    3/4 of the total score.
+    """
 
     uid: int
     rank: int  # from 1, by rating
@@ -362,9 +383,9 @@ class Standing:
 def rank(
     judgements: Sequence[Judgement], *, passes: int = PASSES, seed: int = 0
 ) -> Mapping[int, Standing]:
-    """Where ``passes`` judgements such as these lead, from fresh ratings; by uid.
+    """Return the standings, by uid, after ``passes`` judgements such as these, from fresh ratings.
 
-    Each pass draws every upload's improvement anew from what its texts say of it. ``passes=1``
+    Each pass draws every upload's improvement again from the uncertainty of its texts. ``passes=1``
     takes the figures as they are: one pass of a new validator.
     """
     generator = random.Random(seed)
@@ -379,7 +400,7 @@ def rank(
 
 
 def standings(board: ScoreBoard) -> Mapping[int, Standing]:
-    """Of everybody on the board, by uid, best first."""
+    """Return the standings of all on the board, by uid, best first."""
     train = {uid: board.train_score(uid) for uid in board.uids}
     total = sum(train.values())
     ordered = sorted(board.uids, key=lambda uid: -board.random_score(uid))
@@ -410,8 +431,11 @@ READERS = 8  # buckets looked into at once
 
 @dataclass(frozen=True)
 class Row:
-    """One miner. ``random`` and ``assigned``: relative improvement; None if it was not judged.
-    ``cause``: why its score is zero or will fall to it, None if nothing stands in its way."""
+    """One miner.
+
+    ``random`` and ``assigned``: relative improvement; None if it was not judged. ``cause``: why its
+    score is zero or will fall to it, None if nothing stands in its way.
+    """
 
     uid: int
     hotkey: str
@@ -436,7 +460,7 @@ class Row:
 
     @property
     def assigned_wins(self) -> bool | None:
-        """Whether assigned text gained more than random text, in nats per token."""
+        """True if assigned text gained more than random text, in nats per token."""
         judgement = self.judgement
         if judgement is None or judgement.random is None or judgement.assigned is None:
             return None
@@ -462,8 +486,10 @@ class Preview:
 
 
 class Previewer:
-    """``timeout`` covers all that is read from one miner's bucket; one that takes longer costs its
-    own row a reason and nobody else anything."""
+    """``timeout`` covers all that is read from one miner's bucket.
+
+    One that takes longer costs its own row a reason and nobody else anything.
+    """
 
     def __init__(
         self,
@@ -487,8 +513,10 @@ class Previewer:
         random_blocks: Sequence[int],
         passes: int = PASSES,
     ) -> Preview:
-        """``passes``: of which the ranks and shares speak, see :func:`rank`. Raises
-        ChainError, Stopped."""
+        """Judge the uploads of ``neurons``; ``passes``: for ranks and shares, see :func:`rank`.
+
+        Raises ChainError, Stopped.
+        """
         began = time.monotonic()
         rows = [
             self._row(neuron, repository, self._judge(upload, random_blocks))
@@ -510,7 +538,7 @@ class Previewer:
     def _read_ahead(
         self, neurons: Sequence[Neuron]
     ) -> Iterator[tuple[Neuron, Repository, Upload | Judgement | None]]:
-        """In order; while one is judged the next are read, ``READERS`` of them at most."""
+        """Yield in order; while one is judged the next are read, ``READERS`` of them at most."""
         rest = iter(neurons)
         with ThreadPoolExecutor(READERS, thread_name_prefix="preview") as pool:
             ahead = deque((n, pool.submit(self._read, n)) for n in islice(rest, READERS))
@@ -521,7 +549,7 @@ class Previewer:
                 yield neuron, repository, upload
 
     def _read(self, neuron: Neuron) -> tuple[Repository, Upload | Judgement | None]:
-        """What is to be judged; a judgement if it is reset unread, None if it is not chosen."""
+        """Read an upload; return a judgement if it is reset unread, None if it is not chosen."""
         judged, uid = self._judged, neuron.uid
         look = partial(
             inspect,
@@ -605,15 +633,18 @@ def _with_standing(row: Row, standing: Standing | None) -> Row:
 
 
 def draw_random_blocks(block: int, count: int, generator: random.Random) -> tuple[int, ...]:
-    """Drawn from where validators draw theirs at ``block``."""
+    """Draw blocks from the range of which validators draw theirs at ``block``."""
     return tuple(generator.randrange(*schedule.random_block_range(block)) for _ in range(count))
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """``uids``: whose score, None: everybody's. ``others``: so many miners to rank them among, the
-    best paid first. ``random_blocks``: as validators drew them; empty: ``draws`` of our own.
-    ``timeout``: for all that is read from one miner."""
+    """``uids``: whose score, None: everybody's.
+
+    ``others``: so many miners to rank them among, the best paid first. ``random_blocks``: as
+    validators drew them; empty: ``draws`` of our own. ``timeout``: for all that is read from one
+    miner.
+    """
 
     uids: Sequence[int] | None = None
     others: int = 8
@@ -625,7 +656,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a preview looks: the block of now, the miners, the global bucket, a miner's bucket."""
+    """The sources of a preview: present block, miners, global bucket, a miner's bucket."""
 
     block: Callable[[], int]
     miners: Callable[[], Sequence[Neuron]]
@@ -642,9 +673,12 @@ def on_chain(
     timeout: timedelta,
     instead: Mapping[int, BucketReader] | None = None,
 ) -> Sources:
-    """The subnet's own. No wallet is needed: what is read is public. ``master``: hotkey of whoever
-    owns the global bucket, None for the validator with the largest stake. ``instead``: by uid, what
-    is read in place of its bucket. Raises NetworkFailure."""
+    """Return the subnet's own sources.
+
+    No wallet is needed: what is read is public. ``master``: hotkey of the owner of the global
+    bucket, None for the validator with the largest stake. ``instead``: by uid, what is read in
+    place of its bucket. Raises NetworkFailure.
+    """
     chain = follow_chain(config.chain, stack, master=master)
     peers = PeerBuckets(config.store, chain, large=timeout)
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
@@ -670,8 +704,10 @@ def on_chain(
 
 
 def in_folders(upload: Path, global_state: Path, uid: int, *, run: int) -> Sources:
-    """An upload in a folder against a global state in a folder, without any network. "Now" is when
-    its newest block was trained. Raises ConfigError."""
+    """Return an upload in a folder against a global state in a folder, without any network.
+
+    "Now" is when its newest block was trained. Raises ConfigError.
+    """
     reader, state = folder_reader(upload, run=run), folder_reader(global_state)
     try:
         root = reader.metadata()
@@ -692,9 +728,11 @@ def in_folders(upload: Path, global_state: Path, uid: int, *, run: int) -> Sourc
 
 
 class Session:
-    """``config``: of kind validator, since a preview judges as one does. ``folder`` keeps tokenizer
-    and global weights. ``miners``: folder of the run folders of this machine's miners, whose room
-    on the same disk is left to them. Raises ConfigError."""
+    """``config``: of kind validator, since a preview judges as one does.
+
+    ``folder`` keeps tokenizer and global weights. ``miners``: folder of the run folders of this
+    machine's miners, whose room on the same disk is left to them. Raises ConfigError.
+    """
 
     def __init__(
         self, config: Config, sources: Sources, *, folder: Path, miners: Path | None = None
@@ -712,7 +750,10 @@ class Session:
         self._random = random.Random()
 
     def look(self, wanted: Wanted) -> Preview:
-        """Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped."""
+        """Make one preview.
+
+        Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped.
+        """
         settings, sources = self._config.validator, self._sources
         block = sources.block()
         judged = self._judged(block)
@@ -748,14 +789,14 @@ class Session:
         )
 
     def _model_of(self, judged: Judged) -> EvaluationModel:
-        """Made once; a network does not change its model."""
+        """Return the model, made once; a network does not change its model."""
         if self._model is None or list(self._model.schema) != list(judged.schema):
             self._model = EvaluationModel(model_config=judged.model_config, device=self._device)
         return self._model
 
 
 def choose(miners: Sequence[Neuron], wanted: Wanted) -> Sequence[Neuron]:
-    """Those asked for, then those to compare them with. Raises ConfigError."""
+    """Choose the miners asked for, then those to compare them with. Raises ConfigError."""
     if wanted.uids is None:
         return miners
     by_uid = {neuron.uid: neuron for neuron in miners}

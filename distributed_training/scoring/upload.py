@@ -53,10 +53,11 @@ OpenBucket = Callable[[Neuron], BucketReader]
 
 @dataclass(frozen=True)
 class Repository:
-    """What one look at a miner's bucket showed.
+    """The findings of one visit to a miner's bucket.
 
-    ``valid``: the factor of the total score. ``cause`` and ``reason`` say why not; a valid bucket
-    has them too when its metadata cannot be used. ``metadata``: of the root, None if unreadable.
+    ``valid``: the factor of the total score. ``cause`` and ``reason`` give the reason if it is 0; a
+    valid bucket has them too when its metadata cannot be used. ``metadata``: of the root, None if
+    unreadable.
     """
 
     uid: int
@@ -76,7 +77,7 @@ class Repository:
 def inspect(
     neuron: Neuron, open_bucket: OpenBucket, *, outer_step: int, age_limit: timedelta
 ) -> Repository:
-    """Commitment, credentials, age of ``epoch-X/gradients.pt``. Raises ChainError."""
+    """Check commitment, credentials, age of ``epoch-X/gradients.pt``. Raises ChainError."""
     metadata, cause, reason = None, None, ""
     try:
         bucket = open_bucket(neuron)
@@ -112,7 +113,7 @@ class DataUnavailable(RuntimeError):
 
 
 def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
-    """One line of tokens as int64 ``(n, sequence_length)``; n is even, the rest is dropped."""
+    """Cut one line of tokens to int64 ``(n, sequence_length)``; n is even, the rest is dropped."""
     count = len(tokens) // (BATCH * sequence_length) * BATCH
     cut = tokens[: count * sequence_length].astype(np.int64)
     return torch.from_numpy(cut).view(count, sequence_length)
@@ -151,7 +152,7 @@ class PageReader:
     def from_settings(
         cls, config: Config, source: PageSource, tokenizer: TextTokenizer
     ) -> PageReader:
-        """What the validator of this configuration reads."""
+        """Make the reader of the validator with this configuration."""
         return cls(
             source=source,
             tokenizer=tokenizer,
@@ -164,7 +165,10 @@ class PageReader:
         )
 
     def __call__(self, uid: int, block: int) -> Tensor:
-        """Raises DataUnavailable: rows cannot be had now, or are too few for one sequence."""
+        """Return the text of a block as sequences.
+
+        Raises DataUnavailable: rows cannot be had now, or are too few for one sequence.
+        """
         per_rank = -(-self._limit // self._ranks) if self._limit else None
         tokens = []
         try:
@@ -209,16 +213,17 @@ class Upload:
 
     @property
     def assigned_block(self) -> int:
-        """The block it is judged on, drawn as the network's validators draw it: from its list, by
-        a generator seeded with the uid."""
+        """The block it is judged on, drawn as the network's validators draw it.
+
+        It is drawn from its list, by a generator seeded with the uid.
+        """
         return random.Random(self.uid).sample(list(self.blocks), 1)[0]
 
 
 def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
-    """``task()`` in a thread of its own, which is left behind after ``timeout``: a store may send a
-    byte a minute for ever.
+    """Run ``task()`` in a thread of its own, which is left behind after ``timeout``.
 
-    Raises TimeoutError and what ``task`` raises.
+    A store may send a byte a minute for ever. Raises TimeoutError and the errors of ``task``.
     """
     done: Future[Result] = Future()
 
@@ -241,10 +246,10 @@ def read_upload(
     bpa: int,
     timeout: timedelta,
 ) -> Upload:
-    """``outer_step``: X. ``block``: now; ``bpa``: blocks between two rounds. ``timeout`` covers all
-    that is read.
+    """Read and check an upload of ``outer_step`` (X).
 
-    Raises InvalidUpload, also for a bucket that does not answer.
+    ``block``: now; ``bpa``: blocks between two rounds. ``timeout`` covers all that is read. Raises
+    InvalidUpload, also for a bucket that does not answer.
     """
     read = partial(_read, repository, schema, outer_step=outer_step, block=block, bpa=bpa)
     try:
