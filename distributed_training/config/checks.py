@@ -36,12 +36,12 @@ _KEYS = {
 
 
 def problems(config: Config) -> list[str]:
-    """What keeps this configuration from running; empty if nothing does."""
+    """List the lines that keep this configuration from running; empty if nothing does."""
     return [line for check in CHECKS for line in check(config)]
 
 
 def notices(config: Config) -> list[str]:
-    """What an operator should know but need not change."""
+    """List the lines that an operator should read but need not act on."""
     training, world = config.training, config.miner.nproc_per_node
     world = world and world * config.nodes.most
     micro, effective = training.local_batch_size_train, training.local_batch_size_train_effective
@@ -157,8 +157,11 @@ def check_addresses(config: Config) -> Iterator[str]:
 
 
 def _is_nowhere(text: str) -> bool:
-    """Return whether an address is of this machine, of a local network, of many machines
-    (broadcast and multicast) or of nobody (reserved, of documents)."""
+    """Return whether an address cannot be reached from the internet.
+
+    It is of this machine, of a local network, of many machines (broadcast and multicast) or of
+    nobody (reserved, of documents).
+    """
     address = ipaddress.ip_address(text)
     return address.is_multicast or not address.is_global
 

@@ -55,7 +55,7 @@ def _entry(config: Config, setting: Setting) -> str:
 
 
 def markdown() -> str:
-    """``docs/flags.md``. The validator's schema holds the miner's, so it is the one documented."""
+    """Write ``docs/flags.md``. The validator's schema holds the miner's, so it is documented."""
     lines = [
         "# Flags",
         "",

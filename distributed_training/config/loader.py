@@ -84,7 +84,7 @@ class Setting:
 
     @cached_property
     def parts(self) -> list[Any]:
-        """What the type is made of, and the constraints upon it."""
+        """The parts of the type, and the constraints upon it."""
         return [*_parts(self.field.annotation), *self.field.metadata]
 
     @property
@@ -97,7 +97,7 @@ class Setting:
 
     @property
     def many(self) -> bool:
-        """Whether the flag takes several words."""
+        """True if the flag takes several words."""
         return Ellipsis in self.parts
 
     @property
@@ -119,7 +119,7 @@ class Setting:
 
     @property
     def wanted(self) -> str:
-        """What a value of this flag is: ``a whole number``."""
+        """The kind of value of this flag: ``a whole number``."""
         words = ", ".join(self.choices)
         if words and not self.bounds:
             return f"one of {words}"
@@ -127,7 +127,7 @@ class Setting:
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in the help."""
+        """The word that stands for the value in the help."""
         if self.many:
             return "WORD"
         first = [self._type[1]] if self.bounds or not self.choices else []
@@ -139,7 +139,7 @@ class Setting:
 
 
 def _parts(hint: Any) -> Iterator[Any]:
-    """``int | Literal["auto"]`` -> Union, int, Literal, "auto"; constraints as they are."""
+    """Flatten ``int | Literal["auto"]`` to Union, int, Literal, "auto"; constraints as they are."""
     yield typing.get_origin(hint) or hint
     for part in typing.get_args(hint):
         yield from part.metadata if isinstance(part, FieldInfo) else _parts(part)
@@ -187,7 +187,10 @@ class Schema:
         )
 
     def find(self, name: str) -> Setting:
-        """The setting of a flag, dashes or underscores alike. Raises ConfigError if unknown."""
+        """Find the setting of a flag, dashes or underscores alike.
+
+        Raises ConfigError if unknown.
+        """
         setting = self._spellings.get(canonical(name))
         if setting is None:
             nearest = self._nearest(canonical(name))
@@ -196,11 +199,11 @@ class Schema:
         return setting
 
     def get(self, name: str) -> Setting | None:
-        """The setting of a flag by its own name or an alias; None if unknown."""
+        """Return the setting of a flag by its own name or an alias; None if unknown."""
         return self._spellings.get(canonical(name))
 
     def _nearest(self, name: str) -> str | None:
-        """The flag that a slip of the finger made into ``name``, if one is that near."""
+        """Return the flag that a slip of the finger made into ``name``, if one is that near."""
         tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
         last = name.rpartition(".")[2]
         longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
@@ -213,13 +216,13 @@ class Schema:
         return tails[close[0]].name if close else None
 
     def __iter__(self) -> Iterator[Setting]:
-        """Grouped, in the order of the help."""
+        """Yield the settings grouped, in the order of the help."""
         order = list(TITLES)
         return iter(sorted(self.settings.values(), key=lambda s: order.index(s.group)))
 
 
 def canonical(name: str) -> str:
-    """One spelling for all: dashes are underscores, case does not count."""
+    """Return one spelling for all: dashes are underscores, case does not count."""
     return name.replace("-", "_").lower()
 
 
@@ -232,7 +235,7 @@ _LONGEST_TEXT = 4096  # characters of one value
 
 
 class Given(NamedTuple):
-    """What stands in one place for one setting."""
+    """The text for one setting in one place."""
 
     text: str  # several words are separated by spaces
     source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
@@ -250,7 +253,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refusal_of(message: str) -> ConfigError:
-    """What argparse says of an argument, with what follows from it."""
+    """Word argparse's complaint about an argument, with its consequence."""
     text = message.removeprefix("argument ")
     return ConfigError(f"{text}, so nothing was started: see --help")
 
@@ -262,7 +265,10 @@ def exit_with(error: ConfigError) -> int:
 
 
 def argument(hint: Any) -> Callable[[str], Any]:
-    """``type=`` of a script's argument: text becomes what ``hint`` declares, or is refused."""
+    """Return the ``type=`` of a script's argument: it converts text as ``hint`` declares.
+
+    The function raises argparse's error for other text.
+    """
     adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, str_min_length=1))
     setting = Setting("", None, (), "", FieldInfo.from_annotation(hint), ())
 
@@ -279,19 +285,19 @@ def argument(hint: Any) -> Callable[[str], Any]:
 
 
 def ranged(low: float, high: float) -> Callable[[str], Any]:
-    """``type=`` of a number within a range: whole if its bounds are."""
+    """Return the ``type=`` of a number within a range: whole if its bounds are."""
     return argument(Annotated[type(low), Field(ge=low, le=high)])
 
 
 def unprintable(text: str) -> str | None:
-    """Why ``text`` cannot stand in one line of a log; None if it can."""
+    """Return the reason why ``text`` cannot stand in one log line; None if it can."""
     if len(text) > _LONGEST_TEXT:
         return f"has {len(text)} characters, more than {_LONGEST_TEXT}"
     return None if text.isprintable() else "holds characters that cannot be printed"
 
 
 def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
-    """What is wrong with ``text``, of which pydantic says ``error``. Never shows a secret."""
+    """Word the fault of ``text`` from pydantic's ``error``. Never shows a secret."""
     context = error.get("ctx", {})
     shown = mask(text)
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
@@ -394,8 +400,10 @@ class _HelpAll(argparse.Action):
 
 @lru_cache
 def parser_of(known: Schema, *, everything: bool = False) -> Parser:
-    """Return the command line of one kind of neuron; ``format_help()`` is its ``--help``, or with
-    ``everything`` its ``--help-all``."""
+    """Return the command line of one kind of neuron.
+
+    ``format_help()`` is its ``--help``, or with ``everything`` its ``--help-all``.
+    """
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
@@ -458,7 +466,10 @@ def _help(setting: Setting) -> str:
 
 
 def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
-    """Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print."""
+    """Read the command line.
+
+    Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
+    """
     words = [_FLAG.sub(lambda match: canonical(match[0]), word) for word in argv]
     namespace, unknown = parser_of(known).parse_known_args(words)
     given: dict[str, Any] = vars(namespace)
@@ -491,7 +502,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 
 
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
-    """Variables that name a setting; empty ones count as not set."""
+    """Read the variables that name a setting; empty ones count as not set."""
     return {
         setting.name: Given(environ[setting.env], setting.env)
         for setting in known
@@ -500,7 +511,7 @@ def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Giv
 
 
 def read_dotenv(path: Path | None) -> dict[str, str]:
-    """The variables of ``.env``; empty if there is none. Raises ConfigError."""
+    """Read the variables of ``.env``; empty if there is none. Raises ConfigError."""
     if path is None or not path.is_file():
         return {}
     from dotenv import dotenv_values
@@ -511,8 +522,10 @@ def read_dotenv(path: Path | None) -> dict[str, str]:
 
 
 def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
-    """Yield a line for each name of ``.env`` that looks like a setting's and is none: a misspelled
-    key would otherwise only be missed as "not set"."""
+    """Yield a line for each name of ``.env`` that looks like a setting's and is none.
+
+    A misspelled key would otherwise only be missed as "not set".
+    """
     read = [setting.env for setting in known if setting.env]
     for name in names:
         close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
@@ -522,7 +535,7 @@ def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
 
 
 def open_to_others(path: Path) -> str | None:
-    """A warning if other users of this machine may read or change ``path``, which holds secrets."""
+    """Warn if other users of this machine may read or change ``path``, which holds secrets."""
     mode = stat.S_IMODE(path.stat().st_mode)
     if not mode & 0o066:
         return None
@@ -533,7 +546,7 @@ def open_to_others(path: Path) -> str | None:
 
 
 def read_toml(path: Path, known: Schema) -> dict[str, Given]:
-    """The flags of a ``--config`` file. Raises ConfigError."""
+    """Read the flags of a ``--config`` file. Raises ConfigError."""
     try:
         tree = tomllib.loads(_read_text(path, f"--config {path}"))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -558,7 +571,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _read_text(path: Path, name: str) -> str:
-    """A small UTF-8 file. Raises ConfigError; ``name`` is what to call it."""
+    """Read a small UTF-8 file. Raises ConfigError, which calls it ``name``."""
     try:
         if path.is_fifo():  # without a writer it would be waited for, for ever
             raise OSError(errno.ESPIPE, "it is a pipe")
@@ -683,7 +696,7 @@ def _of_network(
 
 
 def _words(value: Any) -> str:
-    """The value of a TOML file as the text of a flag."""
+    """Return the value of a TOML file as the text of a flag."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -734,7 +747,7 @@ def _build(
 
 
 def _text(given: Given) -> str:
-    """Raises ConfigError if it cannot be shown in one line."""
+    """Return the text. Raises ConfigError if it cannot be shown in one line."""
     text = given.text.strip()
     why = unprintable(text)
     if why is not None:

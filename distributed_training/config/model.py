@@ -118,7 +118,7 @@ class Config(AllSettings):
     network: Network | None = None  # that --network names; None: the public one, or a preset's
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a flag by its name (``neuron.upload_steps``)."""
+        """Return the value of a flag by its name (``neuron.upload_steps``)."""
         return self.values.get(name, default)
 
     @property
@@ -127,12 +127,12 @@ class Config(AllSettings):
 
     @property
     def is_public(self) -> bool:
-        """On the internet: any preset but that of a subnet on this machine."""
+        """True on the internet: any preset but that of a subnet on this machine."""
         return self.preset.startswith("public")
 
     @property
     def run_folder(self) -> Path:
-        """Where this neuron keeps what it must not lose; the default names wallet and neuron."""
+        """The folder for what must not be lost; the default names wallet and neuron."""
         return (
             self.miner.run_folder or Path("runs") / f"{self.miner.name}-{self.chain.wallet_hotkey}"
         )

@@ -47,7 +47,7 @@ from .types import (
 
 @dataclass(frozen=True, config=SETTINGS)
 class GeneralSettings:
-    """Where defaults come from."""
+    """Settings that name the origin of defaults."""
 
     network: str | None = flag("network", None)
     """the network to join: its file, or the https:// URL of it (default: the public network's,
@@ -228,7 +228,7 @@ def parse_source(name: str, text: str) -> SourceSpec:
 
 
 def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
-    """``--data.source`` and ``--data.mix`` as specifications.
+    """Parse ``--data.source`` and ``--data.mix`` to specifications.
 
     ``source`` is one source (``jsonl:DIR``) or named ones (``web=hf,code=jsonl:DIR``), ``mix`` the
     weights of the named ones (``web=0.7,code=0.3``). Raises ConfigError.
@@ -251,7 +251,7 @@ def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
 
 @dataclass(frozen=True, config=SETTINGS)
 class DataSettings:
-    """Where text comes from and how far ahead it is prepared."""
+    """Settings of the text's origin, and of how far ahead it is prepared."""
 
     source: str = flag("data.source", network="data.source", fixed=False)
     """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
@@ -331,7 +331,7 @@ class DiagnosticsSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class MinerSettings:
-    """What the loop and the launcher need and no package owns."""
+    """Settings of the loop and the launcher that no package owns."""
 
     name: FileName = flag("neuron.name", "miner")
     """name of this neuron: in the default run folder, the file of --logging.record_log and W&B"""
@@ -410,7 +410,7 @@ _SLURM_LIST = re.compile(r"(?P<stem>[\w.-]+)\[(?P<first>[0-9]+)[-,\]][0-9,\]\w\[
 
 
 def parse_nodes(text: str) -> str:
-    """``N`` or ``MIN:MAX``, as torchrun reads it. Raises ValueError."""
+    """Parse ``N`` or ``MIN:MAX``, as torchrun reads it. Raises ValueError."""
     least, _, most = str(text).partition(":")
     numbers = [int(n) for n in (least, most or least) if n.isdecimal() and n.isascii()]
     if len(numbers) != 2 or not 1 <= numbers[0] <= numbers[1] <= MOST_NODES:
@@ -419,8 +419,10 @@ def parse_nodes(text: str) -> str:
 
 
 def parse_endpoint(text: str) -> str:
-    """``HOST:PORT`` of ``HOST:PORT``, ``HOST``, or a list of nodes as Slurm writes it, whose first
-    is node 0: ``gpu[03-07,12]``, ``a1,b[1-2]``. Raises ValueError."""
+    """Return ``HOST:PORT`` of ``HOST:PORT``, ``HOST``, or a list of nodes as Slurm writes it.
+
+    The first of such a list is node 0: ``gpu[03-07,12]``, ``a1,b[1-2]``. Raises ValueError.
+    """
     text = text.strip()
     if listed := _SLURM_LIST.match(text.partition(",")[0] if "[" not in text else text):
         text = listed["stem"] + listed["first"]
@@ -476,8 +478,11 @@ LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be
 
 @dataclass(frozen=True, config=SETTINGS)
 class StoreSettings:
-    """Where this miner publishes and how. Keys come from the environment or ``.env`` only; they are
-    made in the R2 dashboard, Manage API tokens."""
+    """Settings of the bucket and its uploads.
+
+    Keys come from the environment or ``.env`` only; they are made in the R2 dashboard, Manage API
+    tokens.
+    """
 
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
     """Cloudflare account id, 32 hexadecimal digits"""
@@ -561,8 +566,11 @@ class StoreSettings:
 
     @property
     def longest_transfer(self) -> timedelta:
-        """``--r2.file_deadline``. An upload counts until the age limit, so none is given up
-        before that unless an operator asks for it."""
+        """``--r2.file_deadline``.
+
+        An upload counts until the age limit, so none is given up before that unless an operator
+        asks for it.
+        """
         return self.file_deadline or min(self.age_limit, DAY)
 
 
@@ -625,7 +633,7 @@ class SwarmSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class TelemetrySettings:
-    """What is said, how loudly, and where it is kept."""
+    """Settings of logs, metrics and events, and of their places."""
 
     debug: bool = flag("logging.debug", False)
     """log debug lines (never secrets)"""
@@ -784,7 +792,7 @@ class TrainingSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class ValidatorSettings:
-    """What the validator calls, scores and publishes, and when."""
+    """Settings of the validator's rounds, scores and global state."""
 
     # the period
     blocks_per_allreduce: int = flag(

@@ -38,7 +38,7 @@ class ConfigError(ValueError):
 
 
 class ConfigAway(ConfigError):
-    """What the settings name is away and may come back: exit status 1."""
+    """A place that the settings name is away and may come back: exit status 1."""
 
     status = ExitStatus.FAULT
 
@@ -100,7 +100,7 @@ _SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
 
 
 def is_ss58(text: str) -> bool:
-    """Whether ``text`` is an account of Substrate's format 42, its checksum included.
+    """Return whether ``text`` is an account of Substrate's format 42, its checksum included.
 
     The format: https://github.com/paritytech/ss58-registry
     """
@@ -114,7 +114,7 @@ def is_ss58(text: str) -> bool:
 
 
 def is_peer_id(text: str) -> bool:
-    """Whether ``text`` is a libp2p peer id: a multihash of a public key, in base58.
+    """Return whether ``text`` is a libp2p peer id: a multihash of a public key, in base58.
 
     The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
     """
@@ -126,7 +126,7 @@ def is_peer_id(text: str) -> bool:
 
 
 def is_peer_address(text: str) -> bool:
-    """Whether ``text`` is ``/ip4/<ip>/tcp/<port>/.../p2p/<peer id>`` (or ip6, dns, udp)."""
+    """Return whether ``text`` is ``/ip4/<ip>/tcp/<port>/.../p2p/<peer id>`` (or ip6, dns, udp)."""
     start, *words = text.split("/")
     if start or len(words) < 6 or words[-2] != "p2p" or not is_peer_id(words[-1]):
         return False
@@ -151,7 +151,10 @@ _USER = re.compile(r"(?<=://).*@")
 
 
 def parse_duration(text: str) -> timedelta:
-    """``90``, ``90s``, ``15m``, ``2h``, ``1d``; without a unit: seconds. Raises ValueError."""
+    """Parse ``90``, ``90s``, ``15m``, ``2h``, ``1d``; without a unit: seconds.
+
+    Raises ValueError.
+    """
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*(ms|s|m|h|d)?\s*", text, re.ASCII)
     if match is None:
         raise ValueError("a duration such as 90, 90s, 15m or 2h")
@@ -162,7 +165,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def parse_range(text: str) -> tuple[float, float]:
-    """``LOW:HIGH`` as two finite numbers, 0 <= LOW <= HIGH. Raises ValueError."""
+    """Parse ``LOW:HIGH`` to two finite numbers, 0 <= LOW <= HIGH. Raises ValueError."""
     low_text, _, high_text = text.partition(":")
     try:
         low, high = float(low_text), float(high_text)
@@ -183,7 +186,7 @@ def _split(text: str) -> tuple[str, ...]:
 
 
 def _holds(wanted: str, condition: Any) -> AfterValidator:
-    """A validator that asks for ``wanted`` unless ``condition(value)``."""
+    """Return a validator that asks for ``wanted`` unless ``condition(value)``."""
 
     def check(value: str) -> str:
         if not condition(value):
@@ -271,7 +274,7 @@ WebUrl = Annotated[
 
 
 def show(value: Any) -> str:
-    """A value as an operator would write it; secrets and the user part of a URL masked."""
+    """Return a value as an operator would write it; secrets and the user part of a URL masked."""
     if isinstance(value, SecretStr):
         return "********" if value.get_secret_value() else "(empty)"
     if value is None:
@@ -304,5 +307,5 @@ def _show_size(size: int) -> str:
 
 
 def mask(text: str) -> str:
-    """``text`` without the user and password that a URL in it may hold."""
+    """Return ``text`` without the user and password that a URL in it may hold."""
     return _USER.sub("********@", text)
