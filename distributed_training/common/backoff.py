@@ -10,7 +10,7 @@ from datetime import timedelta
 
 
 def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelta:
-    """``first`` after the first failure, doubled by each further one, at most ``longest``."""
+    """Return ``first`` after the first failure, doubled by each further one, up to ``longest``."""
     return min(first * 2 ** min(max(failures, 1) - 1, 30), longest)
 
 
@@ -33,7 +33,7 @@ class Backoff:
 
     @property
     def failures(self) -> int:
-        """In a row."""
+        """The number of failures in a row."""
         return self._failures
 
 

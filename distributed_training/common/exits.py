@@ -6,8 +6,11 @@ import enum
 
 
 class ExitStatus(enum.IntEnum):
-    """pm2 starts the process again after STOPPED and FAULT (``stop_exit_codes`` in app.config.js):
-    it calls a process that a signal killed 0 as well. What pm2 stops itself stays stopped."""
+    """The exit statuses of a neuron.
+
+    pm2 starts the process again after STOPPED and FAULT (``stop_exit_codes`` in app.config.js): it
+    calls a process that a signal killed 0 as well.
+    """
 
     STOPPED = 0  # as asked
     FAULT = 1  # a start may help

@@ -51,7 +51,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[IO[bytes]]:
-    """A file that appears under ``path`` whole when the block ends, or not at all.
+    """Yield a file that appears under ``path`` whole when the block ends, or not at all.
 
     The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
     loss may take. ``private``: nobody else may read it. Raises OSError, its ``filename`` always
@@ -102,7 +102,7 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
 
 
 def read_json_object(path: Path, *, at_most: int = LARGEST_JSON) -> dict[str, Any] | None:
-    """The JSON object in ``path``. None if it is missing, larger than ``at_most`` bytes or damaged.
+    """Read the JSON object in ``path``; None if missing, damaged or over ``at_most`` bytes.
 
     Damaged means: anything that is not one JSON object, however deep or oddly encoded.
     """
@@ -172,7 +172,7 @@ def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "")
 
 
 def json_line(line: bytes) -> dict[str, Any] | None:
-    """The JSON object of a line; None for anything else: cut by a kill, or damaged."""
+    """Return the JSON object of a line; None for anything else: cut by a kill, or damaged."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError):
@@ -181,7 +181,7 @@ def json_line(line: bytes) -> dict[str, Any] | None:
 
 
 def rotated(path: Path) -> Path:
-    """Where the lines before those of ``path`` are, once it has become too long."""
+    """Return the path of the lines before those of ``path``, once it has become too long."""
     return path.with_name(path.name + ".1")
 
 
@@ -195,7 +195,7 @@ def sha256_of(path: Path) -> str:
 
 
 def is_full(error: OSError) -> bool:
-    """Whether the disk, or this user's part of it, has no room."""
+    """Return whether the disk, or this user's part of it, is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

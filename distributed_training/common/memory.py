@@ -1,25 +1,25 @@
-"""How much device memory, host memory and disk a miner takes, before it is tried.
+"""Compute the device memory, host memory and disk that a miner takes, before it is tried.
 
 The one model of it: the trainer's plan, the doctor, the operator guide and the gate before a
 snapshot all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
 disk figures with the files that are really written.
 
 With N parameters, W ranks, micro-batch b, sequence length s, hidden size h, query width q, key and
-value width k, MLP width i, L blocks and vocabulary V, in bytes:
+value width k, MLP width i, L decoder layers and vocabulary V, in bytes:
 
 *Device*, each rank:
 
     weights        4 N / W           float32 shards
                  + 2 N               if the gathered bf16 weights are kept through a step, else
-                 + 2 (2 (N - embeddings) / L + embeddings)    two blocks and the root
+                 + 2 (2 (N - embeddings) / L + embeddings)    two layers and the root
     gradients      4 N + 4 N / W     if reduced at the last micro-batch only: accumulated whole, and
                                      reduced into memory of another stream's, or
                    4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
     AdamW          8 N / W           two float32 moments; 0 on the device if offloaded
-    activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a block keeps for its backward, bf16,
-                                     and the two float32 inputs of its norms; compiled blocks keep
-                                     two thirds of it. With checkpointing of every block:
-                                     b s (2 h L + one block), of every second: half; of a budget,
+    activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward, bf16,
+                                     and the two float32 inputs of its norms; compiled layers keep
+                                     two thirds of it. With checkpointing of every layer:
+                                     b s (2 h L + one layer), of every second: half; of a budget,
                                      b s L 2 (h + q + 2 k + 2 i)
     loss           10 min(b s V, CHUNK)    one chunk of logits: float32, its gradient, bf16 copies
                  + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
@@ -64,7 +64,7 @@ def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the formulas need of a ``config.json``."""
+    """The sizes of a ``config.json`` that the formulas use."""
 
     hidden: int
     layers: int
@@ -76,7 +76,10 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Of a Hugging Face config of a Llama-like model. Raises ValueError if it is not one."""
+        """Read the sizes of a Llama-like model's Hugging Face config.
+
+        Raises ValueError for others.
+        """
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         head_dim = _size(config, "head_dim", hidden // heads)
         return cls(
@@ -107,7 +110,7 @@ class ModelShape:
 
 
 def loss_chunk(device_bytes: int | None) -> int:
-    """float32 logits alive at once on a device with so much memory (None: no GPU).
+    """Return the float32 logits alive at once on a device with so much memory (None: no GPU).
 
     The gradient of the head is read and written once for each chunk: a GPU gets chunks as long as a
     64th of its memory takes, at 10 bytes a logit.
@@ -117,7 +120,7 @@ def loss_chunk(device_bytes: int | None) -> int:
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How an inner step is carried out; see the flags of the training package."""
+    """The arrangement of an inner step; see the flags of the training package."""
 
     world_size: int
     micro_batch: int
@@ -148,7 +151,7 @@ class DeviceMemory:
 
 
 def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
-    """The estimate of the module's formula."""
+    """Estimate by the module's formula."""
     n, w = shape.parameters, how.world_size
     block = (n - shape.embedding_parameters) / shape.layers
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
@@ -177,7 +180,9 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes of host memory, all ranks of the machine together. In bytes a parameter:
+    """Bytes of host memory, all ranks of the machine together.
+
+    In bytes a parameter:
 
     ``rest`` 12: epoch start, outer momentum, error feedback; with AdamW offloaded 8 more, 10.6 on
     a GPU with public shapes: there torch pins each tensor in memory of a power of two.
@@ -221,7 +226,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> HostMemory:
 
 
 def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
-    """Bytes of pinned host memory that all ranks' rows of each float32 tensor take."""
+    """Yield the bytes of pinned host memory that all ranks' rows of each float32 tensor take."""
     for shape in tensors:
         rows = math.ceil(shape[0] / ranks) * math.prod(shape[1:])
         yield ranks * 4 * 2 ** (rows - 1).bit_length()
@@ -229,7 +234,9 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """Bytes under the run folder. In bytes a parameter:
+    """Bytes under the run folder.
+
+    In bytes a parameter:
 
     ``checkpoints`` 16 each: weights, AdamW's two moments, error feedback; those kept and the one
     being written. ``epochs`` 8 each: epoch-start weights and outer momentum, written once per outer
@@ -250,8 +257,11 @@ class DiskSpace:
 
 
 def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
-    """The most that a miner has on disk at once. Data cache and logs come on top; they have bounds
-    of their own (``--data.cache_gb``, ``--neuron.events_retention_size``)."""
+    """Return the most that a miner has on disk at once.
+
+    Data cache and logs come on top; they have bounds of their own (``--data.cache_gb``,
+    ``--neuron.events_retention_size``).
+    """
     n = shape.parameters
     checkpoints = max(1, keep_checkpoints) + 1
     return DiskSpace(
@@ -263,21 +273,29 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
 
 
 def checkpoint_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
-    """On disk, of a model with parameters of these shapes: one checkpoint, and the epoch's start
-    and outer momentum that the first one of an outer step writes besides."""
+    """Return the bytes on disk of one checkpoint of a model with these shapes.
+
+    With the outer step's start and momentum, which its first checkpoint also writes.
+    """
     return (16 + 8) * sum(map(math.prod, tensors))
 
 
 def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
-    """On disk, of a model with parameters of these shapes: ``model.safetensors``, the shards of
-    AdamW, and ``gradients.pt`` with the ranks' parts of it that it is put together from."""
+    """Return the bytes on disk of one snapshot of a model with these shapes.
+
+    ``model.safetensors``, the shards of AdamW, and ``gradients.pt`` with the ranks' parts of it
+    that it is put together from.
+    """
     shapes = list(tensors)
     published = sum(_VALUE * _published_values(shape) for shape in shapes)
     return 12 * sum(map(math.prod, shapes)) + 2 * published
 
 
 def _published_values(shape: tuple[int, ...]) -> int:
-    """At most; a vector is cut into chunks of up to 64, of which ``TOPK`` values each are sent."""
+    """Return the most values of a tensor that an upload holds.
+
+    A vector is cut into chunks of up to 64, of which ``TOPK`` values each are sent.
+    """
     if len(shape) == 1:
         return shape[0]
     return math.prod(shape[:-1]) * min(TOPK, shape[-1])

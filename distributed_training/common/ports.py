@@ -15,7 +15,7 @@ _given: deque[int] = deque(maxlen=512)
 
 
 def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
-    """A listener at an IP address of either version; at ``::`` for both. Raises OSError."""
+    """Listen at an IP address of either version; at ``::`` for both. Raises OSError."""
     try:
         return socket.create_server(
             (address, port),
@@ -32,7 +32,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Ports of ``address`` that are free, all different.
+    """Return ports of ``address`` that are free, all different.
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
     these might take a port between now and its use. Another program still may; another process of
@@ -65,7 +65,7 @@ _reservations: int | None = None  # descriptor of a file, a byte of which is loc
 
 
 def _reserve(port: int) -> bool:
-    """False if another process was given ``port``. The kernel ends the lock with this process."""
+    """Lock a port; False if another process has it. The kernel ends the lock with this process."""
     global _reservations
     try:
         if _reservations is None:

@@ -50,7 +50,7 @@ _WORDS = frozenset(
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable of this name is taken for a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
+    """Return whether a variable of this name is a secret: ``HF_TOKEN``, ``WANDB_API_KEY``.
 
     By whole words, so ``TOKENIZERS_PARALLELISM`` is none; ``PYTHONHASHSEED`` neither.
     """
@@ -61,7 +61,7 @@ def is_secret(name: str) -> bool:
 def without_secrets(
     environ: Mapping[str, str] = os.environ, *, keep: Collection[str] = ()
 ) -> dict[str, str]:
-    """A copy for a child's ``env=``. ``keep``: secrets that this child is meant to have."""
+    """Copy an environment for a child's ``env=``. ``keep``: secrets that the child shall have."""
     return {name: value for name, value in environ.items() if name in keep or not is_secret(name)}
 
 
@@ -85,7 +85,7 @@ class Mark:
         return {self.name: self.value}
 
     def processes(self, *, spare: Collection[int] = ()) -> list[psutil.Process]:
-        """Every running process of the tree, but neither this one nor those with pids ``spare``."""
+        """List the running processes of the tree, without this one and those of pids ``spare``."""
         found = []
         for process in psutil.process_iter():
             if process.pid == os.getpid() or process.pid in spare:
@@ -123,8 +123,10 @@ class Mark:
         return commands
 
     def _wait(self, longest: timedelta, spare: Collection[int], reap: Callable[[], None]) -> bool:
-        """Whether none is left: in two looks, since execve leaves a process without an environment
-        for a moment."""
+        """Return whether none is left.
+
+        It takes two empty lists: execve leaves a process without an environment for a moment.
+        """
         deadline = time.monotonic() + longest.total_seconds()
         empty = 0
         while True:
@@ -138,7 +140,7 @@ class Mark:
 
 
 def is_running(process: psutil.Process) -> bool:
-    """False for a process that is gone, for a zombie, and for a later one with the same pid."""
+    """Return False for a process that is gone, a zombie, or a later one with the same pid."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -146,7 +148,7 @@ def is_running(process: psutil.Process) -> bool:
 
 
 def command_of(process: psutil.Process) -> str:
-    """The start of the command line, for messages."""
+    """Return the start of the command line, for messages."""
     try:
         return " ".join(process.cmdline())[:160] or str(process.name())
     except psutil.Error:
@@ -163,7 +165,7 @@ def send(process: psutil.Process, number: signal.Signals) -> bool:
 
 
 def kill_tree(pid: int) -> None:
-    """SIGKILL to a process and all its descendants, as a crash of the machine would."""
+    """Send SIGKILL to a process and all its descendants, as a crash of the machine would."""
     try:
         root = psutil.Process(pid)
         tree = [root, *root.children(recursive=True)]
@@ -174,7 +176,7 @@ def kill_tree(pid: int) -> None:
 
 
 def become_subreaper() -> bool:
-    """Descendants whose parent ends become our children, so that they can be waited for."""
+    """Make orphaned descendants our children, so that they can be waited for."""
     return _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -200,8 +202,10 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
-    """As :func:`die_with_parent` for a process that a fork server started: whoever asked for it is
-    not its parent. Starts a thread."""
+    """Do as :func:`die_with_parent` for a process that a fork server started.
+
+    Its parent is not the process that asked for it. Starts a thread.
+    """
     starter = parent_process()
     if starter is None:
         return
@@ -215,6 +219,7 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
 
 def process_folder(prefix: str, base: str | None = None) -> str:
     """Make a temporary folder of this process, and remove those of processes that were killed.
+
     ``base``: where; None: where temporary files are.
 
     Other containers, and other machines on a network disk, may use the same place, and their
@@ -247,11 +252,7 @@ def _boot_id() -> str:
 
 
 def limit_resources() -> int:
-    """Allow this process and its children no core dumps, and as many open files as the machine
-    lets them have. Return how many.
-
-    NCCL aborts a process by design, and a core dump would hold the write keys and the hotkey.
-    """
+    """Allow this process and its children no core dumps, and the most open files."""
     with contextlib.suppress(ValueError, OSError):
         # 1 byte, not 0: for a core that is piped to a program (systemd-coredump, apport) the kernel
         # ignores every other limit. Neither is written then.
@@ -339,17 +340,22 @@ class Parent:
         self._lock = threading.Lock()
 
     def receive(self) -> Any:
-        """Raises EOFError, OSError when the parent is gone."""
+        """Receive a message. Raises EOFError, OSError when the parent is gone."""
         return self._connection.recv()
 
     def send(self, message: Any) -> None:
-        """From any thread. Nothing happens if nobody listens any more: :meth:`receive` tells."""
+        """Send a message, from any thread.
+
+        Nothing happens if nobody listens: :meth:`receive` raises.
+        """
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
     def take_log(self) -> None:
-        """From now on the parent gets a :class:`Said` for each line of information and above; its
-        log, which masks and formats them, goes where the operator looks."""
+        """Send the parent a :class:`Said` for each line of information and above from now on.
+
+        Its log, which masks and formats them, goes where the operator looks.
+        """
         logging.getLogger().addHandler(_Forward(self))
 
 
@@ -379,9 +385,11 @@ _PATIENCE = timedelta(seconds=1)  # for one process
 
 
 def write_stacks_on_signal() -> None:
-    """From now on SIGUSR1 appends the stacks of all threads to the file that STACKS names, and a
-    library that aborts the process (NCCL, when a collective is never joined) writes them to
-    stderr."""
+    """Make SIGUSR1 append the stacks of all threads to the file that STACKS names.
+
+    A library that aborts the process (NCCL, when a collective is never joined) writes them to
+    stderr.
+    """
     faulthandler.enable(all_threads=True)
     if path := os.environ.get(STACKS):
         with contextlib.suppress(OSError):  # no such folder any more
@@ -406,7 +414,7 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
 
 
 def _await_more(path: Path, size: int) -> None:
-    """Until the file has grown and then grows no more, or patience is over."""
+    """Wait until the file has grown and then grows no more, or patience is over."""
     deadline, seen = time.monotonic() + _PATIENCE.total_seconds(), size
     while time.monotonic() < deadline:
         time.sleep(0.05)

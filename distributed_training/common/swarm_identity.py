@@ -43,7 +43,7 @@ def make_identity(run_folder: Path) -> str:
 
 
 def _message(data: bytes) -> bytes:
-    """Protobuf of both key messages: field 1 the type (0, RSA), field 2 the bytes."""
+    """Encode both key messages in Protobuf: field 1 the type (0, RSA), field 2 the bytes."""
     length = bytearray()
     rest = len(data)
     while rest > 0x7F:
