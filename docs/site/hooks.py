@@ -57,7 +57,7 @@ def figure_table(name: str) -> str:
     """Return the table of docs/figures/NAME.json, with where and how it was measured."""
     figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
     rows = [figure["columns"], ["---"] * len(figure["columns"]), *figure["rows"]]
-    source = f"`{figure['command']}`, {figure['date']}, commit {figure['commit']}"
+    source = f"`{figure['command']}`, {figure['date']}, recorded in commit {figure['commit']}"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", f"*{source}; {figure['machine']}.*"])
 

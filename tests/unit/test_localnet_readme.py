@@ -36,6 +36,7 @@ PAGES = sorted(
         "several-machines",
         "tuning",
         "troubleshooting",
+        "log-messages",
         "protocol",
         "architecture",
     )
@@ -76,7 +77,7 @@ def help_of(script: str) -> str:
 
 
 def test_there_are_pages_with_commands() -> None:
-    assert len(PAGES) == 12
+    assert len(PAGES) == 13
     assert sum(len(commands(page)) for page in PAGES) > 15
 
 
@@ -196,7 +197,8 @@ def test_log_lines_in_the_documents_are_lines_of_the_programs() -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
     )
     source = re.sub(r'"\s*\n\s*f?"', "", text)  # strings continued on the next line
-    tables = re.split(r"\n\n", (ROOT / "docs/troubleshooting.md").read_text())
+    both = [(ROOT / f"docs/{name}.md").read_text() for name in ("troubleshooting", "log-messages")]
+    tables = re.split(r"\n\n", "\n\n".join(both))
     of_lines = "\n".join(t for t in tables if not t.startswith("| File"))
     quoted = re.findall(r"^\| (?:no )?`([^`]+)`", of_lines, re.M)
     assert len(quoted) > 25

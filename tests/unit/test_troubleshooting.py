@@ -1,4 +1,4 @@
-"""Whatever the program warns of can be looked up in docs/troubleshooting.md.
+"""Whatever the program warns of is in docs/troubleshooting.md or docs/log-messages.md.
 
 The format of each WARNING and ERROR is collected from the source. Formats without own words
 (``"%s"``) pass on what somebody else says, so there is nothing to look up by.
@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PAGES = " ".join(
+    word
+    for name in ("troubleshooting", "log-messages")
+    for word in (ROOT / "docs" / f"{name}.md").read_text().split()
+)
 LEVELS = {"warning", "error", "critical", "exception"}
 LOGGERS = {"log", "logger", "logging"}
 PLACEHOLDER = re.compile(r"%[-+# 0-9.]*[a-zA-Z]|%%|\0")
@@ -64,7 +69,6 @@ def test_formats_are_found() -> None:
 @pytest.mark.parametrize(("place", "text"), formats())
 def test_every_warning_can_be_looked_up(place: str, text: str) -> None:
     words = to_search_for(text)
-    page = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
-    assert not words or any(part in page for part in words), (
-        f"docs/troubleshooting.md has none of {words} ({place})"
+    assert not words or any(part in PAGES for part in words), (
+        f"docs/troubleshooting.md and docs/log-messages.md have none of {words} ({place})"
     )
