@@ -1,7 +1,7 @@
-"""What a miner and a validator both are: a hotkey on the subnet, a bucket, a run folder.
+"""Start a neuron: a hotkey on the subnet, a bucket, a run folder, for miner and validator.
 
 ``start`` (run folder, log, tokenizer), ``signals`` (a request to stop), ``identity`` (wallet,
-chain, uid; what the node writes to the chain, and whether it stays there), ``network`` (whether the
-chain is this network's), ``buckets`` (its own bucket, checked, and others'), ``global_state`` (read
-from its files), ``failures`` (exit statuses). Nothing is imported here.
+chain, uid; the neuron's entries on the chain, and whether they stay there). ``network`` (whether
+the chain is this network's), ``buckets`` (its own bucket, checked, and others'), ``global_state``
+(read from its files), ``failures`` (exit statuses). Nothing is imported here.
 """

@@ -39,7 +39,10 @@ BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its 
 
 
 def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> S3ObjectStore:
-    """With the write keys, else the read keys. Raises ConfigError, naming what is not set."""
+    """Open a bucket with the write keys, else the read keys.
+
+    Raises ConfigError for a missing key.
+    """
     try:
         return S3ObjectStore.from_settings(settings, bucket=bucket, write=write)
     except ValueError as error:
@@ -47,7 +50,9 @@ def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> S3O
 
 
 def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
-    """That the bucket is there and the keys are good for it. Raises ConfigError, NetworkFailure.
+    """Check that the bucket is there and the keys fit.
+
+    Raises ConfigError, NetworkFailure.
 
     ``timeout`` covers the first answer of the store with its retries.
     """
@@ -58,8 +63,10 @@ def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> Non
 
 
 def own_commitment(settings: StoreSettings, bucket: str) -> str:
-    """:func:`commitment_text`, which stays on the chain for good. So the store is asked first
-    whether these keys can read ``bucket`` and cannot write it. Raises ConfigError, NetworkFailure.
+    """Return :func:`commitment_text`, which stays on the chain for good, after a check.
+
+    The store is asked first whether these keys can read ``bucket`` and cannot write it. Raises
+    ConfigError, NetworkFailure.
     """
     text = commitment_text(settings)
     with closing(open_own(settings, bucket, write=False)) as reader, _errors_of_a_start(bucket):
@@ -68,7 +75,7 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
 
 
 def commitment_text(settings: StoreSettings) -> str:
-    """Our read credentials as the chain holds them. Raises ConfigError."""
+    """Return our read credentials as the chain holds them. Raises ConfigError."""
     credentials = BucketCredentials(
         settings.account_id or "",
         _text(settings.read_access_key_id),
@@ -85,7 +92,7 @@ def commitment_text(settings: StoreSettings) -> str:
 
 @contextmanager
 def _errors_of_a_start(bucket: str) -> Iterator[None]:
-    """A store's error ends the start with its line."""
+    """Raise a store's error as one that ends the start, with its line."""
     try:
         yield
     except BucketMissingError:
@@ -112,8 +119,10 @@ class NoBucket(StoreError):
 
 
 class PeerBuckets:
-    """Opens miners' buckets. A client is slow to make, so one is kept for as long as a miner's
-    credentials stay the same."""
+    """Opens miners' buckets.
+
+    A client is slow to make, so one is kept for as long as a miner's credentials stay the same.
+    """
 
     def __init__(
         self,
@@ -130,12 +139,15 @@ class PeerBuckets:
         self._known: dict[str, tuple[BucketCredentials, BucketReader]] = {}
 
     def of_miner(self, neuron: Neuron) -> BucketReader:
-        """Raises NoBucket, and ChainError as long as the chain has not answered."""
+        """Open a miner's bucket.
+
+        Raises NoBucket, and ChainError as long as the chain has not answered.
+        """
         bucket = names.miner_bucket(self._settings.global_model_name, neuron.uid)
         return self._open(bucket, neuron.hotkey)
 
     def of_master(self, hotkey: str) -> BucketReader:
-        """The global bucket, by the master's commitment. Raises as :meth:`of_miner`."""
+        """Open the global bucket, by the master's commitment. Raises as :meth:`of_miner`."""
         return self._open(self._settings.global_model_name, hotkey)
 
     def _open(self, bucket: str, hotkey: str) -> BucketReader:

@@ -1,8 +1,8 @@
-"""Why a node does not start though its settings passed their checks.
+"""Define the errors that end a neuron's start although its settings passed their checks.
 
 Exit status 2 is for what parsing and the settings themselves can refuse (``load_config``), and for
 a subnet that is another network's. All else was learnt from outside (disk, mount, driver, wallet,
-chain, store, other nodes) and may pass: a ConfigError that is raised later counts as a
+chain, store, other machines) and may pass: a ConfigError that is raised later counts as a
 NetworkFailure, exit status 1, and is tried again.
 """
 
@@ -21,8 +21,10 @@ class NotRegistered(ConfigError):
 
 
 class WrongNetwork(ConfigError):
-    """The subnet is another network's. Exit status 2: a start cannot help, and none may register
-    there."""
+    """The subnet is another network's.
+
+    Exit status 2: a start cannot help, and none may register there.
+    """
 
 
 class WrongData(ConfigError):

@@ -29,13 +29,13 @@ def model_config(folder: Path) -> dict[str, Any]:
 
 
 def model_bytes(schema: Schema) -> int:
-    """Most bytes of a float32 ``model.safetensors`` (tied weights may be in it twice)."""
+    """Return the most bytes of a float32 ``model.safetensors`` (it may hold tied weights twice)."""
     tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
     return 2 * tensors + 1024 * 1024
 
 
 def load_weights(path: Path, schema: Schema) -> list[Tensor]:
-    """Float32 tensors in the order of ``schema``; names the schema does not know are left out.
+    """Load float32 tensors in the order of ``schema``; names outside it are left out.
 
     Raises ValueError for a missing name, another shape, NaN or Inf, or an unreadable file.
     """
@@ -59,8 +59,10 @@ def _checked(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> T
 
 @dataclass(frozen=True)
 class GlobalState:
-    """The network's model between two rounds. Tensors are float32 on the CPU, in schema order, and
-    never changed in place."""
+    """The network's model between two rounds.
+
+    Tensors are float32 on the CPU, in schema order, and never changed in place.
+    """
 
     model_config: Mapping[str, Any]
     schema: Schema
@@ -73,7 +75,7 @@ class GlobalState:
 
     @classmethod
     def read(cls, folder: Path, outer_step: int) -> GlobalState:
-        """Of a folder that ``BucketReader.fetch`` returned.
+        """Read the global state from a folder that ``BucketReader.fetch`` returned.
 
         Raises ValueError for files that do not fit the model of their ``config.json``.
         """

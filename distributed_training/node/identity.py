@@ -79,8 +79,11 @@ class Member:
 def open_chain(
     settings: ChainSettings, wallet: Wallet | None, *, master: str | None = None
 ) -> RegistryChain | BittensorChain:
-    """The network's registry if it has one, else a Subtensor. Close it. Without a wallet it can be
-    read, not written. ``master``: hotkey that must have founded the registry."""
+    """Open the network's registry if it has one, else a Subtensor.
+
+    Close it. Without a wallet it can be read, not written. ``master``: hotkey that must have
+    founded the registry.
+    """
     if settings.registry_url is not None:
         return RegistryChain(
             url=settings.registry_url,
@@ -95,7 +98,7 @@ def open_chain(
 
 
 def chain_name(settings: ChainSettings) -> str:
-    """Which subnet of which chain, whatever the endpoint."""
+    """Name the subnet and its chain, whatever the endpoint."""
     network = settings.registry_url or settings.network
     return f"{network}, netuid {settings.netuid}"
 
@@ -115,10 +118,13 @@ def follow_chain(
     kept: ChainState | None = None,
     master: str | None = None,
 ) -> Chain:
-    """The chain, once it has answered; closed by ``stack``. Raises NetworkFailure.
+    """Return the chain, once it has answered; ``stack`` closes it.
 
-    ``master``: see :func:`open_chain`. ``kept``: gone by if no endpoint answers soon; the chain is
-    asked on in the background."""
+    Raises NetworkFailure.
+
+    ``master``: see :func:`open_chain`. ``kept``: used if no endpoint answers soon; the chain is
+    asked on in the background.
+    """
     chain = open_chain(settings, wallet, master=master)
     stack.callback(chain.close)
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
@@ -145,7 +151,9 @@ def join_subnet(
     belongs: Callable[[Chain], None] | None = None,
     absent: Callable[[Chain, str, NotRegistered], int] | None = None,
 ) -> Member:
-    """Wallet, chain (closed by ``stack``) and uid. Raises ConfigError, NetworkFailure.
+    """Return wallet, chain (closed by ``stack``) and uid.
+
+    Raises ConfigError, NetworkFailure.
 
     ``belongs``: raises what ends the start where the chain shows another network. ``absent``: asked
     for the uid of a hotkey that is not registered; it may wait, or raise what it is given.
@@ -183,7 +191,7 @@ def join_subnet(
 
 
 def _accept_invitation(chain: RegistryChain) -> int | None:
-    """The uid that the registry gave this hotkey; None if it refused, which is logged."""
+    """Return the uid that the registry gave this hotkey; None if it refused, which is logged."""
     try:
         uid = chain.register()
     except ChainError as error:
@@ -194,12 +202,13 @@ def _accept_invitation(chain: RegistryChain) -> int | None:
 
 
 def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:
-    """None if two reads of the chain agree that it has none: a node that is behind or broken, or a
-    reorganization, may hide it from one. The second is another endpoint's, where there is one.
+    """Return a hotkey's uid; None if two reads of the chain agree that it has none.
+
+    An endpoint that is behind or broken, or a reorganization, may hide it from one. The second is
+    another endpoint's, where there is one.
 
     Raises NetworkFailure when the chain cannot be read a second time, shows no list that may be the
-    subnet's (``master`` is not on it), or none in blocks that are old: the registration may be
-    younger.
+    subnet's (``master`` is not on it), or only old blocks: the registration may be younger.
     """
     uid, reads = chain.uid(hotkey), chain.reads()
     if uid is not None:
@@ -284,8 +293,11 @@ def refuse_second_node(
 
 
 def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int) -> list[Neuron]:
-    """Whom validators call and score: with an endpoint, with a uid below ``max_uids``, and not a
-    validator themselves, which is a permit and more than ``minimum_stake``."""
+    """List the miners that validators call and score.
+
+    They have an endpoint, a uid below ``max_uids``, and are no validators, which have a permit and
+    more than ``minimum_stake``.
+    """
     return [
         n
         for n in neurons
@@ -412,7 +424,7 @@ def _in_background(
     first: timedelta,
     longest: timedelta,
 ) -> None:
-    """``write`` in a thread until it goes through or the chain shows it anyway."""
+    """Call ``write`` in a thread until it goes through or the chain shows the value anyway."""
 
     def run() -> None:
         failures = 0

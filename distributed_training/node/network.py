@@ -1,8 +1,8 @@
-"""Whether a subnet is the network whose rules this node has: asked first, at a start and by the
-doctor.
+"""Check whether a subnet is the network whose rules this neuron has.
 
-A netuid is given to another network when its own loses the slot. There a miner could be registered,
-for a fee, and would wait for ever for a global state.
+It is the first check of a start, and of the doctor. A netuid is given to another network when its
+own loses the slot. There a miner could be registered, for a fee, and would wait for ever for a
+global state.
 """
 
 from __future__ import annotations

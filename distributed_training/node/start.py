@@ -21,8 +21,9 @@ _NO_MINERS_FILES = {"launcher.prom", "lost+found"}
 
 
 def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
-    """Return the folder of everything this node must not lose, absolute; make it and the others
-    that flags name.
+    """Return the folder of everything this node must not lose, absolute.
+
+    Make it and the others that flags name.
 
     Nothing is made in the place of a disk that is not mounted yet: a miner would begin anew there,
     download the global state onto the wrong disk, and lose both when the mount comes. So no parents
@@ -78,15 +79,19 @@ def write_settings(config: Config, folder: Path) -> None:
 def start_log(config: Config, folder: Path | None, *, name: str, rank: int = 0) -> None:
     """Log to the terminal and the run folder; every secret of the configuration is masked.
 
-    ``folder`` None: to the terminal alone, until there is a run folder."""
+    ``folder`` None: to the terminal alone, until there is a run folder.
+    """
     secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
     settings = config.telemetry if folder else replace(config.telemetry, record_log=False)
     setup_logging(settings, rank=rank, name=name, folder=folder, secrets=secrets)
 
 
 def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
-    """The tokenizer's file below ``folder`` and its end-of-sequence token. Raises ConfigError;
-    NetworkFailure when the hub does not answer, for nobody need change anything then."""
+    """Return the path of the tokenizer's file below ``folder`` and its end-of-sequence token.
+
+    Raises ConfigError; NetworkFailure when the hub does not answer, for nobody need change anything
+    then.
+    """
     from distributed_training.data.tokenizer import build_tokenizer
 
     name = config.miner.global_tokenizer_name
@@ -125,7 +130,7 @@ def require_data(config: Config) -> None:
 
 
 def _hub_is_away(error: BaseException | None) -> bool:
-    """Whether what transformers made of it began with a hub that did not answer."""
+    """Return whether transformers' error began with a hub that did not answer."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     while error is not None:
