@@ -198,7 +198,7 @@ def _sample(subnet: LocalSubnet) -> None:
 
 
 def _drop_bulk(subnet: LocalSubnet) -> None:
-    """After a good run only what people read stays: logs, events, summary, pictures."""
+    """Delete after a good run all but what people read: logs, events, summary, pictures."""
     assert subnet.services is not None
     for folder in subnet.services.bulk_folders():
         shutil.rmtree(folder, ignore_errors=True)

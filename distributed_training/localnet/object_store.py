@@ -71,12 +71,12 @@ class ObjectStoreServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Raises ChildFailure with the log's last lines if it does not come up."""
+        """Start the server. Raises ChildFailure with the log's last lines if it fails."""
         self.child.start()
         self.child.wait_ready()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop the server. Idempotent."""
         stop_together([self.child], timedelta(seconds=5))
 
     def __enter__(self) -> ObjectStoreServer:
@@ -88,7 +88,7 @@ class ObjectStoreServer:
 
 
 def _credentials(folder: Path) -> StoreCredentials:
-    """Those of the folder, made if there are none."""
+    """Return the folder's credentials, made if there are none."""
     path = folder / "credentials.json"
     if path.exists():
         return StoreCredentials(**json.loads(path.read_text()))
@@ -122,7 +122,7 @@ _PIPELINE = (
 
 
 def _ring(folder: Path, service: str, port: int) -> None:
-    """One device holds everything. Ports differ from start to start; the ring says nothing else."""
+    """Write a ring in which one device holds everything. Ports differ from start to start."""
     from swift.common.ring import RingBuilder
 
     builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
@@ -135,7 +135,7 @@ def _ring(folder: Path, service: str, port: int) -> None:
 
 
 def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
-    """swift.conf, a ring and a file per service. Returns port -> file, the proxy last."""
+    """Write swift.conf, a ring and a file per service. Return port -> file, the proxy last."""
     (folder / "devices" / "disk").mkdir(parents=True, exist_ok=True)
     # Prefix and suffix take part in where objects lie: they must never change for this folder.
     (folder / "swift.conf").write_text(
@@ -167,7 +167,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
 
 
 def _users(credentials: StoreCredentials) -> str:
-    """tempauth's lines for the two keys."""
+    """Return tempauth's lines for the two keys."""
     lines = ""
     for key, secret, group in (
         (credentials.write_key, credentials.write_secret, ".admin"),
@@ -179,7 +179,7 @@ def _users(credentials: StoreCredentials) -> str:
 
 
 def serve(folder: Path, port: int) -> None:
-    """Runs until SIGTERM."""
+    """Serve until SIGTERM."""
     import eventlet
 
     eventlet.monkey_patch(os=True, select=True, socket=True, thread=True, time=True)

@@ -1,4 +1,4 @@
-"""Who is in a local subnet, and where each of them listens and keeps its files."""
+"""Plan a local subnet: its neurons, their ports and their folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)  # of a whole run
 
 @dataclass(frozen=True)
 class SubnetOptions:
-    """What a run of the local subnet should be. ``ranks``: world size of each miner, in order."""
+    """The options of a run of the local subnet. ``ranks``: world size of each miner, in order."""
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)
@@ -48,12 +48,12 @@ class NeuronPlan:
 
     @property
     def events(self) -> Path:
-        """Where the neuron's telemetry writes its events."""
+        """The path of the neuron's events."""
         return self.folder / "events.jsonl"
 
 
 def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
-    """World sizes of the miners from ``--ranks 2,1`` and ``--miners N``.
+    """Parse world sizes of the miners from ``--ranks 2,1`` and ``--miners N``.
 
     Without ranks the first miner has 2 and the others 1, so that world sizes differ; a shorter list
     is filled with 1. Raises ConfigError.
@@ -88,7 +88,7 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
 
 
 def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
-    """The validator first: it publishes the initial model the miners load."""
+    """Plan the validator first, which uploads the initial model the miners load."""
     ports = iter(free_ports(2 * (len(options.ranks) + 1)))
     plans = [
         NeuronPlan(

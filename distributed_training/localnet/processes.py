@@ -77,11 +77,11 @@ class Child:
 
     @property
     def exit_status(self) -> int | None:
-        """None while it runs or before it was started; negative: the signal that ended it."""
+        """The exit status; None while it runs or before its start; negative: the ending signal."""
         return self._process.poll() if self._process else None
 
     def wait_ready(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        """Until it says ``READY`` and its pid, after imports and a first look at its folder.
+        """Wait until it writes ``READY`` and its pid, after its imports.
 
         Raises ChildFailure; it has ended then.
         """
@@ -101,14 +101,14 @@ class Child:
             self._process.send_signal(number)
 
     def kill_tree(self) -> None:
-        """SIGKILL to the command and everything that descends from it now."""
+        """Send SIGKILL to the command and everything that descends from it now."""
         self.stopping = True
         if self._process is not None and self.running:
             kill_tree(self._process.pid)
             self._process.wait(timeout=10)
 
     def wait(self, timeout: timedelta) -> int | None:
-        """The exit status, or None if it still runs when ``timeout`` (for its exit) is over."""
+        """Return the exit status, or None if it still runs after ``timeout``."""
         if self._process is None:
             return None
         try:
@@ -118,7 +118,7 @@ class Child:
 
     @property
     def obituary(self) -> str:
-        """How it ended, and what it said last."""
+        """A text on how it ended, with its last lines."""
         status = self.exit_status
         if status is None:
             how = "does not answer"
@@ -128,7 +128,7 @@ class Child:
         return f"{self.name} {how}; its log {self.log} ends:\n{lines}"
 
     def last_lines(self, count: int = 12) -> list[str]:
-        """The end of the log."""
+        """Return the end of the log."""
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -140,7 +140,7 @@ class Child:
 
 
 def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
-    """SIGTERM to all of ``children``, wait ``grace`` for the slowest, SIGKILL the rest's trees.
+    """Send SIGTERM to ``children``, wait ``grace`` for the slowest, SIGKILL the rest's trees.
 
     Returns one line for each that had to be killed.
     """

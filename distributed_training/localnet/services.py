@@ -63,13 +63,13 @@ class Services:
         self._chain: Child | None = None
 
     def bucket(self, plan: NeuronPlan) -> str:
-        """The validator owns the global bucket; a miner's is named after its uid."""
+        """Name a neuron's bucket: the validator has the global one, a miner its uid's."""
         if plan.kind == "validator":
             return GLOBAL_BUCKET
         return miner_bucket(GLOBAL_BUCKET, plan.uid)
 
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
-        """A neuron's bucket, by default with the keys that may only read. Close it."""
+        """Open a neuron's bucket, by default with the keys that may only read. Close it."""
         from pydantic import SecretStr
 
         from distributed_training.config.settings import StoreSettings
@@ -112,25 +112,25 @@ class Services:
             self._make_bucket(plan)
 
     def stop(self) -> list[str]:
-        """Chain, then store; what went wrong in it."""
+        """Stop the chain, then the store; return the problems of that."""
         problems = stop_together([self._chain] if self._chain else [], timedelta(seconds=3))
         self._store.stop()
         return problems
 
     def dead(self) -> list[str]:
-        """A line for each service that ended by itself."""
+        """Return a line for each service that ended by itself."""
         services = [child for child in (self._chain, self._store.child) if child is not None]
         return [s.obituary for s in services if not s.running and not s.stopping]
 
     def bulk_folders(self) -> list[Path]:
-        """What a good run may throw away: buckets, checkpoints, snapshots; not logs and events."""
+        """List what a good run may delete: buckets, checkpoints, snapshots; not logs and events."""
         bulk = [self._store.folder]
         for plan in self.plans:
             bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
         return bulk
 
     def _found_chain(self, master: str) -> Child:
-        """The registry of a network whose founder is ``master``, as a process."""
+        """Make the process of a registry whose founder is ``master``."""
         flags = {
             "folder": str(self._chain_folder.absolute()),
             "name": "local",
@@ -154,7 +154,7 @@ class Services:
                 chain.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
 
     def founders_chain(self) -> RegistryChain:
-        """The chain as the validator sees it, who founded it. Close it."""
+        """Open the chain as the validator sees it, which founded it. Close it."""
         from distributed_training.chain.registry import RegistryChain
 
         return RegistryChain(url=self.chain_endpoint, wallet=self.wallet(self._validator))
@@ -235,11 +235,11 @@ class Services:
         return flags
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
-        """The neuron's environment, with the keys of the object store."""
+        """Return the neuron's environment, with the keys of the object store."""
         return self._clean_environment() | self._keys()
 
     def _keys(self) -> dict[str, str]:
-        """One account: the same two keys for all, one of which may only read."""
+        """Return the keys of the one account: the same two for all, one of which may only read."""
         credentials = self._store.credentials
         return {
             "R2_ENDPOINT_URL": self.store_endpoint,

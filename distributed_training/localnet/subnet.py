@@ -225,7 +225,7 @@ class LocalSubnet:
         return [n for n in self.neurons if n.plan.kind == "miner"]
 
     def kill_miner(self, index: int) -> None:
-        """SIGKILL a miner's whole process tree, as a crash of its machine would."""
+        """Send SIGKILL to a miner's whole process tree, as a crash of its machine would."""
         self.miners[index].child.kill_tree()
 
     def restart_miner(self, index: int) -> None:
@@ -275,17 +275,17 @@ class LocalSubnet:
             )
 
     def wait_for_outer_steps(self, count: int, deadline: timedelta) -> None:
-        """Until the validator and every running miner took ``count`` outer steps since the start.
+        """Wait until the validator and every running miner took ``count`` outer steps.
 
-        A miner that is not there ``settle`` after the validator is not waited for: the summary
-        says that it missed the step.
+        They count since the start. A miner that is not there ``settle`` after the validator is not
+        waited for: the summary shows that it missed the step.
         """
         self.wait_until(lambda: self._reached(count), deadline, f"outer step {count}")
 
     def wait_for_figures(self, deadline: timedelta) -> None:
-        """Until an upload of every miner was judged and scores followed, or ``deadline`` is over.
+        """Wait until an upload of every miner was judged and scored, or ``deadline`` is over.
 
-        Scores come on the validator's schedule; a summary without them says so.
+        Scores come on the validator's schedule; a summary without them shows that.
         """
         state, uids = self.validator.state, {m.plan.uid for m in self.miners}
         self._follow(lambda: uids <= state.scores.keys() & state.judged.keys(), deadline)
@@ -313,7 +313,7 @@ class LocalSubnet:
         return False
 
     def _follow(self, condition: Callable[[], bool], longest: timedelta) -> bool:
-        """Until ``condition()``; False if it does not come in time."""
+        """Poll until ``condition()``; return False if it does not come in time."""
         end = time.monotonic() + longest.total_seconds()
         while True:
             self.poll()
@@ -361,7 +361,7 @@ class LocalSubnet:
         self._write_state()
 
     def _write_state(self) -> None:
-        """For people and tests that look from outside."""
+        """Write the state for people and tests that look from outside."""
         assert self.services is not None
         self._folder.write_state(
             {

@@ -27,14 +27,14 @@ def clock(seconds: float) -> str:
 
 
 def plain_text(renderable: RenderableType, width: int = 160) -> str:
-    """As it looks without colours on a terminal of ``width`` columns."""
+    """Render without colours for a terminal of ``width`` columns."""
     text = io.StringIO()
     Console(file=text, width=width, color_system=None, highlight=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def held_out(event: Mapping[str, Any]) -> str:
-    """The validator's loss before and after an outer step, once where they are the same."""
+    """Show the validator's loss before and after an outer step, once where they are the same."""
     before, after = event.get("before"), event.get("after")
     if before is None or after is None:
         return ""
@@ -42,8 +42,10 @@ def held_out(event: Mapping[str, Any]) -> str:
 
 
 def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
-    """Return a line for an event that is worth one on the screen, else "". ``event``: as
-    :meth:`NeuronState.apply` returns it."""
+    """Return a line for an event that is worth one on the screen, else "".
+
+    ``event``: as :meth:`NeuronState.apply` returns it.
+    """
     match event:
         case {"kind": "publication", "ok": True, "revision": tag}:
             return f"published {tag} ({event.get('bytes_sent', 0) / 1e6:.1f} MB)"
@@ -72,7 +74,7 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
 
 
 def neuron_line(state: NeuronState) -> str:
-    """One neuron; what matters least comes last, where a narrow terminal cuts it off."""
+    """Show one neuron; the least important comes last, where a narrow terminal cuts it off."""
     head = f"{state.name:<10} {state.phase[:15]:<15} outer {state.outer_step:>2}"
     if told := state.tables["held_out"]:  # by a validator alone
         totals = [
@@ -109,7 +111,7 @@ class View:
             self._console.print(Text(line, style=style), soft_wrap=True)
 
     def update(self, states: Sequence[NeuronState]) -> None:
-        """Cheap to call often."""
+        """Print the neurons' lines that are due; cheap to call often."""
         for state in states:
             if self._due(state.name):
                 self.say(neuron_line(state))
@@ -183,7 +185,7 @@ class Summary:
         return f"all rounds worked, {scored} of {judged} judged uploads were scored"
 
     def text(self) -> str:
-        """For a terminal and for ``summary.txt``."""
+        """Return the summary for a terminal and for ``summary.txt``."""
         took = f"{len(self.outer_steps)} of {self.wanted_outer_steps} outer steps"
         notes = []
         for miner in self.miners:
@@ -234,7 +236,7 @@ class Summary:
 
 
 def _table(rows: Iterator[Sequence[object]]) -> str:
-    """The first row is the head. Names stand left, figures right."""
+    """Render a table; the first row is its head. Names stand left, figures right."""
     table = Table(box=None, pad_edge=False)
     for name in next(rows):
         table.add_column(str(name), justify="left" if name in ("miner", "took part") else "right")
@@ -308,7 +310,7 @@ def _outer_step(
 
 
 def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
-    """The last event of a kind with these fields; empty if there is none."""
+    """Return the last event of a kind with these fields; empty if there is none."""
     rows = reversed(neuron.tables[kind])
     return next((row for row in rows if wanted.items() <= row.items()), {})
 
