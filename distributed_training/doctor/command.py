@@ -96,9 +96,13 @@ def listening_ports(run_folder: Path) -> frozenset[int]:
 
 
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
-    """The model's ``config.json`` and where it comes from: ``--model``, else the network's file,
-    else what the run folder holds of the global state, else an assumption that is named.
-    Raises ConfigError."""
+    """Return the model's ``config.json`` and its origin.
+
+    Raises ConfigError.
+
+    The origin is ``--model``, else the network's file, else the global state in the run folder,
+    else an assumption that is named.
+    """
     from distributed_training.training.memory_plan import named_config
 
     if wanted and not wanted.endswith(".json"):

@@ -69,7 +69,7 @@ def check_step_time(
 
 @dataclass(frozen=True)
 class StepEstimate:
-    """From a short measurement: what an inner step and the first valid upload will take."""
+    """The expected times of an inner step and the first valid upload, from a short measurement."""
 
     micro_batch_seconds: float
     micro_batches: int  # per rank and inner step
@@ -82,24 +82,26 @@ class StepEstimate:
 
     @property
     def first_upload_step(self) -> int:
-        """The first multiple of ``upload_steps`` that the gate lets through. Where that is too late
-        for the round, the miner takes the first step the gate lets through."""
+        """The first multiple of ``upload_steps`` that the gate lets through.
+
+        Where that is too late for the round, the miner takes the first step the gate lets through.
+        """
         return -(-max(1, self.minimum_inner_step) // self.upload_steps) * self.upload_steps
 
     @property
     def first_upload_seconds(self) -> float:
-        """From the start of an outer step to the first valid upload's begin."""
+        """Seconds from the start of an outer step to the first valid upload's begin."""
         return self.first_upload_step * self.step_seconds
 
     @property
     def earliest_upload(self) -> timedelta:
-        """From the start of an outer step to the end of the first upload the gate allows."""
+        """The time from an outer step's start to the end of the first upload the gate allows."""
         steps = max(1, self.minimum_inner_step)
         return timedelta(seconds=steps * self.step_seconds) + UPLOAD_TIME
 
 
 def check_speed(estimate: StepEstimate, *, slow_step: timedelta) -> list[Check]:
-    """The step time against the warning threshold, the uploads against the validators' limits."""
+    """Compare the step time with the warning threshold, the uploads with the validators' limits."""
     step = timedelta(seconds=estimate.step_seconds)
     regular = timedelta(seconds=estimate.first_upload_seconds)
     between = timedelta(seconds=estimate.step_seconds * estimate.upload_steps)
@@ -136,8 +138,10 @@ def _minutes(time: timedelta) -> str:
 def measure(
     flags: Sequence[str], *, ranks: int, model: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-    """``micro_batch_seconds`` and ``micro_batches``. Raises RuntimeError with the ranks' last
-    line."""
+    """Return ``micro_batch_seconds`` and ``micro_batches``.
+
+    Raises RuntimeError with the ranks' last line.
+    """
     environment = without_secrets() | rank_environment_defaults(ranks=ranks)
     environment["DT_MEASURE"] = json.dumps({"model": model, "seconds": seconds})
     limit = _START.total_seconds() + 3 * seconds
@@ -172,7 +176,7 @@ def measure(
 
 
 def main(argv: list[str]) -> int:
-    """Be one rank; rank 0 prints the speed."""
+    """Run as one rank; rank 0 prints the speed."""
     die_with_parent(signal.SIGKILL)
     if "DT_MEASURE" not in os.environ:
         raise ConfigError("DT_MEASURE is not set, so nothing is measured: run the doctor")
