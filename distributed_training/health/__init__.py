@@ -1,7 +1,7 @@
-"""What can be known of a machine and of its surroundings, before and while it trains.
+"""Check a machine and its surroundings, before and while it trains.
 
     machine.py    the list of checks of this machine; those of it that a start makes too
-    reach.py      another machine's port; whether the nodes of one miner can meet
+    reach.py      another machine's port; whether the machines of one miner can meet
     outside.py    the list of checks of clock, chain, bucket, peers and data
     report.py     the GPU block at start, the warnings after a step
     nvml.py       GPUs as the driver sees them

@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
 
 def start_checks(config: Config, *, ranks: int) -> list[Check]:
-    """What a look at the machine tells before anything is started: no torch, no network, < 1 s.
+    """Check the machine before anything is started: no torch, no network, below 1 s.
 
     The miner's launcher refuses to start on a failure unless ``--diagnostics.start_check false``.
     """
@@ -114,7 +114,7 @@ def check_python() -> Check:
 
 
 def check_torch(*, gpus: int | None = None) -> Check:
-    """The torch build against what the driver shows. ``gpus``: visible by NVML, None to look."""
+    """Compare the torch build with the driver. ``gpus``: visible by NVML, None to count them."""
     seen = visible_gpu_count() if gpus is None else gpus
     try:
         import torch
@@ -136,7 +136,7 @@ def check_torch(*, gpus: int | None = None) -> Check:
 
 
 def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> Check:
-    """``micro_batch`` None: it will be measured at start (``auto``)."""
+    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``)."""
     name = "batch"
     if micro_batch is None:
         return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
@@ -168,7 +168,7 @@ def check_model(examination: Examination) -> list[Check]:
 
 
 def check_gpus(*, wanted: int, device: str) -> list[Check]:
-    """``wanted``: ranks. ``device``: ``--neuron.device``."""
+    """Check the GPUs. ``wanted``: ranks. ``device``: ``--neuron.device``."""
     count = visible_gpu_count()
     if device == "cpu":
         return [Check("gpu", "ok", "not used: --neuron.device cpu")]
@@ -239,7 +239,7 @@ def memory_checks(examination: Examination) -> list[Check]:
 def check_memory(
     device: DeviceMemory, host: HostMemory, *, device_bytes: int | None, host_bytes: int | None
 ) -> list[Check]:
-    """The estimates against what is there; ``device_bytes`` None without a GPU."""
+    """Compare the estimates with the memory there is; ``device_bytes`` None without a GPU."""
     checks = []
     if device_bytes is not None:
         remedy = (
@@ -266,11 +266,11 @@ def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
 
 
 def refuse_model(config: Config, *, ranks: int) -> None:
-    """Raise ConfigError where the model of the network's file is larger than this machine can hold,
-    whatever the flags: the smallest micro-batch, all recomputed, AdamW's state where there is room.
+    """Raise ConfigError where the model of the network's file does not fit into this machine.
 
-    ``ranks``: of this machine, which has a copy of the model. Without a known size or memory,
-    nothing is refused; nor within a sixth, since the estimate is no more exact.
+    It must not fit whatever the flags: the smallest micro-batch, all recomputed, AdamW's state in
+    host memory. ``ranks``: of this machine, which has a copy of the model. Without a known size or
+    memory, nothing is refused; nor within a sixth, since the estimate is no more exact.
     """
     network = config.network
     if network is None or network.model is None or not config.diagnostics.start_check:
@@ -332,7 +332,7 @@ def check_room(examination: Examination) -> list[Check]:
 
 
 def bytes_under(folder: Path) -> int:
-    """What this miner has there already: it needs no further room."""
+    """Return the bytes that this miner has there already: they need no further space."""
     total = 0
     for path in folder.rglob("*"):
         with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
@@ -341,7 +341,7 @@ def bytes_under(folder: Path) -> int:
 
 
 def check_disk(folder: Path, *, needed_bytes: int) -> Check:
-    """Whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
+    """Check whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
     place = _existing(folder)
     free = shutil.disk_usage(place).free
     finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
@@ -402,8 +402,10 @@ def check_disk_speed(examination: Examination) -> Check:
 
 
 def check_descriptors(connections: int) -> Check:
-    """``connections``: the most that the signed server keeps open. The launcher takes the hard
-    limit."""
+    """Check the limit of open files; ``connections``: the most that the signed server has.
+
+    The launcher takes the hard limit.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _DESCRIPTORS + connections
     if hard == resource.RLIM_INFINITY or hard >= needed:
@@ -432,7 +434,7 @@ def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
 
 
 def check_port(flag: str, port: int) -> Check:
-    """Whether ``port`` can be listened on, at all addresses of this machine."""
+    """Check whether ``port`` can be listened on, at all addresses of this machine."""
     name = f"port {flag}"
     if port == 0:
         return Check(name, "ok", "a free one is taken")
@@ -451,8 +453,10 @@ def check_port(flag: str, port: int) -> Check:
 
 
 def check_ports(config: Config, *, own: frozenset[int]) -> list[Check]:
-    """Check that the miner's ports can be listened on. One that a running miner of this run folder
-    holds is as it should be."""
+    """Check that the miner's ports can be listened on.
+
+    One that a running miner of this run folder holds is as it should be.
+    """
     ports = {"axon.port": config.chain.axon_port, "dht.port": config.swarm.dht_port}
     return [
         Check(f"port {name}", "ok", f"{port}: the running miner listens there")

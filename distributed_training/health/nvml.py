@@ -32,7 +32,7 @@ class NvmlSampler:
 
     @classmethod
     def open(cls, device: int = 0) -> NvmlSampler | None:
-        """The sampler of the process's ``device``-th visible GPU.
+        """Open the sampler of the process's ``device``-th visible GPU.
 
         None without an NVIDIA driver, without nvidia-ml-py, or when there is no such GPU.
         ``CUDA_VISIBLE_DEVICES`` is honoured, both as numbers and as UUIDs.
@@ -47,7 +47,10 @@ class NvmlSampler:
         return cls(nvml=nvml, handle=handles[device], index=device)
 
     def sample(self) -> GpuSample | None:
-        """None if the driver does not answer (a card that fell off the bus, a driver update)."""
+        """Sample the GPU.
+
+        None if the driver does not answer (a card that fell off the bus, a driver update).
+        """
         nvml = self._nvml
         try:
             memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
@@ -69,7 +72,7 @@ class NvmlSampler:
         )
 
     def utilization(self) -> float | None:
-        """Percent, 0 to 100."""
+        """Return the utilization in percent, 0 to 100; None if the driver does not answer."""
         return self._optional(lambda: self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu)
 
     def _optional(self, read: Any) -> float | None:
@@ -118,7 +121,7 @@ def unused_gpu() -> tuple[str | None, str]:
 
 
 def _used_bytes(nvml: Any, handle: Any) -> int:
-    """Without what the driver reserves for itself, where it tells these apart."""
+    """Return the bytes in use, without the driver's own where it tells these apart."""
     try:
         return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
     except (nvml.NVMLError, AttributeError):  # an old driver
@@ -126,7 +129,10 @@ def _used_bytes(nvml: Any, handle: Any) -> int:
 
 
 def visible_gpu_count() -> int:
-    """GPUs this process may use; 0 without driver or with ``CUDA_VISIBLE_DEVICES`` empty."""
+    """Count the GPUs this process may use; 0 without driver or if all are hidden.
+
+    An empty ``CUDA_VISIBLE_DEVICES`` hides them.
+    """
     with _session() as nvml:
         return 0 if nvml is None else len(_visible_handles(nvml))
 
@@ -167,7 +173,7 @@ def _start() -> Any:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """Handles in the order CUDA numbers them; like CUDA, the list ends at the first bad entry."""
+    """List handles in the order CUDA numbers them; like CUDA's, it ends at the first bad entry."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return list(_all_handles(nvml))

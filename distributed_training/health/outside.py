@@ -42,7 +42,7 @@ _TOKENIZER_REMEDY = "check the network and --neuron.global_tokenizer_name"
 
 
 def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
-    """``probe`` returns its finding, or raises what is wrong, as a start does."""
+    """Run ``probe``, which returns its finding, or raises what is wrong, as a start does."""
     try:
         return Check(name, "ok", probe())
     except (ValueError, RuntimeError, OSError) as error:
@@ -54,7 +54,7 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
 
 
 def check_clock(config: Config) -> Check:
-    """This machine's clock against the store's: signatures of calls and requests hold the time."""
+    """Compare this machine's clock with the store's: signatures hold the time."""
     try:
         began = time.time()
         reply = httpx.head(endpoint_of(config.store), timeout=_TIMEOUT.total_seconds())
@@ -68,8 +68,11 @@ def check_clock(config: Config) -> Check:
 
 
 def check_chain_clock(offset: timedelta | None, *, allowed: timedelta, block: timedelta) -> Check:
-    """``offset``: our clock less the chain's, see :meth:`Chain.clock`. ``allowed``: how far those
-    of validators may be from ours. A block is made every ``block``; the newest may be late."""
+    """Check ``offset``: our clock less the chain's, see :meth:`Chain.clock`.
+
+    ``allowed``: how far those of validators may be from ours. A block is made every ``block``; the
+    newest may be late.
+    """
     name = "chain clock"
     if offset is None:
         return Check(name, "skip", "the chain did not tell the time of its newest block")
@@ -81,7 +84,7 @@ def check_chain_clock(offset: timedelta | None, *, allowed: timedelta, block: ti
 
 
 def _judge_clock(name: str, finding: str, beyond: float, allowed: timedelta) -> Check:
-    """``beyond``: seconds more than an answer that is right may differ by."""
+    """Judge a clock; ``beyond``: seconds more than a correct answer may differ by."""
     if beyond <= 0.5 * allowed.total_seconds():
         return Check(name, "ok", finding)
     far = beyond > allowed.total_seconds()
@@ -98,7 +101,7 @@ def _chain(examination: Examination) -> list[Check]:
 
 
 def chain_checks(config: Config) -> tuple[list[Check], int | None]:
-    """Network, hotkey, commitment and endpoint as the chain has them; the uid."""
+    """Check network, hotkey, commitment and endpoint as the chain has them; return the uid, too."""
     shared, own = ("chain clock", "network", "global state"), ("commitment", "endpoint")
     wallet, refused = None, None
     try:
@@ -135,7 +138,7 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
 
 
 def _shared_checks(config: Config, chain: Chain) -> list[Check]:
-    """What needs no hotkey: is this the network, and does it live?"""
+    """Check without a hotkey whether this is the network, and whether it is alive."""
     network = check_network(
         chain.neurons(), netuid=config.chain.netuid, master=config.miner.master_ss58_address
     )
@@ -192,7 +195,7 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_calls(metrics: Path) -> Check:
-    """Whether validators reach a miner that runs: what its own metrics count."""
+    """Check whether validators reach a running miner, by the counts in its own metrics."""
     name = "calls"
     figures = read_metrics(metrics)
     age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)

@@ -1,4 +1,4 @@
-"""Whether a port of another machine can be reached from here: another miner's, or another node's.
+"""Check whether a port of another machine can be reached: another miner's, or our own node's.
 
 No machine can find out alone whether its ports are open to others: a router may turn its own
 address back inside. So a second machine, a peer's or a rented one, dials: ``doctor --probe``.
@@ -26,7 +26,7 @@ VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def host_and_port(text: str) -> tuple[str, int]:
-    """Raises ConfigError."""
+    """Split ``HOST:PORT``. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     host = host.strip("[]")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -37,7 +37,7 @@ def host_and_port(text: str) -> tuple[str, int]:
 
 
 def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
-    """``timeout`` covers the connection, and each of two waits for an answer."""
+    """Dial a port; ``timeout`` covers the connection, and each of two waits for an answer."""
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
@@ -92,7 +92,7 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def address_of(endpoint: str) -> tuple[str, int]:
-    """IP address and port of ``HOST:PORT``. Raises ConfigError for a host nobody knows."""
+    """Return IP address and port of ``HOST:PORT``. Raises ConfigError for an unknown host."""
     host, _, port = endpoint.rpartition(":")
     try:
         family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -111,7 +111,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine that has ``address``."""
+    """Return the network interface of this machine that has ``address``. Raises ConfigError."""
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
@@ -122,7 +122,10 @@ def interface_of(address: str) -> str:
 
 
 def check_nodes(config: Config, *, offline: bool) -> list[Check]:
-    """None for one machine; without ``--rdzv_endpoint`` the configuration's check says so."""
+    """Check the way to the miner's other machines; no checks for a miner of one machine.
+
+    A missing ``--rdzv_endpoint`` is refused by the configuration's check.
+    """
     settings = config.nodes
     if not settings.several or settings.rdzv_endpoint is None:
         return []
@@ -163,8 +166,11 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
 
 
 def _blocked(address: str) -> str | None:
-    """A port such as ranks listen at, and why it cannot be reached. Where nobody listens a machine
-    itself refuses at once, and a firewall keeps silent or says that it is one."""
+    """Return a port such as ranks listen at, and the reason why it cannot be reached, or None.
+
+    Where nobody listens a machine itself refuses at once, and a firewall keeps silent or answers
+    that it is one.
+    """
     port = random.randrange(32768, 60999)
     try:
         socket.create_connection((address, port), _TIMEOUT.total_seconds()).close()

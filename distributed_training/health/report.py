@@ -12,7 +12,7 @@ _RULE = "=" * 80
 
 @dataclass(frozen=True)
 class CudaState:
-    """What torch sees of the GPUs. Memory in GB = 1e9 bytes, of the current device."""
+    """The GPUs as torch sees them. Memory in GB = 1e9 bytes, of the current device."""
 
     available: bool
     count: int = 0
@@ -23,7 +23,7 @@ class CudaState:
 
 
 def cuda_state(device: int | None = None) -> CudaState:
-    """The state now; call it after the model was placed. Imports torch."""
+    """Return the state now; call it after the model was placed. Imports torch."""
     import torch
 
     if not torch.cuda.is_available():
@@ -40,8 +40,11 @@ def cuda_state(device: int | None = None) -> CudaState:
 
 
 def accumulation_steps(*, effective: int, micro_batch: int, world_size: int) -> int:
-    """Micro-batches each rank adds up per inner step: effective / micro-batch / world size,
-    rounded up. 512 / 2 / 4 = 64. Raises ValueError unless all are positive."""
+    """Return the micro-batches each rank adds up per inner step: 512 / 2 / 4 = 64.
+
+    They are effective / micro-batch / world size, rounded up. Raises ValueError unless all are
+    positive.
+    """
     if min(effective, micro_batch, world_size) < 1:
         raise ValueError("effective batch, micro-batch and world size must be positive")
     return -(-effective // (micro_batch * world_size))
@@ -56,11 +59,11 @@ def gpu_report_lines(
     world_size: int,
     expect_gpu: bool = True,
 ) -> list[str]:
-    """The block printed at start, one log line each; what begins with ❌ is a warning.
+    """Return the block printed at start, one log line each; a ❌ at its begin marks a warning.
 
-    ``model_device``: where the parameters are, e.g. ``cuda:0``. ``micro_batch`` and ``effective``
-    count sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked
-    for (``--neuron.device cpu``).
+    ``model_device``: of the parameters, e.g. ``cuda:0``. ``micro_batch`` and ``effective`` count
+    sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
+    (``--neuron.device cpu``).
     """
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
     if cuda.available:
@@ -95,7 +98,7 @@ def gpu_report_lines(
 def step_warnings(
     report: StepReport, settings: DiagnosticsSettings, *, expect_gpu: bool = False
 ) -> list[str]:
-    """The warnings an inner step gives cause for.
+    """Return the warnings that an inner step gives cause for.
 
     ``expect_gpu``: a GPU is there, so a step that used no GPU memory at all is a warning too.
     """
