@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _init(options: argparse.Namespace) -> None:
-    """Raises ConfigError, NetworkFileError; no folder is left then."""
+    """Found a network. Raises ConfigError, NetworkFileError; no folder is left then."""
     folder: Path = options.folder.absolute()
     if folder.exists():
         raise ConfigError(
@@ -304,7 +304,7 @@ def _sign(options: argparse.Namespace) -> None:
 
 
 def _join(options: argparse.Namespace) -> None:
-    """Raises ConfigError; ChainError for a registry that is away or refuses."""
+    """Join a network. Raises ConfigError; ChainError for a registry that is away or refuses."""
     from distributed_training.health.machine import refuse_model
     from distributed_training.health.nvml import visible_gpu_count
 

@@ -116,7 +116,7 @@ class TextSource(_LinesSource):
 
 
 def _scan_lines(path: Path) -> np.ndarray[Any, Any]:
-    """Offsets of the lines and of the end: int64 (lines + 1,)."""
+    """Return the offsets of the lines and of the end: int64 (lines + 1,)."""
     pieces = [np.zeros(1, dtype=np.int64)]
     at = 0
     with path.open("rb") as file:

@@ -60,13 +60,16 @@ def _parse_weights(mix: str, named: dict[str, SourceSpec]) -> dict[str, float]:
 
 
 def pages_of(weights: Sequence[float], pages: int) -> list[int]:
-    """Pages of each source in a block of ``pages``: its share rounded up, at least one."""
+    """Return the pages of each source in a block: its share rounded up, at least one."""
     return [max(1, math.ceil(weight * pages - 1e-9)) for weight in weights]
 
 
 def schedule(weights: Sequence[float], length: int) -> list[int]:
-    """The source of each of ``length`` micro-batches. After k of them every source has had its
-    share of k to within one: the one furthest behind is next, the first of equals."""
+    """Return the source of each of ``length`` micro-batches.
+
+    After k of them every source has had its share of k to within one: the one furthest behind is
+    next, the first of equals.
+    """
     credit = np.zeros(len(weights))
     share = np.asarray(weights, dtype=np.float64) / sum(weights)
     order = []

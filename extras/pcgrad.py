@@ -59,7 +59,7 @@ class SurgeryMicroBatches(MicroBatches):
 
     @torch.no_grad()
     def _run(self, batch: Tensor, domain: int, plan: BatchPlan, *, last: bool) -> None:
-        """Also moves what FSDP just reduced to its domain's gradient."""
+        """Run a micro-batch, and move what FSDP just reduced to its domain's gradient."""
         with torch.enable_grad():
             super()._run(batch, domain, plan, last=last)
         new: list[Any] = []
@@ -74,7 +74,7 @@ class SurgeryMicroBatches(MicroBatches):
 
 
 def local_gradient(gradient: Tensor) -> Tensor:
-    """This rank's rows of a gradient: what FSDP2 keeps, or the tensor itself."""
+    """Return this rank's rows of a gradient: what FSDP2 keeps, or the tensor itself."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
@@ -82,7 +82,7 @@ def local_gradient(gradient: Tensor) -> Tensor:
 def products(
     domains: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup | None, reduce: bool
 ) -> Tensor:
-    """Products of all pairs of gradients: float64 (domains, domains), on the CPU.
+    """Return the products of all pairs of gradients: float64 (domains, domains), on the CPU.
 
     ``domains``: of each domain, this rank's part of every parameter's gradient; all in the same
     order, each element on exactly one rank. ``reduce`` adds up over ``group`` (gloo, or None for
@@ -102,10 +102,10 @@ def products(
 
 
 def surgery_weights(matrix: Tensor, *, seed: int) -> tuple[list[float], int]:
-    """Weight of each domain's gradient in the result, and how many projections were made.
+    """Return the weight of each domain's gradient in the result, and the number of projections.
 
     ``matrix``: :func:`products`. ``seed`` fixes the random order; equal on all ranks. A matrix with
-    NaN or Inf gives weights 1 (the caller's check of the gradient norm sees what is wrong).
+    NaN or Inf gives weights 1 (the caller's check of the gradient norm finds the problem).
     """
     count = len(matrix)
     if not bool(torch.isfinite(matrix).all()):
@@ -136,7 +136,7 @@ def pcgrad(
     group: dist.ProcessGroup | None = None,
     reduce: bool = True,
 ) -> tuple[list[Tensor], int]:
-    """The sum of the projected gradients, this rank's part, and how many projections were made.
+    """Return the sum of the projected gradients, this rank's part, and the number of projections.
 
     Where no two gradients conflict it is their plain sum. The tensors of ``domains[0]`` are
     overwritten and returned; see :func:`products` for the arguments. Collective when ``reduce``.

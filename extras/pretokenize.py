@@ -43,7 +43,7 @@ _ROWS_AT_ONCE = 256  # tokenized together
 
 @dataclass(frozen=True)
 class Plan:
-    """What decides a shard's content. Two plans that are equal make equal shards."""
+    """Everything that a shard's content depends on. Two plans that are equal make equal shards."""
 
     source: SourceSpec
     text_column: str
@@ -93,7 +93,7 @@ class Made:
 
 
 def check_source(spec: SourceSpec) -> None:
-    """Raises ConfigError for a source whose rows cannot be read from one end to the other."""
+    """Raise ConfigError for a source whose rows cannot be read from one end to the other."""
     check_folder(spec)
     if spec.kind in ("hf", "shards"):
         raise ConfigError(
@@ -103,7 +103,7 @@ def check_source(spec: SourceSpec) -> None:
 
 
 def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
-    """Of a source that :func:`check_source` lets pass. Raises ConfigError."""
+    """Open a source that :func:`check_source` lets pass. Raises ConfigError."""
     spec = plan.source
     if spec.folder is None:
         return StdlibSource()
@@ -151,7 +151,7 @@ def take_folder(out: Path, plan: Plan) -> None:
 
 
 def check(out: Path, unit: Unit) -> Made:
-    """Reads the unit's shard and compares its checksum."""
+    """Read the unit's shard and compare its checksum."""
     try:
         header, _ = open_shard(out / unit.name)
     except FileNotFoundError:
@@ -176,7 +176,7 @@ class Maker:
         self._counts.take()  # what the scan found is the parent's to tell
 
     def make(self, unit: Unit) -> Made:
-        """The shard of ``unit``, unless it is there and whole. Raises OSError: the disk's."""
+        """Make the shard of ``unit``, unless it is there and whole. Raises OSError: the disk's."""
         kept = check(self._out, unit)
         if not kept.problem:
             return kept
@@ -230,7 +230,7 @@ def _make(unit: Unit) -> Made:
 
 @dataclass
 class Totals:
-    """What a run did. ``cpu_share``: of all cores' time, how much the processes used."""
+    """The result of a run. ``cpu_share``: the processes' share of all cores' time."""
 
     shards: int = 0
     kept: int = 0  # that were there already
@@ -275,7 +275,7 @@ def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator
 
 
 def children_seconds() -> float:
-    """CPU seconds of this process's children that have ended."""
+    """Return the CPU seconds of this process's children that have ended."""
     import resource
 
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)

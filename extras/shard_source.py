@@ -83,12 +83,12 @@ class ShardTokens:
         return SourceTokens(joined, used, missing)
 
     def _place(self, sequence: int) -> tuple[int, int]:
-        """The shard that holds a sequence, and the number of the shard's first."""
+        """Return the shard that holds a sequence, and the number of the shard's first."""
         shard = int(np.searchsorted(self._ends, sequence, side="right"))
         return shard, int(self._ends[shard - 1]) if shard else 0
 
     def _sequences(self, first: int) -> np.ndarray[Any, Any]:
-        """A page's tokens. Raises ShardError, OSError."""
+        """Return a page's tokens. Raises ShardError, OSError."""
         pieces = []
         end = min(first + self._page, int(self._ends[-1]))
         while first < end:

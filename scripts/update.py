@@ -64,13 +64,16 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class UpdateError(RuntimeError):
-    """Why there is no update. One line; nothing has changed, or all is as before."""
+    """There is no update: nothing has changed, or all is as before. The text is one line."""
 
 
 @dataclass(frozen=True)
 class App:
-    """pm2's app as it runs: ``version`` is the folder of its program, ``home`` the one it runs in,
-    with .env, settings and run folder."""
+    """pm2's app as it runs.
+
+    ``version`` is the folder of its program, ``home`` the one it runs in, with .env, settings and
+    run folder.
+    """
 
     name: str
     version: Path
@@ -80,8 +83,12 @@ class App:
 
     @cached_property
     def run_folder(self) -> Path:
-        """By the miner's flags, which are read once: a file that they name may be away later, when
-        the old version has to be started again. Raises ConfigError."""
+        """The run folder by the miner's flags, which are read once.
+
+        Raises ConfigError.
+
+        A file that they name may be away later, when the old version has to be started again.
+        """
         environment, dotenv = self.environment, self.home / ".env"
         with chdir(self.home):  # where the miner finds what they name
             config = load_config(
@@ -95,7 +102,7 @@ class App:
         return self.home / config.run_folder
 
     def state(self) -> NeuronState:
-        """What the miner's run folder tells of it. Raises ConfigError the first time."""
+        """Return the miner's state from its run folder. Raises ConfigError the first time."""
         return NeuronState(self.run_folder).catch_up()
 
 
@@ -129,7 +136,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def update(options: argparse.Namespace) -> None:
-    """Raises UpdateError."""
+    """Update the miner. Raises UpdateError."""
     pm2 = Pm2(options.pm2)
     old = pm2.app(f"{APP}_{options.name}" if options.name else APP)
     unchanged = f"{old.version.name} runs on"
@@ -387,7 +394,7 @@ def arguments_of(folder: Path, old: App, unchanged: str) -> list[str]:
 
 
 def await_no_round(miner: NeuronState, patience: float, unchanged: str) -> None:
-    """Until the miner trains and no round is due soon."""
+    """Wait until the miner trains and no round is due soon."""
     deadline, told = time.monotonic() + patience, False
     while (why := round_near(miner)) and time.monotonic() < deadline:
         if not told:
@@ -400,7 +407,7 @@ def await_no_round(miner: NeuronState, patience: float, unchanged: str) -> None:
 
 
 def round_near(miner: NeuronState) -> str:
-    """Why this is no moment to stop; empty if it is one."""
+    """Return the reason why this is no moment to stop; empty if it is one."""
     if miner.phase not in ("starting", "training", "stopped"):
         return f"the miner is {miner.phase}"
     figures = read_metrics(miner.folder / "metrics.prom")
@@ -489,7 +496,7 @@ class Pm2:
         )
 
     def state(self, name: str) -> tuple[str, int]:
-        """As pm2 names it, and restarts."""
+        """Return the state as pm2 names it, and the number of restarts."""
         found = self._find(name)
         return str(found["status"]), int(found["restart_time"])
 
