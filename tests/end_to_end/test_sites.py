@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,10 +35,12 @@ from distributed_training.common.processes import send
 from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
-from tests.tools.founded import RULES, Founded, Program, founded, outer_steps, printed, wait_for
+from distributed_training.telemetry.neuron_state import NeuronState
+from tests.tools.founded import Founded, Program, founded, outer_steps
 from tests.tools.namespaces import Machine, sites
+from tests.tools.waiting import wait_for
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(3000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(7200)]
 STEPS = int(os.environ.get("DT_SITES_STEPS", "12"))
 SEED = os.environ.get("DT_SITES_SEED", "25")
 JOINERS = ("direct", "slow", "natted")
@@ -93,13 +95,17 @@ class Run:
     programs: dict[str, Program]
     folders: dict[str, Path]
     standing: Standing
-    kills: list[tuple[float, str, str]] = field(default_factory=list)  # time, kind, whose
+    kills: list[tuple[str, str]] = field(default_factory=list)  # kind, whose
     restarts: Counter[str] = field(default_factory=Counter)
+    taken: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the validator, by number
 
     def tick(self) -> None:
         """Look at all, and start again what a kill or a fault ended."""
-        time.sleep(1)
         self.standing.look()
+        taken = outer_steps(self.folders["validator"])
+        for step in sorted(taken.keys() - self.taken.keys()):
+            print(f"{time.strftime('%H:%M:%S')} outer step {step}: {taken[step]}", flush=True)
+        self.taken = taken
         if not self.network.store.child.running:
             with self.network.machines["founder"].inside():
                 self.network.store.start()
@@ -109,11 +115,6 @@ class Run:
                 self.restarts[name] += 1
                 program.start()
 
-    @property
-    def taken(self) -> dict[int, dict[str, Any]]:
-        """The validator's events of outer steps, by number."""
-        return outer_steps(self.folders["validator"])
-
     def whole(self) -> int:
         """The newest outer step that validator and miners took part in."""
         steps = [n for n, e in self.taken.items() if len(e["participants"]) == len(JOINERS)]
@@ -121,6 +122,13 @@ class Run:
 
     def common(self, step: int) -> bool:
         return all(step in outer_steps(folder) for folder in self.folders.values())
+
+    def settled(self, step: int) -> bool:
+        """Whether all miners train from the weights that the validator published."""
+        miners = [NeuronState(self.folders[who]).catch_up() for who in JOINERS]
+        for miner in miners:
+            miner.close()
+        return all((m.mode, m.outer_step) == ("training", step) for m in miners)
 
     def victims(self) -> Iterator[tuple[str, str]]:
         """Kind, and whose it is."""
@@ -135,7 +143,7 @@ class Run:
             there = self.running(kind, whose)
         if not there or not send(chosen.choice(there), signal.SIGKILL):
             return False
-        self.kills.append((time.time(), kind, whose))
+        self.kills.append((kind, whose))
         print(f"{time.strftime('%H:%M:%S')} killed {kind} of {whose}", flush=True)
         return True
 
@@ -150,80 +158,62 @@ class Run:
         children = psutil.Process(self.programs["validator"].process.pid).children(recursive=True)
         return [p for p in children if word in " ".join(p.cmdline())]
 
-    def go_on(self, until: Any, *, chosen: random.Random | None = None) -> None:
+    def go_on(self, until: Callable[[], bool], *, chosen: random.Random | None = None) -> None:
         """Until ``until()``, with kills of what ``chosen`` draws, each kind as often as another."""
         deck: list[tuple[str, str]] = []
         due = time.monotonic()
-        newest, at = max(self.taken, default=0), time.monotonic()
-        while not until():
+
+        def moved() -> bool:
+            nonlocal due, deck
+            newest = max(self.taken, default=0)
             self.tick()
-            if max(self.taken, default=0) > newest:
-                newest, at = max(self.taken), time.monotonic()
-                print(f"{time.strftime('%H:%M:%S')} outer step {newest}: {self.taken[newest]}")
-            assert time.monotonic() - at < STEP, f"no outer step after {newest}\n{self.story()}"
             if chosen is not None and time.monotonic() > due:
                 deck = deck or chosen.sample(all_ := list(self.victims()), len(all_))
                 if self.kill(*deck.pop(), chosen):
                     due = time.monotonic() + EVERY * chosen.uniform(0.5, 1.5)
+            return until() or max(self.taken, default=0) > newest
 
-    def story(self) -> str:
-        return f"{self.kills}\n{self.network.logs()}"
+        while not until():
+            wait_for(moved, f"an outer step after {sorted(self.taken)}", STEP, every=0.5)
 
 
-def found(network: Founded) -> tuple[Run, str, Path, str]:
-    """Found a network and let three join it, by the commands that the founding prints. Returns the
-    registry's URL too, the network's file, and the command that joins."""
+def found(network: Founded) -> tuple[Run, str]:
+    """Found a network and let three join it. Returns the registry's URL too."""
     machines = network.machines
     (port,) = free_ports(1)
-    url = network.open_front(port)
-    front = network.running[-1]
-    wait_for(front, "READY", 60)
-    network.write_keys("founder")
-    words = ["init", "lab", "--name", "lab", "--host", machines["founder"].address]
-    words += ["--registry", url, "--data-source", "stdlib", "--miners", str(len(JOINERS)), *RULES]
-    out = network.call("dt-network", *words, "--store", network.keys["R2_ENDPOINT_URL"])
-    serve, invite, validate, join, mine = printed(out)
-    served = network.start(serve, "--port", str(port), home="founder")
-    wait_for(served, "READY", 60)
-    invitation = re.search(r"^DT_INVITATION=(\S+)$", network.call(invite), re.M)
-    assert invitation is not None
-    network.make_bucket("lab")
-    validator = network.start(validate, *addresses(machines["founder"]), home="founder")
-    programs = {"registry": served, "front": front, "validator": validator}
-    folders = {"validator": network.folder / "founder" / "lab" / "validator"}
-    file = network.folder / "founder" / "lab" / "network.toml"
-    for who in JOINERS:
-        network.write_keys(who, DT_INVITATION=invitation[1])
-        (network.folder / who / "network.toml").write_bytes(file.read_bytes())
-        said = network.call(join, home=who)
-        bucket = re.search(r"^bucket (lab-\d{3}):", said, re.M)
-        assert bucket is not None and "missing in .env" not in said, said
-        network.make_bucket(bucket[1])
-        folders[who] = network.folder / who / "run"
-        flags = [*addresses(machines[who]), "--neuron.run_folder", str(folders[who])]
-        programs[who] = network.start(mine, *flags, home=who)
-    standing = Standing(folders["validator"] / "ledger.json")
-    return Run(network, programs, folders, standing), url, file, join
+    url, front = network.open_front(port)
+    registry, validator = network.found(
+        *("--miners", str(len(JOINERS))),
+        host=machines["founder"].address,
+        url=url,
+        port=port,
+        flags=addresses(machines["founder"]),
+    )
+    programs = {"registry": registry, "front": front, "validator": validator}
+    programs |= {who: network.join(who, *addresses(machines[who])) for who in JOINERS}
+    folders = {who: network.run_folder(who) for who in ("validator", *JOINERS)}
+    return Run(network, programs, folders, Standing(folders["validator"] / "ledger.json")), url
 
 
 def test_sites_train_together_under_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inside = {OUTER_CALLS: CALLS, PEERS: PEERS}
     with sites(announced=inside) as machines, founded(tmp_path, machines) as network:
         began = time.monotonic()
-        run, url, file, join = found(network)
-        stranger = come_uninvited(network, file, join)
+        run, url = found(network)
+        stranger = come_uninvited(network)
         run.go_on(lambda: run.whole() > 0)
         first = time.monotonic() - began
+        print(f"first common outer step after {first:.0f} s", flush=True)
+        assert first < FIRST
         monkeypatch.setenv("SSL_CERT_FILE", network.more["SSL_CERT_FILE"])
         knock(network, url)
-        assert first < FIRST, f"the first common outer step came after {first:.0f} s"
-        print(f"first common outer step after {first:.0f} s")
         chosen = None if SEED == "none" else random.Random(int(SEED))
         run.go_on(lambda: max(run.taken) >= STEPS - 1, chosen=chosen)
         step = max(run.taken) + 1
         run.go_on(lambda: run.whole() >= step)
         step = run.whole()
-        run.programs["validator"].stop()  # first: no other round begins
+        run.programs.pop("validator").stop()  # first: no other round begins
+        run.go_on(lambda: run.settled(step))
         network.stop()
         run.standing.look()
         show(run, step, first)
@@ -241,7 +231,7 @@ def show(run: Run, step: int, first: float) -> None:
     }
     rounds = Counter(e["fault"] or "ok" for e in events if e["kind"] == "round")
     print(f"first common outer step {first:.0f} s after init; {step} outer steps, rounds {rounds}")
-    print(f"kills {Counter(kind for _, kind, _ in run.kills)}, starts again {run.restarts}")
+    print(f"kills {Counter(kind for kind, _ in run.kills)}, starts again {run.restarts}")
     print(f"held-out loss {losses[0]['before']:.4f} -> {losses[-1]['after']:.4f}, weights {apart}")
     assert losses[-1]["after"] < losses[0]["before"]
     assert all(distance <= 1e-5 for distance in apart.values()), apart
@@ -251,17 +241,13 @@ def show(run: Run, step: int, first: float) -> None:
 # --- the stranger ---------------------------------------------------------------------------------
 
 
-def come_uninvited(network: Founded, file: Path, join: str) -> Program:
+def come_uninvited(network: Founded) -> Program:
     """Be refused a uid, and start a peer that looks for a group of averaging until it is stopped.
 
     It has the network's file, a wallet and a machine of its own."""
-    place = network.folder / "stranger"
-    place.mkdir()
-    (place / "network.toml").write_bytes(file.read_bytes())
-    refused = network.call(join, home=place.name, status=1)
-    assert refused.startswith("network lab version 1") and "nvit" in refused.splitlines()[-1]
-    machine = network.machines[place.name]
-    return network.start("stranger", "swarm", "network.toml", machine.address, home=place.name)
+    network.refuse("stranger")
+    address = network.machines["stranger"].address
+    return network.start("stranger", "swarm", network.file.name, address, home="stranger")
 
 
 def knock(network: Founded, url: str) -> None:

@@ -6,12 +6,12 @@ Each program has a home of its own and, with :func:`..namespaces.sites`, a machi
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from tests.tools.namespaces import Machine
 from tests.tools.store_shim import make_certificate
+from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 MODULES = {
@@ -44,6 +45,7 @@ RULES = [
     if setting.network and setting.name in PRESETS["local"] and setting.fixed
     for word in ("--set", f"{setting.network}={PRESETS['local'][setting.name]}")
 ] + ["--set", "round.seconds_per_block=1.0"]
+PATIENCE = 300.0  # seconds for a command, or a first line: a busy machine imports slowly
 STORE_PORT, REGISTRY_PORT = 9000, 8443  # of the founder, where machines have addresses
 
 
@@ -74,6 +76,15 @@ class Program:
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 
+    def wait_for(self, text: str) -> None:
+        """Until it has printed ``text``."""
+
+        def there() -> bool:
+            assert self.status is None, self.said[-4000:]
+            return text in self.said
+
+        wait_for(there, f"{text!r} of {self.command[2]}", PATIENCE, every=0.2)
+
     def stop(self) -> None:
         """As Ctrl-C does, if it runs."""
         assert self.process is not None
@@ -101,6 +112,7 @@ class Founded:
         self.machines = machines
         self.running: list[Program] = []
         self.more: dict[str, str] = {}  # for every program's environment
+        self.join_line = self.mine_line = self.invitation = ""  # once it is founded
         founder = machines.get("founder")
         c = store.credentials
         self.keys = {
@@ -134,7 +146,7 @@ class Founded:
                 env=self.environ(place),
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=PATIENCE,
             )
         assert done.returncode == status, done.stdout + done.stderr
         return done.stdout + done.stderr
@@ -152,7 +164,62 @@ class Founded:
         self.running.append(program)
         return program
 
-    def open_front(self, registry_port: int) -> str:
+    # --- founding and joining ---------------------------------------------------------------------
+
+    @property
+    def file(self) -> Path:
+        """The network's."""
+        return self.folder / "founder" / "lab" / "network.toml"
+
+    def run_folder(self, who: str) -> Path:
+        """Of a joiner, or of the founder's validator."""
+        own = who != "validator"
+        return self.folder / who / "run" if own else self.folder / "founder" / "lab" / "validator"
+
+    def found(
+        self, *more: str, host: str, url: str, port: int, flags: Sequence[str]
+    ) -> tuple[Program, Program]:
+        """Found "lab" by ``init`` with ``more`` words. Returns its registry, which serves at
+        loopback's ``port``, and its validator, started with ``flags`` beside those printed."""
+        self.write_keys("founder")
+        words = ["init", "lab", "--name", "lab", "--host", host, "--registry", url, *RULES]
+        words += ["--data-source", "stdlib", "--store", self.keys["R2_ENDPOINT_URL"], *more]
+        out = self.call("dt-network", *words)
+        lines = [line.strip() for line in out.splitlines() if line.startswith("  dt-")]
+        serve, invite, validate, self.join_line, self.mine_line = lines
+        registry = self.start(serve, "--port", str(port), home="founder")
+        registry.wait_for("READY")
+        invitation = re.search(r"^DT_INVITATION=(\S+)$", self.call(invite), re.M)
+        assert invitation is not None
+        self.invitation = invitation[1]
+        self.make_bucket("lab")
+        return registry, self.start(validate, *flags, home="founder")
+
+    def refuse(self, home: str) -> None:
+        """See that who has the network's file and no invitation gets no uid."""
+        self._hand_over_file(home)
+        said = self.call(self.join_line, home=home, status=1)
+        assert said.startswith("network lab version 1") and "nvit" in said.splitlines()[-1], said
+
+    def join(self, home: str, *flags: str) -> Program:
+        """Take a uid with the invitation, and start a miner with ``flags`` beside those printed."""
+        self.write_keys(home, DT_INVITATION=self.invitation)
+        self._hand_over_file(home)
+        said = self.call(self.join_line, home=home)
+        bucket = re.search(r"^bucket (lab-\d{3}):", said, re.M)
+        assert bucket is not None and "missing in .env" not in said, said
+        self.make_bucket(bucket[1])
+        own = ["--neuron.run_folder", str(self.run_folder(home))]
+        return self.start(self.mine_line, *own, *flags, home=home)
+
+    def _hand_over_file(self, home: str) -> None:
+        place = self.folder / home
+        place.mkdir(exist_ok=True)
+        (place / self.file.name).write_bytes(self.file.read_bytes())
+
+    # --- what the founder has ---------------------------------------------------------------------
+
+    def open_front(self, registry_port: int) -> tuple[str, Program]:
         """Serve the store, and the registry by TLS, at the founder's address. Returns its URL."""
         founder = self.machines["founder"]
         certificate = make_certificate(self.folder, founder.address)
@@ -161,8 +228,9 @@ class Founded:
             f"{founder.address}:{STORE_PORT}={self.store.port}",
             f"{founder.address}:{REGISTRY_PORT}={registry_port}",
         ]
-        self.start(shlex.join(["front", str(certificate), *ways]), home="founder")
-        return f"https://{founder.address}:{REGISTRY_PORT}"
+        front = self.start(shlex.join(["front", str(certificate), *ways]), home="founder")
+        front.wait_for("READY")
+        return f"https://{founder.address}:{REGISTRY_PORT}", front
 
     def stop(self) -> list[int]:
         """Stop all, the newest first, as Ctrl-C does; their exit statuses."""
@@ -207,22 +275,13 @@ def founded(folder: Path, machines: Mapping[str, Machine] | None = None) -> Iter
         network = Founded(folder, store, machines)
         try:
             yield network
+        except BaseException:
+            print(network.logs())
+            raise
         finally:
             network.stop()
     finally:
         store.stop()
-
-
-def printed(out: str) -> list[str]:
-    """The commands among what ``dt-network init`` prints: serve, invite, validate, join, mine."""
-    return [line.strip() for line in out.splitlines() if line.startswith("  dt-")]
-
-
-def wait_for(program: Program, text: str, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while text not in program.said:
-        assert time.monotonic() < deadline and program.status is None, program.said[-4000:]
-        time.sleep(0.5)
 
 
 def outer_steps(run_folder: Path) -> dict[int, dict[str, object]]:
