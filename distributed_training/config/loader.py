@@ -113,7 +113,7 @@ class Setting:
 
     @property
     def remedy(self) -> str:
-        """What to give: ``1 to 100``, of two numbers ``LOW:HIGH within 1 to 100``, or nothing."""
+        """The values to give: ``1 to 100``, of two numbers ``LOW:HIGH within 1 to 100``, or ""."""
         within = "LOW:HIGH within " if tuple in self.parts and not self.many else ""
         return self.bounds and within + self.bounds
 

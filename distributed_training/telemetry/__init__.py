@@ -1,4 +1,4 @@
-"""What the miner says: log lines, events, metrics."""
+"""Report what the miner does: log lines, events, metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened, for programs: one JSON object a line in ``events.jsonl``.
+"""Record events for programs: one JSON object a line in ``events.jsonl``.
 
 ``neuron_state`` and the tests read this file, also while it is being written
 (:class:`EventFollower`). People read the log.
@@ -36,7 +36,9 @@ _REMEMBERED_LINES = 1000
 
 
 class EventLog:
-    """Appends events to a file. Any thread may write; one process owns the file.
+    """A file that events are appended to.
+
+    Any thread may write; one process owns the file.
 
     Each line is one ``write`` to a file opened for appending, so a reader sees whole lines, and a
     line cut short by a kill is closed off at the next start. When the file passes half of
@@ -54,7 +56,7 @@ class EventLog:
 
     @classmethod
     def from_settings(cls, settings: TelemetrySettings, folder: Path) -> EventLog | None:
-        """``events.jsonl`` in the run folder, or None with ``--neuron.dont_save_events``.
+        """Open ``events.jsonl`` in the run folder; None with ``--neuron.dont_save_events``.
 
         From then on warnings and errors of the log are events too (``problem``: level, text).
         """
@@ -147,8 +149,10 @@ class _Problems(logging.Handler):
 
 
 def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]:
-    """The events of ``path`` (and of ``<path>.1`` before it), oldest first; broken lines are
-    skipped. None if neither file exists."""
+    """Yield the events of ``path`` (and of ``<path>.1`` before it), oldest first.
+
+    Broken lines are skipped. Yields nothing if neither file exists.
+    """
     with contextlib.closing(EventFollower(path)) as follower:
         for event in follower.history(at_most=sys.maxsize):
             if kind is None or event.get("kind") == kind:
@@ -156,7 +160,7 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON can hold it. Raises TypeError for what has no plain form."""
+    """Return ``value`` as JSON can hold it. Raises TypeError if it has no plain form."""
     if isinstance(value, enum.IntEnum):  # an exit status: programs compare numbers
         return int(value)
     if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
@@ -197,9 +201,10 @@ class EventFollower:
         self._rest = b""
 
     def history(self, *, at_most: int) -> Iterator[dict[str, Any]]:
-        """What the last ``at_most`` bytes hold, of the file before too; :meth:`poll` goes on there.
+        """Yield the events in the last ``at_most`` bytes; :meth:`poll` goes on there.
 
-        One by one: a week of them takes ten times as much memory as the file.
+        The rotated file counts too. One by one: a week of them takes ten times as much memory as
+        the file.
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
@@ -209,7 +214,7 @@ class EventFollower:
         yield from self._from_end(at_most)
 
     def poll(self) -> list[dict[str, Any]]:
-        """The events that were completed since the last call; none if the file is not there yet."""
+        """Return the events completed since the last call; none if there is no file yet."""
         events = [*self._events()]
         if self._rotated():
             events += self._events()  # what came between our read and the rotation
@@ -218,7 +223,7 @@ class EventFollower:
         return events
 
     def _rotated(self) -> bool:
-        """Whether ``path`` is now another file than the one we read."""
+        """Return whether ``path`` is now another file than the one we read."""
         if self._file is None:
             return False
         try:

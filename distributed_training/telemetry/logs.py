@@ -44,7 +44,7 @@ _secrets: set[str] = set()
 
 
 def register_secret(secret: SecretStr | str | None) -> None:
-    """From now on ``secret`` appears as ``********`` in every line of this process."""
+    """Show ``secret`` as ``********`` in every line of this process from now on."""
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
         _secrets.add(text)
@@ -82,12 +82,12 @@ class LineFormatter(logging.Formatter):
 
 
 def level_name(record: logging.LogRecord) -> str:
-    """WARNING is called WARNING, whatever a library made of it."""
+    """Return the level's name; WARNING is called WARNING, whatever a library made of it."""
     return _LEVELS.get(record.levelno, record.levelname)
 
 
 def fold(error: BaseException, *, depth: int = 6) -> str:
-    """An exception, its cause and the innermost ``depth`` frames on one line."""
+    """Fold an exception, its cause and the innermost ``depth`` frames into one line."""
     frames = traceback.extract_tb(error.__traceback__)[-depth:]
     places = " < ".join(
         f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(list(frames))
@@ -145,7 +145,7 @@ def setup_logging(
 
 
 def tame_libraries(*, trace: bool = False) -> None:
-    """Warnings only of the libraries, in our format.
+    """Let libraries log warnings only, in our format.
 
     hivemind puts a handler of its own on its logger when first imported: call this again after the
     import to remove it. The environment variables reach the processes it forks.

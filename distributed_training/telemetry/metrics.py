@@ -156,7 +156,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 
 def unix_time(moment: float | None) -> float | None:
-    """Unix seconds of a ``time.monotonic()`` moment, for a metric that is a timestamp."""
+    """Return the Unix seconds of a ``time.monotonic()`` moment, for a timestamp metric."""
     return None if moment is None else moment - time.monotonic() + time.time()
 
 
@@ -176,7 +176,7 @@ class Registry(Collector):
         self._client.register(self)
 
     def add(self, name: str, amount: float = 1.0) -> None:
-        """A counter grows. Raises ValueError also for a negative or non-finite amount."""
+        """Increase a counter. Raises ValueError also for a negative or non-finite amount."""
         _check(name, total=True)
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"counter {name} cannot grow by {amount}")
@@ -184,7 +184,7 @@ class Registry(Collector):
             self._values[name] = self._values.get(name, 0.0) + amount
 
     def set(self, name: str, value: float | None) -> None:
-        """The latest measurement; None, NaN and Inf mean "could not be measured": it is absent."""
+        """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
         _check(name, total=False)
         with self._lock:
             self._values.pop(name, None)
@@ -192,14 +192,17 @@ class Registry(Collector):
                 self._values[name] = value
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
-        """Measurements that differ by ``label`` only (``rank``): the latest of all of them."""
+        """Set measurements that differ by ``label`` only (``rank``): the latest of all of them."""
         _check(name, total=False)
         with self._lock:
             self._labelled[name] = (label, dict(values))
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
-        """Counts that another package keeps: ``refused.rate`` becomes
-        ``<prefix>_refused_total{kind="rate"}``, what has no dot ``<prefix>_<name>_total``."""
+        """Set counts that another package keeps.
+
+        ``refused.rate`` becomes ``<prefix>_refused_total{kind="rate"}``, a name without a dot
+        ``<prefix>_<name>_total``.
+        """
         with self._lock:
             for name, value in counts.items():
                 what, _, kind = name.partition(".")
@@ -208,12 +211,12 @@ class Registry(Collector):
                 kinds[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
 
     def values(self) -> dict[str, float]:
-        """What the catalogue's metrics stand at, by name; those without a value are left out."""
+        """Return the metrics' values by name; those without a value are left out."""
         with self._lock:
             return dict(self._values)
 
     def collect(self) -> Iterator[Metric]:
-        """What has a value, for the Prometheus client."""
+        """Yield each metric that has a value, for the Prometheus client."""
         for name, value in self.values().items():
             yield _family(name, "", {"": value})
         with self._lock:
@@ -224,7 +227,7 @@ class Registry(Collector):
             yield _family(name, label, values)
 
     def text(self) -> str:
-        """Every metric that has a value, in Prometheus' text format; ``dt_`` before each name."""
+        """Return all metrics that have a value in Prometheus' text format, named ``dt_...``."""
         return generate_latest(self._client).decode()
 
 
@@ -236,7 +239,10 @@ def _check(name: str, *, total: bool) -> None:
 
 
 def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
-    """A counter if its name ends with ``_total``. Figures by the label's value, "" without one."""
+    """Return a counter if the name ends with ``_total``, else a gauge.
+
+    ``values``: figures by the label's value, "" without one.
+    """
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     about = {**METRICS, **CHAIN_COUNTS}.get(name, name.removesuffix("_total").replace("_", " "))
     family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
@@ -246,8 +252,11 @@ def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
 
 
 class MetricsFile:
-    """``path`` always holds the registry's latest text whole (Prometheus' textfile collector reads
-    it). Written at most once in ``every`` seconds; a failing disk costs the file, not training."""
+    """A file that always holds the registry's latest text whole.
+
+    Prometheus' textfile collector reads it. Written at most once in ``every`` seconds; a failing
+    disk costs the file, not training.
+    """
 
     def __init__(
         self, path: Path, *, every: float = 15.0, clock: Callable[[], float] = time.monotonic
@@ -258,7 +267,7 @@ class MetricsFile:
         self._failing = False
 
     def write(self, update: Callable[[], None], *, at_once: bool = False) -> None:
-        """``update`` is called first, if it is time."""
+        """Write the file if it is due; ``update`` is called first then."""
         if not self._due() and not at_once:
             return
         update()
@@ -273,8 +282,10 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> dict[str, float]:
-    """Return a metrics file's figures by ``dt_name``, or ``dt_name.KIND`` where a label tells them
-    apart. Those that are not finite are left out; empty if there is no such file."""
+    """Return a metrics file's figures by ``dt_name``, or ``dt_name.KIND`` by a label.
+
+    Those that are not finite are left out; empty if there is no such file.
+    """
     from prometheus_client.parser import text_string_to_metric_families
 
     try:
@@ -290,7 +301,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 
 def record_step(registry: Registry, report: StepReport) -> None:
-    """An inner step's figures; those the report does not have become absent."""
+    """Record an inner step's figures; those the report does not have become absent."""
     gauges = {
         "train_outer_step": report.outer_step,
         "train_inner_step": report.inner_step,

@@ -57,10 +57,10 @@ class Judged:
 
 
 class NeuronState:
-    """What the run folder ``folder`` tells of its neuron, which has the folder's name.
+    """The state of a neuron, read from its run folder ``folder``, whose name it has.
 
-    Only :meth:`apply` changes it. ``uid`` is -1 until a start tells it. ``phase`` is the miner's
-    last mode, or the validator's present work.
+    Only :meth:`apply` changes it. ``uid`` is -1 until a start event has it. ``phase`` is the
+    miner's last mode, or the validator's present work.
     """
 
     def __init__(self, folder: Path, *, uid: int = -1) -> None:
@@ -110,9 +110,11 @@ class NeuronState:
         self._follower.close()
 
     def apply(self, event: Mapping[str, Any]) -> dict[str, Any]:
-        """Take one event in. Returns it with the neuron's name, its number, the state after it, and
-        what follows from it here: ``between_seconds`` of a step (rounds, snapshots and loads since
-        the step before), ``changed`` of a sweep.
+        """Take one event in.
+
+        Returns it with the neuron's name, its number, the state after it, and what follows from it
+        here: ``between_seconds`` of a step (rounds, snapshots and loads since the step before),
+        ``changed`` of a sweep.
 
         Unknown kinds and fields, and fields of another type, change nothing.
         """
@@ -197,7 +199,7 @@ class NeuronState:
     # --- what the page is told --------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """All that a page needs to begin with, as JSON can hold it."""
+        """Return all that a dashboard needs to begin with, as JSON can hold it."""
         return {
             "name": self.name,
             "state": self.mode,
@@ -211,7 +213,7 @@ class NeuronState:
         }
 
     def measured(self) -> dict[str, Any]:
-        """The part of :meth:`facts` that changes without an event, or is counted over many."""
+        """Return the part of :meth:`facts` that changes without an event, or counts many."""
         return {
             "gauges": read_metrics(self.folder / "metrics.prom"),
             "life": self.life(),
@@ -242,8 +244,10 @@ def _written_at(path: Path) -> float | None:
 
 
 def _runs(path: Path) -> bool:
-    """Whether the process whose pid the file holds still runs. One that began after the file was
-    written has the same pid by chance."""
+    """Return whether the process whose pid the file holds still runs.
+
+    One that began after the file was written has the same pid by chance.
+    """
     written = _written_at(path)
     try:
         pid = int(json.loads(path.read_bytes())["pid"])
@@ -253,7 +257,7 @@ def _runs(path: Path) -> bool:
 
 
 def thinned(steps: Sequence[Step]) -> list[list[float | None]]:
-    """At most ``_POINTS`` rows; means where a mean says something, else the last of each bucket."""
+    """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
     size = max(1, math.ceil(len(steps) / _POINTS))
     return [_merged(steps[start : start + size]) for start in range(0, len(steps), size)]
 

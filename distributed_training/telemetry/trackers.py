@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _begin(asked: dict[str, Any]) -> tuple[Any, str]:
-    """The run, or None; what to tell the operator, or ""."""
+    """Begin a W&B run; return it or None, and the line for the operator or ""."""
     folder = Path(asked["folder"])
     try:
         import wandb
@@ -90,7 +90,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _run_id(path: Path) -> str:
-    """The same for the life of a run folder."""
+    """Return an id that stays the same for the life of a run folder."""
     with contextlib.suppress(OSError):
         if known := path.read_text().strip():
             return known
@@ -118,7 +118,7 @@ _TORCHTITAN: Mapping[str, tuple[str, float]] = {
 
 
 class Writer(Protocol):
-    """Where figures go. Any method may raise; it is not called again then."""
+    """A destination of figures. Any method may raise; it is not called again then."""
 
     def write(self, step: int, figures: Mapping[str, float]) -> None: ...
 
@@ -126,8 +126,11 @@ class Writer(Protocol):
 
 
 class TensorBoard:
-    """Event files in ``folder``. Steps from ``first_step`` on that an earlier run wrote, and a
-    checkpoint took back, are hidden; so are those that a roll-back repeats."""
+    """Event files in ``folder``.
+
+    Steps from ``first_step`` on that an earlier run wrote, and a checkpoint took back, are hidden;
+    so are those that a roll-back repeats.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
         self._folder = folder
@@ -214,13 +217,13 @@ class Tracker:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Returns at once. Steps that nobody takes for hours are dropped."""
+        """Queue figures and return at once. Steps that nobody takes for hours are dropped."""
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._steps.put_nowait((step, metrics))
 
     def close(self) -> None:
-        """What was logged is written, if that takes seconds at most."""
+        """Write what was logged, if that takes seconds at most."""
         with contextlib.suppress(queue.Full):
             self._steps.put_nowait(None)
         self._thread.join(_CLOSE_SECONDS)
@@ -246,7 +249,7 @@ class Tracker:
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The catalogue's metrics by the names under which they are drawn: one group for each package.
+    """Return the metrics by the names under which they are drawn: a group for each package.
 
     Moments are left out: the numbers of a graph are too coarse for them.
     """
@@ -266,7 +269,10 @@ def figures(metrics: Mapping[str, float]) -> dict[str, float]:
 def open_trackers(
     settings: TelemetrySettings, folder: Path, *, name: str, first_step: int
 ) -> list[Tracker]:
-    """What the settings ask for. ``folder``: of the run; ``first_step``: the next one's number."""
+    """Open the trackers that the settings name.
+
+    ``folder``: of the run; ``first_step``: the next one's number.
+    """
     trackers = []
     board = settings.tensorboard_dir
     if board is not None:

@@ -28,7 +28,7 @@ _CONNECTIONS = 256  # more get 503; fewer than the usual limit of open files, 10
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns an exit status: 2 for arguments that cannot work, said in one line."""
+    """Serve the dashboard; return 2 for arguments that cannot work, with one line."""
     parser = argparse.ArgumentParser(prog="python -m distributed_training.telemetry.page")
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")

@@ -99,7 +99,7 @@ class PageProcess:
         return self._process.pid
 
     def _listen(self) -> None:
-        """Whoever starts a process must outlive it (``--with-parent``): this thread does."""
+        """Follow the process, whose parent thread must outlive it (``--with-parent``)."""
         backoff, bounded = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), Bounded(self._told)
         while True:
             assert self._process.stdout is not None

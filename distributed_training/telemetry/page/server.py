@@ -185,7 +185,7 @@ def is_own_address(scope: Scope) -> bool:
 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
-    """The ASGI application over ``neurons``; see the module."""
+    """Return the ASGI application over ``neurons``; see the module."""
     hub = Hub(neurons)
 
     @contextlib.asynccontextmanager
@@ -203,7 +203,10 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         return StreamingResponse(hub.follow(), media_type="text/event-stream")
 
     async def metrics(request: Request) -> Response:
-        """Before the first figures an empty text: the miner starts, and Prometheus sees it up."""
+        """Return the metrics; an empty text before the first figures.
+
+        The miner starts then, and Prometheus sees it up.
+        """
         wanted = request.query_params.get("neuron", neurons[0].name if neurons else "")
         for neuron in neurons:
             if neuron.name == wanted:
