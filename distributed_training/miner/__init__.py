@@ -1,0 +1,1 @@
+"""Run a miner: the launcher, the ranks, the loop and what rank 0 does beside it."""

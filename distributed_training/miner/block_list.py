@@ -1,11 +1,11 @@
-"""Which blocks all ranks prefetch and train on, and which were trained since the last publication.
+"""Choose the blocks that all ranks prefetch and train on, and list those since the last upload.
 
 A block number is a position in the data (protocol page, section 5). Rank 0 asks for the chain's
 current block ahead of need; where training is faster than the chain, for the newest of the blocks
 before it that were not asked for. It waits until *every* rank holds a block's pages, and begins it
-cut to what the poorest rank has. A block enters the block list with the first completed inner step
-that holds its tokens, never before; a publication takes the list with it, and gets it back if it
-failed.
+cut to the sequences of the poorest rank. A block enters the block list with the first completed
+inner step that holds its tokens, never before; an upload takes the list with it, and gives it back
+if it failed.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class BlockList:
         return self._remaining > 0
 
     def on_boundary(self, *, may_begin: bool) -> DataOrder:
-        """What to prefetch, and what to train on from here; ``may_begin`` False: the former."""
+        """Return the block to prefetch and, if ``may_begin``, the one to train on from here."""
         self._harvest()
         request = self._next_request()
         if not may_begin or self._remaining:
@@ -149,7 +149,7 @@ class BlockList:
         return block
 
     def _queued_seconds(self) -> float:
-        """How long training goes on with what was requested; Inf until its pace is known."""
+        """Return how long the requested blocks last; Inf until the pace is known."""
         whole = self._current[1] // self._micro_batch_size  # nothing better is known of the others
         micro_batches = (
             self._remaining
@@ -161,8 +161,10 @@ class BlockList:
         return (micro_batches - 1) * self._pace.seconds()  # asked again a micro-batch later
 
     def _past_block(self) -> int:
-        """The chain has not moved, and its newest block was asked for. Any block may be listed
-        (protocol page, section 5), if the list also has recent ones."""
+        """Return an earlier block: the chain has not moved, and its newest block was asked for.
+
+        Any block may be listed (protocol page, section 5), if the list also has recent ones.
+        """
         if self._barren:
             return 0  # no more often than the chain moves, or a source that is down gets no rest
         if self._clock() - self._moved_at > self.patience and not self._recent_is_coming():
@@ -178,7 +180,7 @@ class BlockList:
         return self._oldest
 
     def _recent_is_coming(self) -> bool:
-        """Whether the next publication's list will have a block that validators call recent."""
+        """Return whether the next upload's list will have a block that counts as recent."""
         ahead = [*self._requested, *(block for block, _ in self._ready), *self._since_step]
         if self._remaining:
             ahead.append(self._current[0])
@@ -195,12 +197,14 @@ class BlockList:
         return max([*self._trained, *self._done, self.newest_published or 0]) or None
 
     def newest_age(self) -> int | None:
-        """How many blocks the chain is ahead of the newest one in :meth:`blocks`."""
+        """Return how many blocks the chain is ahead of the newest one in :meth:`blocks`."""
         return self.chain_block() - max(self._trained) if self._trained else None
 
     def list_is_recent(self) -> bool:
-        """Whether a publication with :meth:`blocks` helps: its newest block is recent, or at least
-        no older than that of the publications before."""
+        """Return whether an upload with :meth:`blocks` helps.
+
+        Its newest block must be recent, or at least no older than that of the uploads before.
+        """
         newest = max(self._trained, default=0)
         return newest >= min(self.chain_block() - self._recent, max(self._done, default=0))
 
@@ -270,28 +274,30 @@ class BlockList:
         self._remaining = 0
 
     def step_done(self, *, skipped: bool = False) -> None:
-        """An inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
+        """Note that an inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
         self._steps += 1
         if not skipped:
             self._trained |= dict.fromkeys(sorted(self._since_step), self._steps)
         self._since_step.clear()
 
     def step_dropped(self) -> None:
-        """The micro-batches of the inner step under way will never be learned from: an outer step
-        or a load came between."""
+        """Forget the micro-batches of the inner step under way.
+
+        An outer step or a load came between, so they will never be learned from.
+        """
         self._since_step.clear()
 
     def blocks(self) -> list[int]:
-        """Blocks trained on since the last publication, in order."""
+        """Return the blocks trained on since the last upload, in order."""
         return list(self._trained)
 
     def snapshot_taken(self, at: Progress | Revision) -> None:
-        """The list goes with this revision; a block still in training enters the next one again."""
+        """Give the list to this revision; a block still in training enters the next one again."""
         self._published[at.outer_step, at.inner_step] = self._trained
         self._trained = {}
 
     def publication_ended(self, revision: Revision, *, ok: bool) -> None:
-        """A publication that failed, or was superseded, gives its blocks back."""
+        """Take the blocks back from an upload that failed or was superseded."""
         step = revision.outer_step, revision.inner_step
         blocks = self._published.pop(step, {})
         if ok:
@@ -308,7 +314,7 @@ class BlockList:
     # --- across restarts -----------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able. Blocks of publications under way count as not published."""
+        """Return a JSON-able state. Blocks of uploads under way count as not uploaded."""
         owed = dict(self._trained)
         for blocks in self._published.values():
             owed |= {b: max(step, owed.get(b, 0)) for b, step in blocks.items()}
@@ -329,14 +335,16 @@ class BlockList:
     def load_state_dict(
         self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True
     ) -> None:
-        """After a restart: ``state`` and the data's ``cursor`` of a checkpoint (both may be empty).
+        """Go on after a restart, from a checkpoint's ``state`` and the data's ``cursor``.
 
-        The block that was under way is begun again where it was, then those that were prefetched.
-        With another uid every block has other pages: none counts as trained on, and those under way
-        begin anew. With another number of ranks or another micro-batch, what a rank holds of a
-        block is cut differently, and the trainer drops the micro-batches of the inner step under
-        way (so it does where ``exact`` is False). Then the blocks that they were of, and the one in
-        training, begin anew: no page of a block that is listed goes untrained.
+        Both may be empty. The block that was under way is begun again where it was, then those that
+        were prefetched. With another uid every block has other pages: none counts as trained on,
+        and those under way start over.
+
+        With another number of ranks or another micro-batch, a rank's sequences of a block are cut
+        differently, and the trainer drops the micro-batches of the inner step under way. So it does
+        where ``exact`` is False. Then the blocks that they were of, and the one in training, start
+        over: no page of a block that is listed goes untrained.
         """
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
@@ -382,15 +390,15 @@ class BlockList:
             self._ahead = [block, *(b for b in self._ahead if b != block)]
 
     def begin_with(self, block: int) -> None:
-        """Of a fresh start: the ranks have it prepared already."""
+        """Begin a fresh start with a block that the ranks have prepared already."""
         self._ahead = [block]
         self._last_requested = self._oldest = block
 
     def roll_back(self, state: dict[str, Any]) -> None:
-        """Weights are again those of the checkpoint ``state`` is from; data goes on from here.
+        """Go back to the weights of the checkpoint with ``state``; data goes on from here.
 
-        What was trained on after it is not in the weights any more, and what was published since
-        is not listed again.
+        Later training is not in the weights any more, and blocks uploaded since are not listed
+        again.
         """
         saved = {int(b): int(step) for b, step in state.get("blocks", [])}
         owed = {b: step for b, step in saved.items() if self._done.get(b, 0) < step}
@@ -403,8 +411,10 @@ class BlockList:
 
 
 class _Pace:
-    """Seconds a micro-batch takes: the median of the last ones, so that rounds, checkpoints and
-    waits for data do not count."""
+    """The seconds a micro-batch takes: the median of the last ones.
+
+    So rounds, checkpoints and waits for data do not count.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -418,5 +428,5 @@ class _Pace:
         self._last = now
 
     def seconds(self) -> float:
-        """Inf before the second micro-batch."""
+        """Return the median; Inf before the second micro-batch."""
         return statistics.median(self._seconds) if self._seconds else math.inf

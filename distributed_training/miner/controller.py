@@ -109,11 +109,11 @@ class Controller:
         self._subscribers.append(subscriber)
 
     def post(self, event: ev.Event) -> None:
-        """From any thread: something happened. Returns at once."""
+        """Queue an event, from any thread. Returns at once."""
         self._events.put(event)
 
     def next_command(self) -> Command:
-        """The command of this boundary. Waits at most 0.2 s when there is nothing to do."""
+        """Return the command of this boundary. Waits at most 0.2 s without any work."""
         self.drain()
         if self._tick_due():
             self._handle(ev.Tick(self._clock()))
@@ -178,7 +178,7 @@ class Controller:
                 self._global_epoch.refuse_fetched()
 
     def _command(self, order: Order, data: DataOrder) -> Command:
-        """``order`` with its number and what rank 0 adds, as they are now that its turn came."""
+        """Return ``order`` with its number and rank 0's local data, as they are at its turn."""
         state, blocks, request = self.state, self._blocks, DataOrder(data.request)
         match order:
             case Order.LOAD | Order.REBASE:

@@ -1,6 +1,6 @@
-"""The global bucket as a miner uses it: its outer step, its files, and our drift from it.
+"""Follow the global bucket: its outer step, its files, and our drift from it.
 
-The validator that owns the bucket publishes the global state there after each round: the model's
+The validator that owns the bucket uploads the global state there after each round: the model's
 ``config.json`` and ``model.safetensors`` and the ``outer_optimizer.pt``. Its read keys stand in
 that validator's commitment on the chain. A start waits for both (:func:`open_global_bucket`,
 :func:`first_global_state`); later a thread of rank 0 watches the bucket. It only ever posts events:
@@ -8,7 +8,7 @@ a bucket that does not answer, or a state that is refused, never stops training.
 
 A peer that is lost in the middle of a transfer leaves the survivors of a round with averages that
 differ in parts, and outer steps are compared by number alone. So after a round, once the validator
-has published, this miner reads a few slices of the global ``model.safetensors`` and compares them
+has uploaded, this miner reads a few slices of the global ``model.safetensors``. It compares them
 with the weights it began the outer step with (rank 0's rows of them).
 """
 
@@ -70,12 +70,10 @@ class NotComparable(ValueError):
 def drift(
     rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int, slices: int = SLICES
 ) -> float:
-    """The largest difference found, relative to the largest weight of its slice.
+    """Return the largest difference found, relative to the largest weight of its slice.
 
-    ``size``: bytes of the whole object.
-
-    Reads the header and ``slices`` slices of at most 256 KiB, chosen at random among all rows by
-    their size. Raises NotComparable, and what ``read`` raises.
+    ``size``: bytes of the whole object. Reads the header and ``slices`` slices of at most 256 KiB,
+    chosen at random among all rows by their size. Raises NotComparable, and the errors of ``read``.
     """
     try:
         table = safetensors_table(read, size)
@@ -120,7 +118,7 @@ class GlobalUnavailableError(RuntimeError):
 
 
 class GlobalEmptyError(GlobalUnavailableError):
-    """Nothing was published yet."""
+    """The global bucket is empty so far."""
 
 
 class GlobalSilentError(GlobalUnavailableError):
@@ -156,9 +154,9 @@ class GlobalBucket:
         self._folder = folder
 
     def follow(self) -> BucketReader:
-        """Return the bucket by the keys of now, or else the last one. The owner may have moved to
-        another account; what is no commitment is not followed.
+        """Return the bucket by the keys of now, or else the last one.
 
+        The owner may have moved to another account; a text that is no commitment is not followed.
         Raises NoBucket, ChainError as long as there was none.
         """
         try:
@@ -175,7 +173,7 @@ class GlobalBucket:
         return found
 
     def outer_step(self) -> int:
-        """Of the root metadata, which its owner writes last."""
+        """Return the outer step of the root metadata, which its owner writes last."""
         with _unavailable():
             metadata = self.follow().metadata()
             if metadata is None:
@@ -184,8 +182,11 @@ class GlobalBucket:
             return check_run(metadata, self._run).outer_step
 
     def fetch(self, outer_step: int) -> Path:
-        """Return the folder of that epoch's config.json, model.safetensors and outer_optimizer.pt,
-        checked. Raises GlobalRefusedError for a state that :func:`refuse` was called for."""
+        """Return the folder of that outer step's checked files.
+
+        They are config.json, model.safetensors and outer_optimizer.pt. Raises GlobalRefusedError
+        for a state that :func:`refuse` was called for.
+        """
         with _unavailable():
             folder = self.follow().fetch(outer_step, self._folder)
         remove_states(self._folder, before=outer_step - 1)
@@ -232,9 +233,10 @@ def _unavailable() -> Iterator[None]:
 def open_global_bucket(
     config: Config, chain: Chain, folder: Path, wanted: Callable[[], bool]
 ) -> GlobalBucket:
-    """Its read credentials stand in the master hotkey's commitment; waits for them.
+    """Wait for the read credentials in the master's commitment, and open the bucket.
 
-    Raises StopBeforeStart. Another commitment of that hotkey later is followed."""
+    Raises StopBeforeStart. Another commitment of that hotkey later is followed.
+    """
     master, most = config.miner.master_ss58_address, config.store.longest_transfer
     peers = PeerBuckets(config.store, chain, small=_ANSWER, large=most)
     bucket = GlobalBucket(
@@ -255,11 +257,11 @@ def open_global_bucket(
 def first_global_state(
     bucket: GlobalBucket, wanted: Callable[[], bool], *, resumes: bool = False
 ) -> tuple[int, Path, bool]:
-    """Return the present epoch, the folder with its files, and whether the bucket showed it; wait
-    until there is one.
+    """Wait for a global state; return its outer step, its folder, and its origin.
 
-    ``resumes``: there is a checkpoint to train from, so a state that was refused will do, and
-    while the store does not answer the newest one on the disk.
+    The last value is whether the bucket showed it. ``resumes``: there is a checkpoint to train
+    from, so a state that was refused will do, and while the store does not answer the newest one on
+    the disk.
     """
     waiting = _Waiting("if it stays so: check the network of this machine, or update the miner")
     target, failures, not_before = -1, 0, 0.0
@@ -314,7 +316,7 @@ class _Waiting:
 
 
 def pause(wanted: Callable[[], bool]) -> None:
-    """Before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
+    """Wait before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
     deadline = time.monotonic() + _LOOK_AGAIN
     while time.monotonic() < deadline:
         if not wanted():
@@ -363,7 +365,7 @@ class GlobalEpoch:
         self._thread.start()
 
     def compare_soon(self) -> None:
-        """Answered by GlobalEpochSeen, unless the bucket cannot be read."""
+        """Compare outer steps soon; GlobalEpochSeen follows if the bucket can be read."""
         self._wake.set()
 
     def fetch(self, outer_step: int) -> None:
@@ -377,12 +379,12 @@ class GlobalEpoch:
             refuse(self._fetched, "it does not fit this model")
 
     def compare_weights(self, outer_step: int) -> None:
-        """Answered by WeightsCompared, unless the bucket cannot be read."""
+        """Compare weights soon; WeightsCompared follows if the bucket can be read."""
         self._compare_weights = outer_step
         self._wake.set()
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Ends a download; waits at most ``timeout`` for a request in flight."""
+        """End a download; wait at most ``timeout`` for a request in flight."""
         self._closed.set()
         self._wake.set()
         self._bucket.stop()

@@ -1,9 +1,10 @@
-"""Whether this miner earns, in one verdict, and what to do if it does not.
+"""Judge whether this miner earns, in one verdict, and name the action if it does not.
 
-Validators judge what a miner has uploaded and write weights to the chain. The chain turns them into
-*incentive*, the miner's share of what the network pays (0 to 1), and into *emission* per tempo. The
-incentive follows hours behind the cause. So the verdict looks first at what would make the next
-score zero, and only then at the incentive: a miner may still earn by what it has lost already.
+Validators judge a miner's uploads and write weights to the chain. The chain turns them into
+*incentive*, the miner's share of the network's payments (0 to 1), and into *emission* per tempo.
+The incentive follows hours behind the cause. So the verdict looks first at causes that would make
+the next score zero, and only then at the incentive: a miner may still earn from scores it has lost
+already.
 
 :class:`Income` subscribes to the event stream. It logs a line that begins with ``Income:`` when the
 verdict changes and once an hour, writes an ``income`` event, and gives the metrics their figures.
@@ -33,7 +34,7 @@ _LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
 
 
 class Verdict(StrEnum):
-    """In the order in which they are looked for."""
+    """The verdicts in the order in which they are tried."""
 
     UNKNOWN = "unknown"
     NOTHING_UPLOADED = "nothing uploaded"
@@ -46,7 +47,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Standing:
-    """What the chain shows of one miner among the others.
+    """The chain's figures of one miner among the others.
 
     ``rank`` is 1 for the highest incentive of ``miners`` neurons without a validator's permit;
     equal ones share it. ``emission`` is per tempo, in the subnet's token. ``weights_block``: at
@@ -84,7 +85,7 @@ def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a verdict is made of; ages in seconds, None where there is none.
+    """The facts that a verdict is made of; ages in seconds, None where there is none.
 
     ``upload_age`` is that of the newest upload, ``blocks_left`` how many blocks its block list will
     still count (negative: it does not). ``behind``: how long the network has been at a later outer

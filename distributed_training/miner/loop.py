@@ -46,9 +46,11 @@ PAUSES = frozenset(
 
 
 class MinerLoop:
-    """Run boundaries until STOP. ``snapshots``: folder of snapshots. ``alive``: called at each
-    boundary. ``controller`` and ``buffers`` (float32 tensors that the swarm averages in place) are
-    None on all ranks but 0."""
+    """Run boundaries until STOP.
+
+    ``snapshots``: folder of snapshots. ``alive``: called at each boundary. ``controller`` and
+    ``buffers`` (float32 tensors that the swarm averages in place) are None on all ranks but 0.
+    """
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class MinerLoop:
         self._snapshot: SnapshotHandle | None = None  # the last one
 
     def run(self) -> int:
-        """Until STOP. Returns the exit status; all ranks return the same."""
+        """Run until STOP; return the exit status, the same on all ranks."""
         while True:
             began = time.perf_counter()
             self._alive()
@@ -94,7 +96,7 @@ class MinerLoop:
                 return command.arg
 
     def _carry_out(self, command: Command, began: float) -> ev.Event:
-        """What is raised here, and not answered with an event, ends the miner on all ranks."""
+        """Carry out a command; an error not answered with an event ends the miner on all ranks."""
         match command.order:
             case Order.TRAIN:
                 return self._micro_batch()
@@ -138,7 +140,7 @@ class MinerLoop:
                 self._requested.discard(block)
 
     def _hold_back(self) -> None:
-        """Sequences that are never trained on, once there are enough: previews are run on them."""
+        """Set sequences aside as held-out data, once there are enough, for gradient checks."""
         if self._holds_back or not self._trainer.preview_micro_batches:
             return
         held = self._data.held_back(self._trainer.preview_micro_batches, others=self._wants_others)
@@ -147,7 +149,7 @@ class MinerLoop:
             self._trainer.hold_back(held)
 
     def _hold_others_back(self) -> None:
-        """A new outer step: what was chosen on the same few sequences again and again fits them."""
+        """Choose other held-out data in a new outer step: scales searched on the old fit it."""
         self._holds_back, self._wants_others = False, True
 
     def _micro_batch(self) -> ev.Event:

@@ -1,9 +1,9 @@
-"""What a first start takes over: the inner optimizer and its schedule.
+"""Take over the inner optimizer and its schedule at a first start.
 
-Everybody else trains at the network's learning rate, with moments of thousands of steps. A miner
+All other miners train at the network's learning rate, with moments of thousands of steps. A miner
 without a checkpoint takes both from the global bucket, as the public one does, or after a lost disk
-from what it uploaded itself. It also hands them on: validators take the schedule of the miner with
-the most inner steps as the network's own.
+from its own uploads. It also hands them on: validators take the schedule of the miner with the most
+inner steps as the network's own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ FOLDER = "inner-optimizer"  # in the run folder, until it was taken over
 def fetch_inner_optimizer(
     config: Config, global_bucket: GlobalBucket, outer_step: int, *, bucket: str, folder: Path
 ) -> Path | None:
-    """Return the folder with the inner optimizer's shards, None if neither the global bucket nor
-    our own ``bucket`` gives them. Raises StoppedError.
+    """Return the folder with the inner optimizer's shards, or None.
 
-    Right after a round the global bucket may not have this outer step's yet: the one before will
-    do, some hundred inner steps behind in the schedule.
+    They come from the global bucket, else from our own ``bucket``. Right after a round the global
+    bucket may not have this outer step's yet: the one before will do, some hundred inner steps
+    behind in the schedule. Raises StoppedError.
     """
     destination, found = folder / FOLDER, None
     try:
@@ -68,8 +68,10 @@ def _own(config: Config, bucket: str, destination: Path) -> Path | None:
 
 
 def begin(trainer: Trainer, folder: Path | None) -> None:
-    """Take over what rank 0 fetched into ``folder``, and log what this start begins with. All
-    ranks, at a start without a checkpoint."""
+    """Take over what rank 0 fetched into ``folder``, and log what this start begins with.
+
+    All ranks, at a start without a checkpoint.
+    """
     from distributed_training.training.inner_state import take_over
 
     facts, why, schedule = None, "", trainer.schedule

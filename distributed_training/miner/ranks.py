@@ -1,8 +1,8 @@
-"""How rank 0's decision reaches all ranks: one small broadcast per micro-batch boundary.
+"""Send rank 0's decision to all ranks: one small broadcast per micro-batch boundary.
 
 The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 48
-bytes whatever is ordered; what an order needs beyond integers (a folder, a round's request) stays
-on rank 0 (:class:`~.state_machine.Given`) or is derived from the integers.
+bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
+(:class:`~.state_machine.Given`) or is derived from the integers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INTEGERS = 6  # of a command
 
 
 def pack(command: Command) -> list[int]:
-    """What travels of ``command``."""
+    """Return the integers of ``command`` that are broadcast."""
     return [int(command.order), command.arg, *command.data]
 
 
@@ -63,7 +63,7 @@ class Ranks:
         return command
 
     def all_agree(self, ok: bool) -> bool:
-        """The vote: True on every rank if and only if every rank passes True."""
+        """Vote: return True on every rank if and only if every rank passes True."""
         if self.world_size == 1:
             return ok
         vote = torch.tensor([int(ok)], dtype=torch.int64)

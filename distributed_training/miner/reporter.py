@@ -1,8 +1,8 @@
-"""From events to log lines, metrics and ``events.jsonl``.
+"""Turn events into log lines, metrics and ``events.jsonl``.
 
-Everything the miner logs about its loop comes from here. People read the log, programs the event
-file (``telemetry.read_events``), monitoring the metrics. An event's fields and the lines that
-operators search for (``protocol/lines.py``) are an interface and stay.
+All log lines about the miner's loop come from here. People read the log, programs the event file
+(``telemetry.read_events``), monitoring the metrics. An event's fields and the lines that operators
+search for (``protocol/lines.py``) are an interface and stay.
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ _SLOPE_LEAST = 30  # below, warming up looks like a leak
 
 
 class MachineGauges:
-    """Disk, memory and GPUs of one miner. ``needed``: bytes that a snapshot and a
-    checkpoint take in ``folder``."""
+    """Gauges of the disk, memory and GPUs of one miner.
+
+    ``needed``: bytes that a snapshot and a checkpoint take in ``folder``.
+    """
 
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
         self._folder = folder
@@ -68,7 +70,7 @@ class MachineGauges:
         }
 
     def by_rank(self) -> dict[str, dict[int, float]]:
-        """Metric, rank -> value. Rank and GPU have one number: a rank takes the GPU of its own."""
+        """Return metric, rank -> value. A rank has the number of its GPU."""
         found: dict[str, dict[int, float]] = {}
         for rank, pid in listening_ranks(self._folder, instance=self._instance).items():
             with contextlib.suppress(psutil.Error):
@@ -98,8 +100,12 @@ class MachineGauges:
         return None
 
     def _resident(self) -> float:
-        """Of all ranks, what they started and what they were forked from, which is the parent of
-        each (without a launcher: of this rank's tree). What they share counts for each of them."""
+        """Return the resident bytes of all ranks and of the processes around them.
+
+        They are the children of the ranks and the process they were forked from, which is the
+        parent of each (without a launcher: of this rank's tree). Shared pages count for each of
+        them.
+        """
         top = psutil.Process()
         if self._instance:
             top = top.parent() or top
@@ -118,9 +124,10 @@ def limits(
     chain_block: Callable[[], int],
     most_blocks: Callable[[], int],
 ) -> dict[str, Callable[[], float | None]]:
-    """How long validators will take what is published: its age, that of its block list.
+    """Return gauges of how long validators will count the last upload, by name.
 
-    ``newest``: block of that list; ``most_blocks``: that it may be behind the chain.
+    They are the time left to its age limit and to that of its block list. ``newest``: block of that
+    list; ``most_blocks``: that it may be behind the chain.
     """
 
     def age() -> float | None:
@@ -151,12 +158,12 @@ class Growth:
         self._samples: deque[tuple[float, float]] = deque(maxlen=_SLOPE_SAMPLES)
 
     def add(self, now: float, value: float) -> None:
-        """``now``: seconds; looked at once a minute."""
+        """Add a value; ``now``: seconds. One sample a minute is kept."""
         if not self._samples or now - self._samples[-1][0] >= 60:
             self._samples.append((now, value))
 
     def per_hour(self) -> float | None:
-        """None in the first half an hour."""
+        """Return the growth per hour; None in the first half an hour."""
         if len(self._samples) < _SLOPE_LEAST:
             return None
         moments, values = zip(*self._samples, strict=True)
@@ -221,7 +228,7 @@ class Metrics:
         self._participated()
 
     def loaded(self, before: int, reached: int) -> None:
-        """Outer steps that others took; rounds that failed here are counted already."""
+        """Count outer steps that others took; rounds that failed here are counted already."""
         known = {outer_step for outer_step, _ in self._last_rounds}
         missed = [step for step in range(max(before, reached - 20), reached) if step not in known]
         self._file.registry.add("rounds_missed_total", max(0, reached - before))
@@ -273,8 +280,11 @@ class Metrics:
 
 
 def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
-    """Without a free descriptor /proc cannot be read, and processes end while they are looked at:
-    what could not be measured is absent, and training goes on."""
+    """Return a measurement, or None if it cannot be made.
+
+    Without a free descriptor /proc cannot be read, and processes end while they are read: the
+    metric is absent, and training goes on.
+    """
     try:
         return measure()
     except (OSError, psutil.Error):
@@ -363,7 +373,7 @@ class Reporter:
         self._global_outer_step = 0  # when the global bucket was last looked at
 
     def see(self, event: ev.Event, state: MinerState) -> None:
-        """``state`` is what the event found: it has not been decided on yet."""
+        """Report an event; ``state`` is the state it found, before any decision on it."""
         in_round = state.mode is Mode.AVERAGING
         match event:
             case ev.InnerStepDone(report=report):
@@ -436,7 +446,7 @@ class Reporter:
     # --- the round -----------------------------------------------------------------------------
 
     def _round_failed(self, event: ev.RoundFailed, state: MinerState) -> None:
-        """There is no average; training goes on with what it had."""
+        """Report a failed round: there is no average; training goes on."""
         fault, detail = event.fault, event.detail
         log.warning("All Reduce Failed: %s%s", fault.value, f": {detail}" if detail else "")
         if not event.began or fault is AllReduceFault.NO_GROUP:

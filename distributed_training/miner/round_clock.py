@@ -1,8 +1,8 @@
-"""When the next round will be called, as far as a miner can know.
+"""Predict the next round's call, as far as a miner can.
 
 The validator calls once ``blocks_per_allreduce`` blocks have passed since the last round (protocol
-page, section 2); a round that failed starts the period anew. How many blocks that are is a setting
-of the validator's: the clock starts from what is configured and learns from the calls it sees, once
+page, section 2); a round that failed starts the period over. The number of blocks is a setting of
+the validator's. The clock starts from the configured number and learns from the calls it sees, once
 two of the last three came after nearly the same number of blocks. Blocks are turned into seconds by
 the pace this miner sees.
 """
@@ -31,10 +31,12 @@ _PLAUSIBLE = 4  # times the configured period, or a fraction of it; else calls w
 
 
 class RoundClock:
-    """``last_allreduce_block``: from the global state, or None if it does not say. A block that the
-    chain has not reached (a wrong figure, a chain that was set back) counts as unknown.
+    """The clock of rounds.
 
-    ``blocks_per_allreduce``: between two rounds until calls have told otherwise.
+    ``last_allreduce_block``: from the global state, or None without one. A block that the chain has
+    not reached (a wrong figure, a chain that was set back) counts as unknown.
+
+    ``blocks_per_allreduce``: between two rounds until calls have shown another number.
     ``shortest_period``: blocks between two rounds at the least (default: the period itself).
     ``seconds_per_block`` is the network's, used until another pace was seen. ``chain_age``: time
     since the chain last answered.
@@ -64,7 +66,7 @@ class RoundClock:
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
 
     def round_called(self) -> None:
-        """The validator called a round now: how long after the last one tells the period."""
+        """Note a call of a round now: the blocks since the last one show the period."""
         self._missed = False
         if self._last is None:
             return
@@ -85,13 +87,13 @@ class RoundClock:
         self._shortest = min(self._shortest, self._period)
 
     def round_ended(self, *, averaged: bool = True) -> None:
-        """A round ended now, ``averaged`` or failed: the period starts anew."""
+        """Note that a round ended now, ``averaged`` or failed: the period starts over."""
         self._last = self._chain_block()
         if averaged:
             self._last_averaged = self._last
 
     def round_heard_of(self, block: int | None) -> None:
-        """The global state says at which block the last round was: perhaps without this miner.
+        """Take the block of the last round, perhaps without this miner, from the global state.
 
         The validator writes that block once its own round is over, a while after ours.
         """
@@ -102,17 +104,23 @@ class RoundClock:
             self._missed |= block > last + _OVERDUE
 
     def missed(self) -> bool:
-        """Whether a round was held without this miner since it was called last, or should have been
-        called minutes ago. From any thread."""
+        """Return whether this miner missed a round.
+
+        From any thread.
+
+        One was held without it since it was called last, or should have been called minutes ago.
+        """
         block = self._chain_block()
         last = _passed(self._last, block)
         return self._missed or (last is not None and block > last + self._period + _OVERDUE)
 
     def due(self) -> bool | None:
-        """Whether the validator may call a round now; None if unknown. From any thread.
+        """Return whether the validator may call a round now; None if unknown.
+
+        From any thread.
 
         Only a successful round begins a time without calls: one that failed here may have been no
-        round of the validator's. A tenth of the period is left for what the two see differently.
+        round of the validator's. A tenth of the period is left for the difference of the two views.
         While the chain is silent to us it may well answer the validator.
         """
         block = self._chain_block()
@@ -127,20 +135,20 @@ class RoundClock:
         return self._period
 
     def half(self) -> int:
-        """Blocks; validators refuse a block list that is further behind the chain."""
+        """Return half the period in blocks; validators refuse a block list further behind."""
         return self.blocks // 2
 
     def seconds(self, blocks: int | None = None) -> float:
-        """That so many blocks take at the pace seen; default: those between two rounds."""
+        """Return the seconds that so many blocks take; default: those between two rounds."""
         return (self._period if blocks is None else blocks) * self._seconds_per_block
 
     def next_at(self) -> float | None:
-        """``time.monotonic()`` of the next call; None if unknown or already due."""
+        """Return ``time.monotonic()`` of the next call; None if unknown or already due."""
         expected = self.expected_at()
         return expected if expected is not None and expected > self._clock() else None
 
     def expected_at(self) -> float | None:
-        """``time.monotonic()`` at which the period is over, in the past too; None if unknown."""
+        """Return ``time.monotonic()`` at the period's end, in the past too; None if unknown."""
         block, now = self._chain_block(), self._clock()
         last = _passed(self._last, block)
         if last is None:
@@ -149,8 +157,10 @@ class RoundClock:
         return now + (last + self._period - block) * self._seconds_per_block
 
     def _measure(self, block: int, now: float) -> None:
-        """A pace that the two looks allow is kept: another would be noise, multiplied by the
-        hundreds of blocks until the next round."""
+        """Measure the pace, and keep the old one if the two readings allow it.
+
+        Another would be noise, multiplied by the hundreds of blocks until the next round.
+        """
         first_block, first_time = self._marks[0]
         passed, seconds = block - first_block, now - first_time
         pace = self._seconds_per_block
@@ -163,6 +173,8 @@ class RoundClock:
 
 
 def _passed(last: int | None, block: int) -> int | None:
-    """``last``, unless the chain is not there yet: believed, it would make calls refused and a
-    missed round unseen until then, perhaps for ever."""
+    """Return ``last``, or None if it lies in the future (a chain set back, a wrong figure).
+
+    A future block would make calls refused and a missed round unseen until the chain reaches it.
+    """
     return None if last is None or last > block else last

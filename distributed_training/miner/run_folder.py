@@ -41,7 +41,7 @@ class RankEnvironment:
 
 
 def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
-    """Raises KeyError if this process was started neither by the launcher nor by torchrun."""
+    """Read a rank's variables. Raises KeyError without a launcher or torchrun."""
     env = os.environ if environ is None else environ
     return RankEnvironment(
         rank=int(env["RANK"]),
@@ -87,21 +87,24 @@ def write_instance(run_folder: Path, mark: Mark, *, gpus: int = 0) -> None:
 
 
 def remembered_gpus(run_folder: Path) -> int:
-    """Return on how many GPUs ranks of this folder ran. Just after a reboot the driver may show
-    none, and ranks on the CPU would stay there. 0 where ``CUDA_VISIBLE_DEVICES`` hides all."""
+    """Return on how many GPUs ranks of this folder ran.
+
+    Just after a reboot the driver may show none, and ranks on the CPU would stay there. 0 where
+    ``CUDA_VISIBLE_DEVICES`` hides all.
+    """
     written = _instance(run_folder)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     return max(0, written.gpus) if written and not hidden else 0
 
 
 def write_pid_file(run_folder: Path, rank: int) -> None:
-    """Each rank calls it once its SIGTERM handler is in place: from then on a stop reaches it."""
+    """Write this rank's pid once its SIGTERM handler is in place: a stop reaches it now."""
     content = _Rank(os.getpid(), os.environ.get(INSTANCE, ""))
     write_state(run_folder / "pids" / f"rank-{rank}.json", content)
 
 
 def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
-    """rank -> pid of those that have written it under this launcher."""
+    """Return rank -> pid of those that have written it under this launcher."""
     found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
         written, rank = read_state(path, _Rank, lost=lost), path.stem.partition("-")[2]
@@ -111,8 +114,10 @@ def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
 
 
 class Ending(NamedTuple):
-    """How the ranks ended. ``outside``: something outside this program refused, so that the same
-    start may work later."""
+    """The end of the ranks.
+
+    ``outside``: something outside this program refused, so that the same start may work later.
+    """
 
     status: ExitStatus
     reason: str = ""
@@ -152,15 +157,17 @@ class _LastCheckpoint:
 
 
 def stop_seconds(run_folder: Path) -> float | None:
-    """What a stop may take by the last checkpoint: one may still be under way when the stop's own
-    begins. None before the first."""
+    """Return the seconds that a stop may take by the last checkpoint; None before the first.
+
+    One may still be under way when the stop's own begins.
+    """
     path = run_folder / "checkpoints" / "last.json"
     last = read_state(path, _LastCheckpoint, lost="a stop gets --neuron.stop_timeout and no more")
     return None if last is None else 2 * last.seconds + STOP_SLACK
 
 
 def checkpoint_time(run_folder: Path) -> int | None:
-    """Changes with each checkpoint that is complete. None before the first."""
+    """Return a number that each complete checkpoint changes; None before the first."""
     try:
         return (run_folder / "checkpoints" / "last.json").stat().st_mtime_ns
     except OSError:

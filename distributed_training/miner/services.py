@@ -74,7 +74,7 @@ SILENT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class StartupInfo:
-    """What rank 0 found out and every rank needs; JSON-able."""
+    """The facts that rank 0 found out and every rank needs; JSON-able."""
 
     uid: int = 0
     model_config: dict[str, Any] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class StartupInfo:
 
 @dataclass(frozen=True)
 class Published:
-    """What our bucket held when this process started; None: nothing, or it could not be read."""
+    """Our bucket's content when this process started; None: empty, or it could not be read."""
 
     at: float | None = None  # time.monotonic() of its newest gradients.pt
     newest_block: int | None = None  # of the block list beside it
@@ -97,7 +97,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Services:
-    """What :func:`connect` opened for rank 0, and what is opened once the model is there."""
+    """The connections that :func:`connect` opened for rank 0, and later ones of the model."""
 
     config: Config
     folder: Path
@@ -121,7 +121,7 @@ class Services:
         return self.member.chain
 
     def open_swarm(self, schema: Sequence[tuple[str, tuple[int, ...]]]) -> HivemindSwarm:
-        """Raises NetworkFailure."""
+        """Open the swarm. Raises NetworkFailure."""
         try:
             return HivemindSwarm(
                 settings=self.config.swarm,
@@ -161,8 +161,10 @@ class Services:
         return disk_allows(self.folder, needed)
 
     def announce(self, port: int, stop: Callable[[str, int], None], stack: ExitStack) -> None:
-        """Write our endpoint to the chain unless it is there, and follow what the chain shows of
-        us. Returns at once. ``stop``: why this miner must end, and the exit status."""
+        """Write our endpoint to the chain unless it is there, and follow the chain's view of us.
+
+        Returns at once. ``stop``: why this miner must end, and the exit status.
+        """
         endpoint = self.ip, self.config.chain.external_port or port
         identity.announce(self.member, *endpoint)
 
@@ -190,7 +192,10 @@ class Services:
 def connect(
     config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
 ) -> Services:
-    """Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False)."""
+    """Open rank 0's connections.
+
+    Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False).
+    """
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
     require_data(config)
@@ -255,7 +260,7 @@ def connect(
 def _round_clock(
     config: Config, chain: Chain, model: Mapping[str, Any], outer_step: int
 ) -> RoundClock:
-    """A validator's period may be longer from the first successful round on."""
+    """Make the round clock; a validator's period may be longer after the first success."""
     shortest = period = config.miner.blocks_per_allreduce
     if outer_step > 0:
         period = max(period, config.miner.blocks_per_allreduce_later)
@@ -271,8 +276,13 @@ def _round_clock(
 
 
 def _address(config: Config, member: Member) -> str:
-    """Return the address that others call. While nobody tells it, the one that the chain shows for
-    this miner; a change is noticed later. Raises NetworkFailure."""
+    """Return the address that others call.
+
+    Raises NetworkFailure.
+
+    While none can be found out, it is the one that the chain shows for this miner; a change is
+    noticed later.
+    """
     try:
         return external_ip(config.chain)
     except AddressUnknown as error:
@@ -284,10 +294,11 @@ def _address(config: Config, member: Member) -> str:
 
 
 def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
-    """Return what our bucket holds and the commitment to it, both keys checked. While the store
-    does not answer, read keys that the chain shows for us were checked by an earlier start.
+    """Return our bucket's content and the commitment to it, both keys checked.
 
-    Raises ConfigError, NetworkFailure."""
+    While the store does not answer, read keys that the chain shows for us were checked by an
+    earlier start. Raises ConfigError, NetworkFailure.
+    """
     try:
         return _check_bucket(config, bucket), buckets.own_commitment(config.store, bucket)
     except NetworkFailure as error:
@@ -327,8 +338,11 @@ def model_line(content: Mapping[str, Any], outer_step: int) -> str:
 
 
 def _join(config: Config, folder: Path, stack: ExitStack, wanted: Callable[[], bool]) -> Member:
-    """:func:`join_subnet`. A hotkey that was registered when this run folder's miner ran, and is
-    not now, is waited for; one that never was ends the start with :class:`NotRegistered`."""
+    """Join the subnet as :func:`join_subnet` does.
+
+    A hotkey that was registered when this run folder's miner ran, and is not now, is waited for;
+    one that never was ends the start with :class:`NotRegistered`.
+    """
     path = folder / REGISTRATION_FILE
     record = RegistrationRecord.load(path)
 
@@ -356,7 +370,8 @@ def _registered_again(
     """Wait until the chain shows the record's hotkey; its uid, which may be another.
 
     Nothing is trained, uploaded or on the GPU meanwhile. Raises Deregistered after
-    ``--neuron.deregistered_wait``, StopBeforeStart."""
+    ``--neuron.deregistered_wait``, StopBeforeStart.
+    """
     longest = config.miner.deregistered_wait.total_seconds()
     metrics = MetricsFile(folder / "metrics.prom", every=60.0)
     metrics.registry.set("registered", 0)
@@ -427,9 +442,10 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) 
 
 
 def _check_bucket(config: Config, bucket: str) -> Published:
-    """That the bucket is there and the write keys work, and what it holds.
+    """Check that the bucket is there and the write keys work; return its content.
 
-    Raises ConfigError, NetworkFailure."""
+    Raises ConfigError, NetworkFailure.
+    """
     store = buckets.open_own(config.store, bucket)
     try:
         buckets.check_own(store)

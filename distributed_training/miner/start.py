@@ -1,4 +1,6 @@
-"""One rank of the miner, from its arguments to its exit status. It reads top to bottom:
+"""Run one rank of the miner, from its arguments to its exit status.
+
+Read it from top to bottom:
 
     run_rank          log, signals
     _connect          rank 0: wallet, chain, buckets; all ranks: what it found there
@@ -72,16 +74,20 @@ log = logging.getLogger(__name__)
 
 
 class DeviceAway(RuntimeError):
-    """There are GPUs, but torch cannot use them now. Exit status 1: just after a reboot or a
-    driver's upgrade that passes."""
+    """There are GPUs, but torch cannot use them now.
+
+    Exit status 1.
+
+    Just after a reboot or a driver's upgrade that passes.
+    """
 
 
 def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
-    """Of ``--neuron.device``; a GPU becomes the process's current one. ``remembered``: GPUs that
-    earlier ranks of this run folder ran on.
+    """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
 
-    Raises ConfigError for cuda without a GPU. Raises DeviceAway for auto if there are GPUs, or were
-    before: once on the CPU, a rank would stay there, and take days for a step.
+    ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
+    without a GPU. Raises DeviceAway for auto if there are GPUs, or were before: once on the CPU, a
+    rank would stay there, and take days for a step.
     """
     if wanted != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -103,8 +109,10 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
 
 
 def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
-    """What tells the warnings of an inner step. One that used no GPU memory is wrong where a GPU
-    is used, or is there to be used."""
+    """Return a function that lists the warnings of an inner step.
+
+    A step that used no GPU memory is wrong where a GPU is used, or is there to be used.
+    """
 
     def expects_gpu() -> bool:
         return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
@@ -113,7 +121,7 @@ def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], 
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None]:
-    """What tells the device's utilization in percent; None where nobody measures it."""
+    """Return a function for the device's utilization in percent; None if not measured."""
     sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
     if sampler is not None:
         return sampler.utilization
@@ -127,7 +135,7 @@ def utilization_of(device: torch.device) -> Callable[[], float | None]:
 def report_device(
     config: Config, device: torch.device, *, micro_batch: int, world_size: int
 ) -> None:
-    """The GPU block, once the model is there; what is wrong as a warning."""
+    """Log the GPU block, once the model is there; problems as warnings."""
     for line in gpu_report_lines(
         cuda=cuda_state(device.index),
         model_device=str(device),
@@ -167,8 +175,11 @@ CONTROL_TIMEOUT = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class RankContext:
-    """Where a rank is built: its settings, folder, device and fellow ranks, rank 0's queue of
-    events, and the stack that closes what was opened. ``tick``: of the controller."""
+    """The surroundings in which a rank is built.
+
+    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
+    closes what was opened. ``tick``: of the controller.
+    """
 
     config: Config
     folder: Path
@@ -245,7 +256,7 @@ def _run(
 def _connect(
     context: RankContext, *, wanted: Callable[[], bool]
 ) -> tuple[Services | None, StartupInfo]:
-    """The network first, and only on rank 0: what is wrong shows before a model is built."""
+    """Connect first, and only on rank 0: problems show before a model is built."""
     config, folder, ranks = context.config, context.folder, context.ranks
     if ranks.rank != 0:
         shared = StartupInfo(**ranks.share("start", None))
@@ -264,8 +275,11 @@ def _connect(
 
 @dataclass(frozen=True)
 class Training:
-    """What every rank trains with. ``kept``: what this rank left in its checkpoint, empty after a
-    fresh start; ``first_block``: what a fresh start trains on first, else 0."""
+    """The objects that every rank trains with.
+
+    ``kept``: this rank's part of its checkpoint, empty after a fresh start; ``first_block``: the
+    block that a fresh start trains on first, else 0.
+    """
 
     trainer: Trainer
     checkpointer: Checkpointer
@@ -377,11 +391,13 @@ def resume(
     global_folder: Path | None,
     inner_folder: Path | None = None,
 ) -> dict[str, Any]:
-    """Load the checkpoint where it belongs to the global epoch, else the global state, and without
-    any checkpoint the inner optimizer of others too. Return what was kept in the checkpoint.
+    """Load the checkpoint where it belongs to the global state, else the global state.
 
-    A checkpoint one epoch ahead is kept: this miner was ended between its outer step and the
-    validator's publication; comparing epochs later decides. So is any later one where the global
+    Without any checkpoint the inner optimizer of others is loaded too. Returns what was kept in the
+    checkpoint.
+
+    A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
+    validator's upload; comparing outer steps later decides. So is any later one where the global
     state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
     """
     restored, outer_step = checkpointer.restore(), info.global_outer_step
@@ -430,7 +446,7 @@ class RankZero:
     record: Record
 
     def go_live(self) -> None:
-        """From here on others find this miner, and it finds out about them."""
+        """Show this miner to others, and begin to follow them."""
         trainer, context, state = self.training.trainer, self.context, self.controller.state
         report_device(
             context.config,
@@ -594,7 +610,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
 def _metrics(
     rank_zero: RankZero, snapshot: int, measured: Mapping[str, Callable[[], float | None]]
 ) -> Metrics:
-    """``snapshot``: bytes of one; ``measured``: of uploads and income, by metric."""
+    """Make the metrics. ``snapshot``: bytes of one; ``measured``: of uploads and income."""
     context, services, blocks = rank_zero.context, rank_zero.services, rank_zero.blocks
     trainer, opened = rank_zero.training.trainer, context.stack.enter_context
     config, chain, clock = context.config, services.chain, services.round_clock
@@ -633,7 +649,10 @@ def _metrics(
 
 
 def end_rounds_of(server: SignedServer) -> Subscriber:
-    """Until it is told that a call led to nothing more, it answers that a round is running."""
+    """Return a subscriber that marks a call as finished, once it led to nothing more.
+
+    Without it the server keeps answering that a round is running.
+    """
 
     def see(event: ev.Event, state: MinerState) -> None:
         match event:

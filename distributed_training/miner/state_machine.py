@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Order(enum.IntEnum):
-    """What every rank does next. ``Command.arg`` is 0 unless something else is said."""
+    """The command that every rank carries out next. ``Command.arg`` is 0 unless noted."""
 
     TRAIN = 0  # one micro-batch
     IDLE = 1  # nothing: rank 0 waits for something
@@ -65,7 +65,7 @@ class Order(enum.IntEnum):
 
 
 class Task(enum.Enum):
-    """What rank 0 alone starts, beside the loop."""
+    """The background tasks that rank 0 alone starts, beside the loop."""
 
     AVERAGE = "let the swarm average in its own thread"
     CANCEL_AVERAGE = "the round is over: free the swarm"
@@ -76,7 +76,7 @@ class Task(enum.Enum):
 
 
 class DataOrder(NamedTuple):
-    """What a boundary says about data; 0 where there is nothing to say.
+    """A boundary's part about data; 0 where there is none.
 
     ``request``: a block to prefetch. ``begin``: the block to train on from here, cut to
     ``sequences`` on every rank, of which the first ``start`` were trained on before a restart.
@@ -89,7 +89,7 @@ class DataOrder(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What rank 0 has for an order and the other ranks have not; it is never sent."""
+    """Rank 0's local data of a command; it is never broadcast."""
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
     blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last publication
@@ -107,8 +107,10 @@ class Command:
 
 
 class Mode(enum.Enum):
-    """Where the miner stands; the values are those of the ``state`` events. What each means stands
-    in :mod:`.state_machine`."""
+    """The modes of the miner; the values are those of the ``state`` events.
+
+    The docstring of :mod:`.state_machine` explains each.
+    """
 
     TRAINING = "training"
     AVERAGING = "averaging"
@@ -207,6 +209,8 @@ class RolledBack(Event):
 
 @dataclass(frozen=True)
 class Stopped(Event):
+    """The loop has ended on all ranks."""
+
     exit_status: int
 
 
@@ -239,13 +243,15 @@ class RoundFailed(Event):
 
 @dataclass(frozen=True)
 class GlobalEpochSeen(Event):
+    """The global bucket stands at this outer step."""
+
     outer_step: int
     at: float
 
 
 @dataclass(frozen=True)
 class WeightsCompared(Event):
-    """Whether the global weights of ``outer_step`` are those our epoch began with."""
+    """The result of comparing the global weights of ``outer_step`` with our epoch start."""
 
     outer_step: int
     same: bool
@@ -253,17 +259,23 @@ class WeightsCompared(Event):
 
 @dataclass(frozen=True)
 class GlobalFetched(Event):
+    """The files of a global state are in ``folder``."""
+
     folder: Path
 
 
 @dataclass(frozen=True)
 class GlobalFetchFailed(Event):
+    """A global state could not be fetched."""
+
     detail: str
     at: float
 
 
 @dataclass(frozen=True)
 class StopRequested(Event):
+    """A signal, or a reason found by this program, asks for a stop."""
+
     reason: str
     exit_status: int = 0
 
@@ -273,13 +285,15 @@ class StopRequested(Event):
 
 @dataclass(frozen=True)
 class Tick(Event):
-    """About once a second: deadlines are looked at."""
+    """A tick about once a second, at which deadlines are compared."""
 
     at: float
 
 
 @dataclass(frozen=True)
 class ModeChanged(Event):
+    """The state machine went to another mode."""
+
     before: Mode
     after: Mode
 
@@ -298,7 +312,8 @@ class SnapshotComplete(Event):
 class SnapshotFailed(Event):
     """``revision`` is None when none was begun; otherwise its files could not be written.
 
-    ``kind``: that of metric ``snapshots_refused_total``."""
+    ``kind``: that of metric ``snapshots_refused_total``.
+    """
 
     problem: str
     revision: Revision | None = None
@@ -321,6 +336,8 @@ class SnapshotSubmitted(Event):
 
 @dataclass(frozen=True)
 class PublicationEnded(Event):
+    """The uploader has answered."""
+
     report: PublicationReport
 
 
@@ -358,9 +375,12 @@ class MinerState:
 
 @dataclass(frozen=True)
 class Rules:
-    """``reload_seconds``: from an AllReduce call until the validator must have published.
+    """The durations by which the state machine decides.
+
+    ``reload_seconds``: from an AllReduce call until the validator must have uploaded.
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
-    checkpoints; both must have passed."""
+    checkpoints; both must have passed.
+    """
 
     reload_seconds: float
     checkpoint_steps: int
@@ -371,27 +391,34 @@ Decision = tuple[MinerState, tuple[Order | Task, ...]]
 
 
 def trains(mode: Mode) -> bool:
-    """Return whether inner steps run in this mode. Uploads go on then too: validators judge those
-    of an outer step for half a round period after it, and a rebase stays in the outer step."""
+    """Return whether inner steps run in this mode.
+
+    Uploads go on then too: validators judge those of an outer step for half a round period after
+    it, and a rebase stays in the outer step.
+    """
     return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
 
 
 def may_check(state: MinerState) -> bool:
-    """Return whether a snapshot's gradient may be checked now. A round that has its average is not
-    held up: the check follows the outer step."""
+    """Return whether a snapshot's gradient may be checked now.
+
+    A round that has its average is not held up: the check follows the outer step.
+    """
     return trains(state.mode) or (state.mode is Mode.AVERAGING and state.averaged is None)
 
 
 def ignores_calls(state: MinerState) -> bool:
-    """Whether an AllReduce call leads to nothing: there is no pseudo-gradient of this epoch."""
+    """Return whether an AllReduce call leads to nothing: no pseudo-gradient is at hand."""
     return state.unseen or state.mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING)
 
 
 def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
-    """The next state, and the orders and tasks that follow from ``event``. Pure.
+    """Return the next state, and the commands and tasks that follow from ``event``.
 
-    An event that has no meaning in a mode (an average that ends after it was given up, say)
-    changes nothing.
+    Pure.
+
+    An event that has no meaning in a mode (an average that ends after it was given up, say) changes
+    nothing.
     """
     if state.mode is Mode.STOPPING:
         return state, ()
@@ -442,7 +469,7 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
 
 
 def _saved(state: MinerState) -> MinerState:
-    """All that was trained is in a checkpoint, or given up."""
+    """Note that all training is in a checkpoint, or given up."""
     return replace(state, unsaved_steps=0, unsaved_seconds=0.0)
 
 
@@ -532,7 +559,7 @@ def _fetch(state: MinerState, target: int, *, rebase: bool) -> Decision:
 
 
 def _fetch_failed(state: MinerState, at: float) -> MinerState:
-    """Training on stale weights beats not training; a later comparison tries again."""
+    """Go on with stale weights, which beats not training; a later comparison tries again."""
     again = state.fetch_target == state.failed_target
     failures = 1 + (state.fetch_failures if again else 0)
     wait = doubling(failures, first=_FETCH_AGAIN, longest=_FETCH_AGAIN_LONGEST)

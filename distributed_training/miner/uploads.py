@@ -1,4 +1,4 @@
-"""From events to snapshots and uploads.
+"""Turn events into snapshots and uploads.
 
 An upload begins at the end of an inner step that the upload schedule chooses. Four events follow
 each other, and this subscriber answers the first three:
@@ -10,7 +10,7 @@ each other, and this subscriber answers the first three:
     Tick               the uploader has answered                            -> PublicationEnded
 
 Uploads pause while a round needs the network link. The gradient check does not: an upload whose
-direction and scale were not searched brings half of one that was, so a checked upload is never
+direction and scale were not searched brings half of one that was. So a checked upload is never
 replaced by an unchecked one of the same outer step while its blocks count.
 """
 
@@ -109,7 +109,7 @@ class Publishing:
         return []
 
     def _wanted(self, report: StepReport, state: MinerState) -> list[ev.Event]:
-        """Whether the step that just ended is published, as far as is known now."""
+        """Decide whether the step that just ended is uploaded."""
         now = self._clock()
         rounds, age = self._round_clock, self._blocks.newest_age()
         self._schedule.expect_round(rounds.next_at(), rounds.seconds())
@@ -136,8 +136,10 @@ class Publishing:
         return [ev.SnapshotWanted()]
 
     def _completed(self, state: MinerState) -> list[ev.Event]:
-        """Whether a snapshot waits for its preview, told once; one that could not be written is
-        given up."""
+        """Report once that a snapshot waits for its gradient check.
+
+        One that could not be written is given up.
+        """
         if self._taken is None or self._check_wanted or not self._taken.handle.done():
             return []
         if (error := self._taken.handle.error) is not None:
@@ -183,7 +185,7 @@ class Publishing:
 
 
 def _last_round(folder: Path) -> int | None:
-    """The block of the last round, if the global state in ``folder`` says it."""
+    """Return the block of the last round, if the global state in ``folder`` has it."""
     try:
         return read_config(folder / keys.CONFIG).last_allreduce_block
     except (OSError, IntegrityError):  # checked when it was fetched; a disk may fail since

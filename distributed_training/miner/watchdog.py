@@ -38,7 +38,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
-        """The rank is well as long as it is not stopped, whatever it waits for."""
+        """Count the rank as well as long as it is not stopped, however long it waits."""
         over = threading.Event()
 
         def beat() -> None:
@@ -65,7 +65,7 @@ class Watchdog:
         self._seen: dict[Path, tuple[int | None, float]] = {}
 
     def hangs(self) -> bool:
-        """Whether a rank showed no sign of life within the limit. Call it often."""
+        """Return whether a rank showed no sign of life within the limit. Call it often."""
         return any(self._hangs(path) for path in self._paths)
 
     def _hangs(self, path: Path) -> bool:
