@@ -1,0 +1,1 @@
+"""Start a neuron by the file names of the public network."""

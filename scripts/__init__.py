@@ -1,0 +1,1 @@
+"""Hold the operators' scripts, thin faces of the package."""

@@ -39,6 +39,8 @@ ASK_ANOTHER = timedelta(minutes=2)  # between two questions to another endpoint
 
 
 class Change(enum.Enum):
+    """A change of our registration that ends this run of the miner."""
+
     DEREGISTERED = "deregistered"  # the next start waits for the registration
     UID_CHANGED = "uid changed"  # another bucket: start again
     DOUBLE = "a second miner uses this hotkey"  # exit status 3
@@ -46,6 +48,8 @@ class Change(enum.Enum):
 
 @dataclass(frozen=True)
 class RegistrationEvent:
+    """A confirmed change of our registration."""
+
     change: Change
     uid: int | None  # now
     line: str  # for the operator

@@ -181,6 +181,8 @@ class SourceTokens:
 
 
 class TokenSource(Protocol):
+    """A source that yields the tokens of a block's pages."""
+
     def block(self, block: int, pages: int) -> SourceTokens: ...
 
 

@@ -1,0 +1,1 @@
+"""Run a whole subnet on one machine: store, chain, validator and miners."""

@@ -38,6 +38,8 @@ class SubnetOptions:
 
 @dataclass(frozen=True)
 class NeuronPlan:
+    """One neuron of a local subnet, before its start."""
+
     name: str
     kind: Literal["miner", "validator"]
     uid: int

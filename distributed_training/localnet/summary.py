@@ -165,6 +165,8 @@ class MinerResult:
 
 @dataclass(frozen=True)
 class Summary:
+    """The result of a run of the local subnet."""
+
     wanted_outer_steps: int
     seconds: float
     outer_steps: tuple[OuterStepResult, ...]

@@ -207,6 +207,8 @@ class InvalidUpload(ValueError):
 
 @dataclass(frozen=True)
 class Upload:
+    """One miner's upload, read and checked."""
+
     uid: int
     blocks: tuple[int, ...]  # as the miner lists them; never empty
     payload: GradientPayload

@@ -323,6 +323,8 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class PartInfo:
+    """One part of a multipart upload."""
+
     number: int  # from 1
     size: int
     etag: str  # MD5 in hex
@@ -330,6 +332,8 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class MultipartInfo:
+    """One multipart upload that is not completed."""
+
     key: str
     upload_id: str
     initiated: float  # seconds since 1970, the store's clock

@@ -51,11 +51,14 @@ class Paused:
 
 @dataclass(frozen=True)
 class PeerId:
+    """A message to the uploader: this peer id belongs into the root metadata."""
+
     peer_id: str
 
 
 @dataclass(frozen=True)
-class Close: ...
+class Close:
+    """A message to the uploader: end."""
 
 
 @dataclass(frozen=True)
