@@ -1,4 +1,4 @@
-"""Pages of the site that are not written in docs/: the top level's, metrics, tables of figures.
+"""What the site has besides docs/: the top level's documents, and tables of measured figures.
 
 mkdocs calls the ``on_`` functions (https://www.mkdocs.org/dev-guide/plugins/#events).
 """
@@ -29,7 +29,6 @@ _FIGURE = re.compile(r"^\[.*?\]\(figures/([\w-]+)\.json\)$", re.M)
 def on_files(files: Files, config: Any) -> Files:
     for source, name in OUTSIDE.items():
         files.append(File.generated(config, name, content=(ROOT / source).read_text()))
-    files.append(File.generated(config, "metrics.md", content=metrics_page()))
     return files
 
 
@@ -60,33 +59,3 @@ def figure_table(name: str) -> str:
     source = f"`{figure['command']}`, {figure['date']}, recorded in commit {figure['commit']}"
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([*lines, "", f"*{source}; {figure['machine']}.*"])
-
-
-def metrics_page() -> str:
-    from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS
-
-    rows = [f"| `dt_{name}` | {kind(name)} | {text} |" for name, text in METRICS.items()]
-    chain = [f"| `dt_{name}` | counter | {text} |" for name, text in CHAIN_COUNTS.items()]
-    head = ["", "| Name | Kind | Meaning |", "| --- | --- | --- |"]
-    return "\n".join(
-        [
-            "# Metrics",
-            "",
-            "Generated from `telemetry/metrics.py`. The dashboard serves them at `/metrics`;",
-            "`metrics.prom` in the run folder holds the latest. A counter only grows. A gauge that",
-            "could not be measured is absent. Counts of data and of refused calls are in",
-            "[data](data.md#bad-input) and [chain and calls](chain-and-calls.md#refusals).",
-            *head,
-            *rows,
-            "",
-            "## The chain",
-            "",
-            "Each is absent until the first count.",
-            *head,
-            *chain,
-        ]
-    )
-
-
-def kind(name: str) -> str:
-    return "counter" if name.endswith("_total") else "gauge"

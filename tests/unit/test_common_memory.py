@@ -147,7 +147,7 @@ def written(folder: Path, pattern: str) -> int:
 
 
 def test_the_guide_says_what_the_model_says() -> None:
-    guide = " ".join((DOCS / "operator-guide.md").read_text(encoding="utf-8").split())
+    guide = " ".join((DOCS / "requirements.md").read_text(encoding="utf-8").split())
     count, how = FOUR.parameters, Arrangement(4, micro_batch=2, sequence_length=1024)
     disk = math.ceil(disk_space(FOUR, keep_checkpoints=2).total / count)
     assert f"Plan {disk} bytes a parameter, {disk * 4} GB for 4 billion" in guide

@@ -174,7 +174,7 @@ def test_a_preset_for_a_card_fits_it(card: int) -> None:
 
     assert fits(cards) and (cards == 1 or not fits(cards // 2))
     row = f"| `public-{card}gb` | {cards} |"
-    assert row in (ROOT / "docs" / "operator-guide.md").read_text(encoding="utf-8")
+    assert row in (ROOT / "docs" / "requirements.md").read_text(encoding="utf-8")
 
 
 def test_a_preset_for_a_card_gives_way_to_flags() -> None:

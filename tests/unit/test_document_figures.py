@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -48,3 +50,21 @@ def test_what_a_docstring_refers_to_is_in_the_module_that_it_names() -> None:
             if not file.exists() or not re.search(rf"\b{name}\b", file.read_text()):
                 wrong.append(f"{path.relative_to(ROOT)}: {dots}{module}.{name}")
     assert wrong == []
+
+
+def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
+    page = runpy.run_path(str(ROOT / "docs" / "site" / "metrics.py"))["page"]()
+    assert (ROOT / "docs" / "metrics.md").read_text() == page, "python docs/site/metrics.py"
+
+
+def test_each_table_of_figures_names_how_it_was_measured() -> None:
+    linked = {
+        name
+        for page in (ROOT / "docs").glob("*.md")
+        for name in re.findall(r"^\[.*\]\(figures/(.*)\.json\)$", page.read_text(), re.M)
+    }
+    assert linked == {path.stem for path in (ROOT / "docs" / "figures").glob("*.json")}
+    for name in linked:
+        figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
+        assert all(figure[key] for key in ("machine", "command", "date", "commit")), name
+        assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, name
