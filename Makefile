@@ -16,7 +16,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports docs size house pm2 clean
+.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size house pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -62,7 +62,7 @@ gpu:
 size house: dev
 	@$(PY) -m bench.house $(ARGS)
 
-lint: lint-ruff lint-mypy lint-imports
+lint: lint-ruff lint-mypy lint-imports lint-prose
 
 lint-ruff: dev
 	.venv/bin/ruff check .
@@ -73,6 +73,9 @@ lint-mypy: dev
 
 lint-imports: dev
 	.venv/bin/lint-imports
+
+lint-prose: dev
+	$(PY) -m tests.tools.prose
 
 # mkdocs fetches nothing; --strict fails on a link that leads nowhere.
 docs: dev

@@ -1,11 +1,11 @@
 """Access the chain and prove identity: registration, callers, commitments, signed HTTP.
 
 The chain: ``base`` (its small types, and what readers see), ``registry`` and ``subtensor`` (two
-chains that pass one contract test), ``registration`` (deregistered, moved to another uid, a second
+chains that pass one contract test). ``registration`` (deregistered, moved to another uid, a second
 miner with this hotkey), ``identity`` (the wallet, and the endpoint for validators).
 
 Calls: ``server`` (their meaning), ``auth`` (who is calling, and why one is refused), ``callers``
-(what a caller may cost, replays, what the next start must know), ``http_server`` (bytes and
+(what a caller may cost, replays, the file for the next start). ``http_server`` (bytes and
 connections, bounded), ``client`` (calling others).
 
 Nothing is imported here: bittensor takes half a second.

@@ -194,11 +194,11 @@ class Buckets:
 
 
 class Admission:
-    """Connections and junk by address (a key of :func:`normalize`).
+    """Connections and bad requests by address (a key of :func:`normalize`).
 
-    For one thread; the counters may be read from others. ``max_connections`` counts strangers;
-    validators' addresses may use a quarter more. ``newcomers``: new connections per second of all
-    strangers together, and their burst.
+    For one thread; the counters may be read from others. ``max_connections`` counts untrusted
+    clients; validators' addresses may use a quarter more. ``newcomers``: new connections per second
+    of all untrusted clients together, and their burst.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ The one model of it: the trainer's plan, the doctor, the operator guide and the 
 snapshot all read these functions. Pure arithmetic, but for :func:`host_bytes`; a test compares the
 disk figures with the files that are really written.
 
-With N parameters, W ranks, micro-batch b, sequence length s, hidden size h, query width q, key and
-value width k, MLP width i, L decoder layers and vocabulary V, in bytes:
+In bytes; with N parameters, W ranks, micro-batch b, sequence length s, L decoder layers; hidden
+size h, query width q, key and value width k, MLP width i, vocabulary V:
 
 *Device*, each rank:
 

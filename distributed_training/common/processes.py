@@ -398,7 +398,7 @@ def write_stacks_on_signal() -> None:
 
 
 def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
-    """Write ``path`` anew: what each process is, and its stacks if it gives them.
+    """Replace ``path`` by a list of the processes, with the stacks that each gives.
 
     Only for processes that are to be ended: SIGUSR1 ends those that do not handle it, and one that
     was stopped goes on. Raises OSError if the file cannot be written.

@@ -1,10 +1,10 @@
 """Store packed tokens in files: shards of ``scripts/pretokenize.py``, and prepared blocks.
 
-A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header (JSON,
-padded with blanks so that the data begins at a multiple of 64), then the tokens. These are little
-endian, uint16 where the vocabulary has at most 65536 entries and else uint32. The header names
-dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and vocabulary, and
-the SHA-256 of the tokens.
+A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, then
+the tokens. The header is JSON, padded with blanks so that the data begins at a multiple of 64. The
+tokens are little endian, uint16 where the vocabulary has at most 65536 entries and else uint32. The
+header names dtype, sequence length, number of sequences, the tokenizer's hash, its EOS id and
+vocabulary, and the SHA-256 of the tokens.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ that validator's commitment on the chain. A start waits for both (:func:`open_gl
 :func:`first_global_state`); later a thread of rank 0 watches the bucket. It only ever posts events:
 a bucket that does not answer, or a state that is refused, never stops training.
 
-A peer that is lost in the middle of a transfer leaves the survivors of a round with averages that
-differ in parts, and outer steps are compared by number alone. So after a round, once the validator
+A peer that is lost in mid-transfer leaves the survivors of a round with averages that differ in
+parts, and outer steps are compared by number alone. So after a round, once the validator
 has uploaded, this miner reads a few slices of the global ``model.safetensors``. It compares them
 with the weights it began the outer step with (rank 0's rows of them).
 """

@@ -290,7 +290,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, ready to run. ``rank_zero``: what rank 0 has besides, else None."""
+    """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
 
     training: Training
     rank_zero: RankZero | None

@@ -25,7 +25,7 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
 
     Make it and the others that flags name.
 
-    Nothing is made in the place of a disk that is not mounted yet: a miner would begin anew there,
+    Nothing is made in the place of a disk that is not mounted yet: a miner would start over there,
     download the global state onto the wrong disk, and lose both when the mount comes. So no parents
     of a folder that a flag names are made, and what ``fstab`` mounts must be mounted. Raises
     ConfigError for that, and for a folder that cannot be written.

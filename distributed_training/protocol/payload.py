@@ -2,7 +2,7 @@
 
 A dictionary ``{name + "idxs": int16, name + "vals": float32, ..., "metadata": {...}}``, metadata
 being the integers ``block``, ``inner_step``, ``outer_step`` and the float ``loss``; written with
-``torch.save`` and read with ``weights_only``. What is read comes from strangers: size, types,
+``torch.save`` and read with ``weights_only``. Payloads come from untrusted peers: size, types,
 shapes, indices and finiteness are checked before anything is decoded.
 """
 

@@ -6,7 +6,7 @@ key, no transfer library in C.
 
 Errors are told apart by what to do about them. Their texts are for the operator and never hold a
 key, a secret or a signed address. All transfers share one :class:`Uplink`. An all-reduce needs the
-whole network link for a minute or two, so transfers check it between parts and at each read of a
+whole network link for a minute or two. So transfers check it between parts and at each read of a
 part, and parts that a pause interrupts are sent again.
 """
 

@@ -17,7 +17,7 @@ longer. But the upload before it has to count until it is visible, and only one 
 
 ``--neuron.upload_steps`` names the regular steps and bounds how often there is an upload, which
 costs time. Within that bound the plan leaves out a regular step whose upload would delay a better
-one, and takes a step between if validators would otherwise find no upload that counts.
+one. It takes a step between if validators would otherwise find no upload that counts.
 """
 
 from __future__ import annotations

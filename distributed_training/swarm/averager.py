@@ -1,4 +1,4 @@
-"""The averager, wire-compatible with the public network. Imported in the swarm host only.
+"""The averager, wire-compatible with the public network. Imported in the swarm process only.
 
 hivemind's own averager is a process beside the DHT's process, with pipes and shared-memory futures
 between them. Here DHT node, matchmaking and all-reduce share one event loop: there is one process

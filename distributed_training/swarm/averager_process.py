@@ -1,4 +1,4 @@
-"""The swarm host: a process that owns p2pd, the DHT node and the averager.
+"""Run the swarm process, which owns p2pd, the DHT node and the averager.
 
     python -m distributed_training.swarm.averager_process DESCRIPTOR    (started by rank 0)
 

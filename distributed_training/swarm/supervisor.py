@@ -58,7 +58,7 @@ _NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
 
 class SwarmUnavailable(RuntimeError):
-    """The swarm host could not be started; the message says why and what mends it."""
+    """The swarm process could not be started; the message gives the reason and the fix."""
 
 
 class HostKeeper:

@@ -44,7 +44,7 @@ _SHORTEST_MEASURE = 0.5
 
 
 def launch_host(run_folder: Path) -> HostLaunch:
-    """Have the swarm host import while the rest of a start goes on. End it if it is not used."""
+    """Have the swarm process import while the rest of a start goes on. End it if it is not used."""
     return HostLaunch(run_folder / "swarm" / "hivemind.log")
 
 
@@ -53,8 +53,8 @@ class HivemindSwarm:
 
     ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
     restart keeps the peer id), the norms of past rounds and hivemind's log. ``launch``: of
-    :func:`launch_host`. Raises SwarmUnavailable when the swarm host cannot be started, tried three
-    times.
+    :func:`launch_host`. Raises SwarmUnavailable when the swarm process cannot be started, tried
+    three times.
 
     ``buffers`` are float32 CPU tensors in the schema's order, averaged in place. After a round that
     failed their content is not defined: weights never live here.
@@ -112,7 +112,7 @@ class HivemindSwarm:
         return self._keeper.alive()
 
     def restart(self) -> None:
-        """End the swarm host, and start it again. Raises SwarmUnavailable."""
+        """End the swarm process, and start it again. Raises SwarmUnavailable."""
         self._keeper.restart()
 
     def close(self) -> None:

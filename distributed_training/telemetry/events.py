@@ -40,7 +40,7 @@ class EventLog:
 
     Any thread may write; one process owns the file.
 
-    Each line is one ``write`` to a file opened for appending, so a reader sees whole lines, and a
+    Each line is one ``write`` to a file opened for appending, so a reader sees whole lines. A
     line cut short by a kill is closed off at the next start. When the file passes half of
     ``retention_bytes`` it becomes ``<name>.1``, replacing the one before. A failing disk loses
     events, never training: the log says so once, and each write tries again.

@@ -1,8 +1,8 @@
 """Compress pseudo-gradients with error feedback: what one leaves out is added to the next.
 
 A compressed pseudo-gradient holds a few entries of each row, so most of what was trained is left
-out. *Error feedback* (EF) keeps the rest on this machine and adds it to the next upload, so that a
-small but steady change is sent in the end (Seide et al. 2014; Karimireddy et al. 2019, arXiv
+out. *Error feedback* (EF) keeps the rest on this machine and adds it to the next upload. So a small
+but steady change is sent in the end (Seide et al. 2014; Karimireddy et al. 2019, arXiv
 1901.09847). With g = epoch start - current and the outer learning rate lr (protocol page, section
 4):
 

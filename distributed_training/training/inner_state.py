@@ -1,8 +1,8 @@
 """Another miner's inner optimizer: moments and schedule, from the shards that its ranks published.
 
 ``inner_optimizer.rankRRRR-of-W.pt`` holds the rows that one rank of W had (protocol page, section
-3). Their number and dtype are the writer's; a moment is put together from all files and cut anew to
-the rows of the reader. Nothing in a file can run: pickles are read with inert values in place of
+3). Their number and dtype are the writer's; a moment is put together from all files and cut again
+to the rows of the reader. Nothing in a file can run: pickles are read with inert values in place of
 tensors (:mod:`..protocol.pt_file`), and numbers as bytes.
 """
 
@@ -91,8 +91,8 @@ class InnerState:
     def _read(self, number: int, storage: Storage, offset: int, count: int) -> Tensor:
         """Return ``count`` elements of a storage. Raises OSError, ValueError.
 
-        No more is read: a stranger's moments may all be views of one storage as large as the file,
-        and there are hundreds of them.
+        No more is read: an untrusted peer's moments may all be views of one storage as large as the
+        file, and there are hundreds of them.
         """
         dtype = _DTYPES[storage.kind]
         if not count:

@@ -1,15 +1,15 @@
-"""The inner optimizer that a newcomer takes over, in the global bucket.
+"""Keep the inner optimizer that a newcomer takes over in the global bucket.
 
 A public miner that joins loads the four ``epoch-N/inner_optimizer.rankRRRR-of-4.pt`` of the global
 bucket right after the model: moments, and the place in the learning rate's schedule (protocol page,
 section 3). Without them it cannot join. A validator does not train, so it hands on a miner's. That
-miner is a stranger: sizes are bounded before a byte is fetched, nothing in its files runs, moments
-that AdamW cannot have made are refused, and what is published is written anew. The schedule's place
-is the network's, never a beginner's.
+miner is untrusted: sizes are bounded before a byte is fetched, nothing in its files runs, moments
+that AdamW cannot have made are refused. The uploaded files are written by the validator. The
+schedule's place is the network's, never a beginner's.
 
 All of it is done beside the rounds and the scoring passes, in a thread. The files of the next outer
-step are there before the round that leads to it, so its publication takes no longer. They are
-written once for each outer step: nobody reads a mixture of two.
+step are there before the round that leads to it, so its upload takes no longer. They are written
+once for each outer step: nobody reads a mixture of two.
 """
 
 from __future__ import annotations

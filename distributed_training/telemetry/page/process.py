@@ -25,7 +25,7 @@ _LINES_PER_MINUTE = 20  # of the page's; the rest is counted
 class Bounded:
     """Hand on at most ``most`` lines in each minute, and then the number of lines left out.
 
-    The page answers callers whom nothing limits; what one of them provokes must not fill the log.
+    The dashboard answers callers without a limit; lines that they provoke must not fill the log.
     """
 
     def __init__(

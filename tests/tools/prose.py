@@ -1,0 +1,79 @@
+"""Check the prose of docstrings, log calls and documents. Run by `make lint`.
+
+    python -m tests.tools.prose
+
+It refuses sentences of more than 30 words, docstrings that open with a question word, and words
+that docs/glossary.md replaces. test_document_figures.py checks citations of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+CODE = ("distributed_training", "extras", "neurons", "scripts")
+DOCUMENTS = ("*.md", "docs/*.md", "ops/*.md")
+LONGEST = 30  # words of a sentence; a colon or semicolon ends it too
+OPENING = re.compile(r"(What|Who|Whom|Whose|Where|Whether|Which|How|Why)\b")
+BANNED = re.compile(
+    r"\b(anew|besides|cure|held[- ]back|house|junk|mend(s|ed|ing)?|strangers?|whom)\b", re.I
+)
+#: Findings that are left in each module, and in all documents together; a number may only fall.
+LEFT = {
+    "distributed_training/data/dataset_server.py": 1,
+    "distributed_training/data/page_source.py": 1,
+    "distributed_training/miner/launcher.py": 2,
+    "distributed_training/miner/rank_group.py": 5,
+    "distributed_training/miner/several_nodes.py": 8,
+    "distributed_training/telemetry/events.py": 1,
+    "distributed_training/training/publication.py": 1,
+    "documents": 67,
+}
+
+
+def findings(text: str) -> Iterator[str]:
+    """Yield what is wrong with ``text``, of which indented lines and table rows stand alone."""
+    text = re.sub(r"^```.*?^```|<!--.*?-->", "", text, flags=re.M | re.S)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s|[-*#|>] |\d+\. )|(?<=\s)\|(?=\s)", text):
+        for sentence in re.split(r"(?<=[.!?:;])[)`*\"]*\s+", " ".join(paragraph.split())):
+            if (words := len(sentence.split())) > LONGEST:
+                yield f"{words} words: {sentence[:60]}..."
+        for word in BANNED.finditer(" ".join(paragraph.split())):
+            yield f"the word {word[0]!r}: see docs/glossary.md"
+
+
+def of_code(path: Path) -> Iterator[str]:
+    """Yield what is wrong with the docstrings and log calls of a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            line, text = getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+            if OPENING.match(text):
+                yield f"{line}: the docstring opens with {text.split()[0]!r}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+            words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+            line, text = node.lineno, " ".join(w for w in words if isinstance(w, str))
+        else:
+            continue
+        yield from (f"{line}: {found}" for found in findings(text))
+
+
+def main() -> int:
+    """Print the findings beyond those that are left; return 1 if there are any."""
+    found: dict[str, list[str]] = {"documents": []}
+    for path in sorted(p for folder in CODE for p in (ROOT / folder).rglob("*.py")):
+        name = str(path.relative_to(ROOT))
+        found[name] = [f"{name}:{problem}" for problem in of_code(path)]
+    for path in sorted(p for pattern in DOCUMENTS for p in ROOT.glob(pattern)):
+        name = str(path.relative_to(ROOT))
+        found["documents"] += [f"{name}: {problem}" for problem in findings(path.read_text())]
+    more = [name for name in found if len(found[name]) > LEFT.get(name, 0)]
+    print(*(line for name in more for line in found[name]), sep="\n", end="\n" if more else "")
+    return int(bool(more))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
