@@ -8,8 +8,9 @@
 trainer and outer step. A round period has room for ``--steps`` inner steps, an average takes as
 long as ``--during`` of them. Ways to spend it:
 
-``paused``      as the miner does: no inner step while the swarm averages
-``overlapped``  inner steps go on; then weights := outer(start, average) + what was trained since
+``paused``      as the miner does by default: no inner step while the swarm averages
+``overlapped``  as with ``--neuron.train_in_rounds``: inner steps go on; then weights :=
+                outer(start, average) + what was trained since
                 the pseudo-gradient was written. So the next pseudo-gradient holds it, and no step
                 is lost; but these steps were taken from weights without the outer step
 ``no pause``    an average that takes no time: what cannot be had
@@ -53,21 +54,14 @@ class Miner:
             picked = torch.randint(len(self._sequences), (MICRO,), generator=self._dice)
             self.trainer.add_micro_batch(self._sequences[picked])
 
-    def pseudo_gradient(self) -> list[Tensor]:
+    def pseudo_gradient(self, *, trains_on: bool) -> list[Tensor]:
         buffers = [torch.zeros(shape) for _, shape in self.trainer.schema]
-        self.trainer.write_pseudo_gradient(buffers)
+        self.trainer.write_pseudo_gradient(buffers, trains_on=trains_on)
         return buffers
 
-    @torch.no_grad()
-    def outer_step(self, average: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-        """``written``: the weights that the pseudo-gradient was written from."""
-        trainer = self.trainer
-        since = [a - b for a, b in zip(trainer.outer.current(), written, strict=True)]
-        trainer.prepare_outer_step(average)
-        trainer.commit_outer_step()
-        for shard, trained in zip(trainer.sharded.shards, since, strict=True):
-            shard.local.add_(trained)
-        trainer.drop_step()
+    def outer_step(self, average: Sequence[Tensor]) -> None:
+        self.trainer.prepare_outer_step(average)
+        self.trainer.commit_outer_step()
 
     @torch.no_grad()
     def loss(self, held: Tensor) -> float:
@@ -98,13 +92,13 @@ def run(way: str, seed: int, options: argparse.Namespace) -> list[float]:
         before = options.steps if way == "no pause" else options.steps - options.during
         for miner in miners:
             miner.train(before)
-        written = [miner.trainer.outer.current() for miner in miners]
-        gradients = [miner.pseudo_gradient() for miner in miners]
+        overlapped = way == "overlapped"
+        gradients = [miner.pseudo_gradient(trains_on=overlapped) for miner in miners]
         average = [torch.stack(list(each)).mean(0) for each in zip(*gradients, strict=True)]
-        for miner, weights in zip(miners, written, strict=True):
-            if way == "overlapped":
+        for miner in miners:
+            if overlapped:
                 miner.train(options.during)
-            miner.outer_step(average, weights)
+            miner.outer_step(average)
         losses.append(miners[0].loss(held))
     dist.destroy_process_group()
     print(f"seed {seed}, {way}: {losses[-1]:.4f}", file=sys.stderr, flush=True)

@@ -131,6 +131,7 @@ class Arrangement:
     offload_optimizer: bool = False
     cuda: bool = True
     loss_chunk: int = LOSS_CHUNK
+    train_in_rounds: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ class HostMemory:
     the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it; of
     one boundary both have the same ones, and training waits rather than copy another boundary
     beside them (training/error_feedback.py). A round waits for them too.
-    ``round`` 12: the average's rows, and weights and momentum that wait for the vote.
+    ``round`` 12: the average's rows, and weights and momentum that wait for the vote. Where inner
+    steps go on in a round, ``rest`` has 4 more: the weights that its pseudo-gradient was made of.
     ``model``: what would be on the devices, where there are none.
     """
 
@@ -216,7 +218,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> HostMemory:
     if how.offload_optimizer:
         moments = 2.0 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8.0 * n
     return HostMemory(
-        rest=12 * n + moments,
+        rest=(16 if how.train_in_rounds else 12) * n + moments,
         averaging=4 * n,
         snapshot=16 * n,
         checkpoint=12 * n,

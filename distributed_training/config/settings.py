@@ -386,6 +386,9 @@ class MinerSettings:
     )
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
+    train_in_rounds: bool = flag("neuron.train_in_rounds", False)
+    """inner steps go on while the swarm averages, and the outer step keeps what they trained. Takes
+    4 bytes of host memory a parameter more in a round"""
     epoch_check_blocks: int = flag("neuron.epoch_check_blocks", 25, ge=1, le=1_000_000)
     """blocks between two looks at the outer step of the global bucket while training"""
     checkpoint_steps: int = flag("neuron.checkpoint_steps", 25, ge=1, le=1_000_000)

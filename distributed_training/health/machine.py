@@ -227,6 +227,7 @@ def memory_checks(examination: Examination) -> list[Check]:
         offload_optimizer=training.offload_optimizer == "on",
         cuda=gpu is not None,
         loss_chunk=loss_chunk(gpu),
+        train_in_rounds=examination.config.miner.train_in_rounds,
     )
     return check_memory(
         device_memory(shape, how),
@@ -312,6 +313,7 @@ def _ways(
             reduce_at_last=at_last,
             offload_optimizer=offload,
             cuda=cuda,
+            train_in_rounds=config.miner.train_in_rounds,
         )
         needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how).needed)]
         yield needs + ([("GPU memory", device_memory(shape, how).total)] if cuda else [])

@@ -35,7 +35,7 @@ from .state_machine import (
     Rules,
     Task,
     decide,
-    trains,
+    trains_now,
 )
 
 log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class Controller:
         self.drain()
         if self._tick_due():
             self._handle(ev.Tick(self._clock()))
-        may_train = trains(self.state.mode) and not self._pending
+        may_train = trains_now(self.state) and not self._pending
         data = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:
             return self._command(self._pending.popleft(), data)
@@ -188,8 +188,11 @@ class Controller:
                 return Command(order, target, request, Given(folder=state.fetched))
             case Order.SNAPSHOT:
                 return Command(order, blocks.chain_block(), request, Given(blocks=blocks.blocks()))
+            case Order.WRITE_PSEUDO_GRADIENT:
+                return Command(order, int(self._rules.train_in_rounds), request)
             case Order.PREVIEW:
-                return Command(order, int(state.mode is Mode.AVERAGING), request)
+                pause = state.mode is Mode.AVERAGING and not state.trains_on
+                return Command(order, int(pause), request)
             case Order.CHECKPOINT:
                 return Command(order, 0, request, self._kept())
             case Order.STOP:

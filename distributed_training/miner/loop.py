@@ -105,7 +105,7 @@ class MinerLoop:
             case Order.WAIT_FOR_DATA:
                 self._data.missed(time.perf_counter() - began)
             case Order.WRITE_PSEUDO_GRADIENT:
-                return self._write_pseudo_gradient()
+                return self._write_pseudo_gradient(trains_on=bool(command.arg))
             case Order.OUTER_STEP:
                 return self._outer_step()
             case Order.LOAD | Order.REBASE:
@@ -167,9 +167,9 @@ class MinerLoop:
 
     # --- the round -----------------------------------------------------------------------------
 
-    def _write_pseudo_gradient(self) -> ev.Event:
+    def _write_pseudo_gradient(self, *, trains_on: bool) -> ev.Event:
         try:
-            norm = self._trainer.write_pseudo_gradient(self._buffers)
+            norm = self._trainer.write_pseudo_gradient(self._buffers, trains_on=trains_on)
         except AllReduceError as error:  # raised on all ranks alike
             return ev.RoundFailed(error.fault, error.detail, began=False)
         return ev.PseudoGradientWritten(norm)

@@ -507,6 +507,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
             reload_seconds=reload,
             checkpoint_steps=config.checkpoint_steps,
             checkpoint_seconds=config.checkpoint_interval.total_seconds(),
+            train_in_rounds=config.train_in_rounds,
         ),
         events=context.events,
         blocks=blocks,

@@ -11,8 +11,8 @@ of ``time.monotonic()``, since a wall clock that is set must move no deadline.
 mode               meaning
 =================  ==============================================================================
 TRAINING           inner steps; the global outer step is compared with ours from time to time
-AVERAGING          inner steps pause; the swarm averages, then all ranks vote on the outer step. A
-                   snapshot's gradient is checked now, since the devices stand still
+AVERAGING          inner steps pause, unless ``Rules.train_in_rounds``; the swarm averages, then all
+                   ranks vote on the outer step. A snapshot's gradient is checked now
 AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global outer step
                    behind ours is left alone until the validator has had its time to publish
                    (``reload`` timeout)
@@ -26,6 +26,7 @@ STOPPING           the last order was STOP
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -53,12 +54,12 @@ class Order(enum.IntEnum):
     TRAIN = 0  # one micro-batch
     IDLE = 1  # nothing: rank 0 waits for something
     WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
-    WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers
+    WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers; arg: 1 if inner steps go on after it
     OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
     LOAD = 5  # the fetched global state; arg: its outer step
     REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
     SNAPSHOT = 7  # of everything a publication needs; arg: the chain's block
-    PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round
+    PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round's pause
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
     STOP = 11  # checkpoint and leave the loop; arg: exit status
@@ -355,6 +356,7 @@ class MinerState:
     round: RoundRequest | None = None
     called_at: float = 0.0
     averaged: AllReduceResult | None = None  # what the outer step under way is made of
+    trains_on: bool = False  # inner steps go on while the swarm averages
     partial: bool = False  # our last outer step may differ from that of others
     unpublished: bool = False  # the bucket was not seen at our last outer step yet
     # the global state
@@ -379,12 +381,14 @@ class Rules:
 
     ``reload_seconds``: from an AllReduce call until the validator must have uploaded.
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
-    checkpoints; both must have passed.
+    checkpoints; both must have passed. ``train_in_rounds``: inner steps go on while the swarm
+    averages; the outer step keeps what they trained.
     """
 
     reload_seconds: float
     checkpoint_steps: int
     checkpoint_seconds: float = 0.0
+    train_in_rounds: bool = False
 
 
 Decision = tuple[MinerState, tuple[Order | Task, ...]]
@@ -397,6 +401,11 @@ def trains(mode: Mode) -> bool:
     it, and a rebase stays in the outer step.
     """
     return mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING)
+
+
+def trains_now(state: MinerState) -> bool:
+    """Return whether the next boundary may train: also in a round where steps go on then."""
+    return trains(state.mode) or state.trains_on
 
 
 def may_check(state: MinerState) -> bool:
@@ -476,9 +485,16 @@ def _saved(state: MinerState) -> MinerState:
 def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
     match event:
         case PseudoGradientWritten():
-            return state, (Task.AVERAGE,)
+            return replace(state, trains_on=rules.train_in_rounds), (Task.AVERAGE,)
+        case InnerStepDone(diverged=True) if state.trains_on:
+            # No roll-back: its checkpoint may be of the outer step before, and the average is of
+            # this one. Skipped steps changed no weights.
+            return replace(state, trains_on=False), ()
+        case InnerStepDone() if state.trains_on:
+            # No checkpoint: its copies would be in host memory beside those of the round.
+            return _after_step(state, event, replace(rules, checkpoint_seconds=math.inf))
         case Averaged(result=result):
-            return replace(state, averaged=result), (Order.OUTER_STEP,)
+            return replace(state, averaged=result, trains_on=False), (Order.OUTER_STEP,)
         case RoundFailed():
             return _round_over(state, rules), ()
         case OuterStepEnded(committed=committed, outer_step=outer):
@@ -499,6 +515,7 @@ def _round_over(state: MinerState, rules: Rules) -> MinerState:
         mode=Mode.AWAITING_GLOBAL,
         round=None,
         averaged=None,
+        trains_on=False,
         fetch_failures=0,
         failed_target=None,
         global_due=state.called_at + rules.reload_seconds,

@@ -18,7 +18,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -48,6 +48,7 @@ def _empty(shard: ParameterShard) -> Tensor:
 @dataclass(frozen=True)
 class _Prepared:
     weights: list[Tensor]
+    present: list[Tensor]  # the weights, and what was trained while the swarm averaged
     momentum: list[Tensor]
     epoch_id: str
 
@@ -74,6 +75,7 @@ class OuterStep:
         self._stream = stream
         self._prepared: _Prepared | None = None
         self._window: list[Tensor] | None = None
+        self._written: list[Tensor] | None = None  # what the pseudo-gradient was written from
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state; ``epoch_id`` names its rows, which outer steps alone change."""
@@ -90,6 +92,7 @@ class OuterStep:
         self.mu = float(state["outer_momentum"])
         self.epoch_id = str(state["epoch_id"])
         self.epoch_start, self.momentum = state["epoch_start"], state["momentum"]
+        self._written = None
 
     def open_window(self, buffers: Sequence[Tensor] | None, path: str | None) -> None:
         """Let every rank read and write its rows of rank 0's ``buffers`` itself from now on.
@@ -145,7 +148,7 @@ class OuterStep:
     def begin_epoch(self) -> None:
         """Make the present weights the epoch start. All ranks."""
         self.epoch_start = self.current()
-        self._prepared = None
+        self._prepared = self._written = None
         self.epoch_id = self._new_epoch_id()
 
     def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
@@ -200,12 +203,16 @@ class OuterStep:
             self.learning_rate, self.mu = answer[0], answer[1]
 
     @torch.no_grad()
-    def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
+    def write_pseudo_gradient(
+        self, buffers: Sequence[Tensor] | None, *, trains_on: bool = False
+    ) -> float:
         """Write epoch start - current, tensor by tensor, into rank 0's float32 CPU ``buffers``.
 
         Returns its norm over all parameters, on every rank. At most one tensor's rows are held
-        beside ``buffers``. Raises AllReduceError(LOCAL) on all ranks alike when buffers do not
-        match the model or the pseudo-gradient holds NaN or Inf.
+        beside ``buffers``. ``trains_on``: inner steps follow before the average is there, so a copy
+        of the weights is kept, and :meth:`prepare` adds what was trained since. Raises
+        AllReduceError(LOCAL) on all ranks alike when buffers do not match the model or the
+        pseudo-gradient holds NaN or Inf.
         """
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
@@ -214,6 +221,10 @@ class OuterStep:
         if problem is not None:
             raise AllReduceError(AllReduceFault.LOCAL, problem)
         assert self.epoch_start is not None
+        try:  # memory may run out on one rank alone
+            self._written = self._stream.together(self.current) if trains_on else None
+        except RankFailedError as error:
+            raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
         square, own = 0.0, self._own_rows(buffers)
         # One parameter at a time: in a round there is no room for the whole model once more.
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
@@ -256,20 +267,27 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.NOT_FINITE)
         start = self.epoch_start
 
-        def moved() -> list[tuple[Tensor, Tensor]]:
+        def moved() -> _Prepared:
             before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
-            return [
+            new = [
                 nesterov_sgd(*each, lr=self.learning_rate, mu=self.mu)
                 for each in zip(start, average, before, strict=True)
             ]
+            weights, momentum = [each for each, _ in new], [each for _, each in new]
+            written, self._written = self._written, None
+            if written is None:
+                return _Prepared(weights, weights, momentum, "")
+            # In the memory of what was written: whatever the vote, it is of no further use.
+            for rows, shard, outer in zip(written, self._shards, weights, strict=True):
+                rows.neg_().add_(on_host(shard.local)).add_(outer)
+            return _Prepared(weights, written, momentum, "")
 
         try:
             # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-            new = self._stream.together(moved)
+            prepared = self._stream.together(moved)
         except RankFailedError as error:
             raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
-        weights, momentum = [each for each, _ in new], [each for _, each in new]
-        self._prepared = _Prepared(weights, momentum, self._new_epoch_id())
+        self._prepared = replace(prepared, epoch_id=self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -283,16 +301,16 @@ class OuterStep:
             raise RuntimeError("commit_outer_step without a prepared outer step")
         # No collective from here on: the vote is over, and a rank that failed now could not be
         # called back.
-        for shard, new in zip(self._shards, prepared.weights, strict=True):
+        for shard, new in zip(self._shards, prepared.present, strict=True):
             shard.local.copy_(new)
         self.epoch_start = prepared.weights
         self.momentum = prepared.momentum
         self.epoch_id = prepared.epoch_id
-        self._prepared = None
+        self._prepared = self._written = None
 
     def roll_back(self) -> None:
         """Forget what was prepared."""
-        self._prepared = None
+        self._prepared = self._written = None
 
     def _new_epoch_id(self) -> str:
         # Random, not the step's number: after a roll-back the same number has other weights, and a

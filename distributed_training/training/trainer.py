@@ -204,6 +204,7 @@ class Trainer:
 
         self.outer_step = self.inner_step = self.total_inner_steps = 0
         self.skipped_in_a_row = 0
+        self._written_at: int | None = None  # inner step of the round's pseudo-gradient
         self._warned_of_the_end = False
         self._meter = StepMeter(
             device,
@@ -327,7 +328,7 @@ class Trainer:
         """Make the present weights the epoch start; inner steps count from 0 again."""
         self.outer.begin_epoch()
         self.outer_step = outer_step
-        self.inner_step = 0
+        self.inner_step, self._written_at = 0, None
         self.drop_step()
 
     def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
@@ -386,7 +387,7 @@ class Trainer:
             component.load_state_dict(state)
         self.schedule.load_state_dict(state["schedule"])
         self.outer_step = int(state["outer_step"])
-        self.inner_step = int(state["inner_step"])
+        self.inner_step, self._written_at = int(state["inner_step"]), None
         self.total_inner_steps = int(state["total_inner_steps"])
         if state["pending"] is None:
             return not state["domains"]
@@ -532,9 +533,12 @@ class Trainer:
 
     # --- outer step ----------------------------------------------------------------------------
 
-    def write_pseudo_gradient(self, buffers: Sequence[Tensor] | None) -> float:
+    def write_pseudo_gradient(
+        self, buffers: Sequence[Tensor] | None, *, trains_on: bool = False
+    ) -> float:
         """See :meth:`~.outer_step.OuterStep.write_pseudo_gradient`."""
-        return self.outer.write_pseudo_gradient(buffers)
+        self._written_at = self.inner_step if trains_on else None
+        return self.outer.write_pseudo_gradient(buffers, trains_on=trains_on)
 
     def prepare_outer_step(self, averaged: Sequence[Tensor] | None) -> None:
         """See :meth:`~.outer_step.OuterStep.prepare`."""
@@ -543,10 +547,14 @@ class Trainer:
         self.outer.prepare(averaged)
 
     def commit_outer_step(self) -> None:
-        """Replace weights, epoch start, momentum, error feedback and progress together. Local."""
+        """Replace weights, epoch start, momentum, error feedback and progress together. Local.
+
+        Inner steps taken since the pseudo-gradient was written belong to the new outer step.
+        """
         self.outer.commit()
         self.outer_step += 1
-        self.inner_step = 0
+        self.inner_step -= self.inner_step if self._written_at is None else self._written_at
+        self._written_at = None
         self.drop_step()
 
     def roll_back_outer_step(self) -> None:

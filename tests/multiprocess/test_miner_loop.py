@@ -172,6 +172,22 @@ def test_a_rank_that_fails_before_the_vote_stops_the_commit_on_all(tmp_path: Pat
     assert (result["outer_step"], len(result["losses"])) == (1, 8)
 
 
+def test_inner_steps_of_a_round_are_kept_by_its_outer_step(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    whole, _ = straight
+    result = run("overlapped", tmp_path)
+    assert (result["rounds"], result["outer_step"]) == (1, 1)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"overlapped-{rank}.json").read_text())
+        before, after = seen["steps"]
+        assert before >= 6 and after == before - 3, "those of the round are the new outer step's"
+        assert seen["apart"] < 1e-6 < seen["trained"], "nothing was lost, and something was added"
+    modes = json.loads((tmp_path / "overlapped-0.json").read_text())["modes"]
+    assert modes[3:6] == ["averaging"] * 3
+    assert result["losses"][:6] == whole["losses"][:6], "a round is no news for a step"
+
+
 def test_calls_before_the_first_step_twice_and_during_a_publication(tmp_path: Path) -> None:
     result = run("awkward", tmp_path)
     assert result["rounds"] == 3, "one, one for two calls, one"

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -207,6 +207,7 @@ class Miner:
         *,
         on_step: Callable[[Miner, int], None],
         on_micro_batch: Callable[[Miner], None] = lambda miner: None,
+        flags: Mapping[str, Any] = {},
     ) -> None:
         self.folder = folder
         self.losses: list[float] = []
@@ -215,7 +216,7 @@ class Miner:
         self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.stack = ExitStack()
         self.ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
-        argv = [f"--{name}={value}" for name, value in FLAGS.items()]
+        argv = [f"--{name}={value}" for name, value in {**FLAGS, **flags}.items()]
         tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
         info = StartupInfo(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, hotkey="5Miner")
         network: Any = Network(folder, info) if RANK == 0 else None
@@ -379,9 +380,9 @@ def vote(folder: Path) -> None:
 
     write = miner.trainer.write_pseudo_gradient
 
-    def written(buffers: Any) -> float:
+    def written(buffers: Any, **how: Any) -> float:
         before()
-        return write(buffers)
+        return write(buffers, **how)
 
     def rolled_back() -> None:
         roll_back()
@@ -403,6 +404,41 @@ def vote(folder: Path) -> None:
     miner.run("vote")
     kept.pop("before")
     (folder / f"vote-{RANK}.json").write_text(json.dumps(kept))
+
+
+def overlapped(folder: Path) -> None:
+    """Inner steps go on in a round that takes three of them. The outer step is one that leaves the
+    weights as they are: learning rate 1, no momentum, the average what this miner wrote."""
+    kept: dict[str, Any] = {"modes": []}
+
+    def on_step(miner: Miner, step: int) -> None:
+        assert miner.rank_zero is not None
+        kept["modes"].append(miner.rank_zero.controller.state.mode.value)
+        if step == 3:
+            miner.swarm.release.clear()
+            miner.call()
+        if step == 6:
+            miner.swarm.release.set()
+        if miner.trainer.outer_step and miner.trainer.inner_step >= 6:
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step, flags={"neuron.train_in_rounds": True})
+    miner.trainer.outer.learning_rate, miner.trainer.outer.mu = 1.0, 0.0
+    commit = miner.trainer.commit_outer_step
+
+    def committing() -> None:
+        shards, steps = miner.trainer.sharded.shards, miner.trainer.inner_step
+        before = [s.local.clone() for s in shards]
+        commit()
+        starts = miner.trainer.outer.epoch_start or []
+        for name, those in (("apart", before), ("trained", starts)):
+            pairs = zip(those, shards, strict=True)
+            kept[name] = max(float((a - s.local).abs().max()) for a, s in pairs)
+        kept["steps"] = [steps, miner.trainer.inner_step]
+
+    miner.trainer.commit_outer_step = committing  # type: ignore[method-assign]
+    miner.run("overlapped")
+    (folder / f"overlapped-{RANK}.json").write_text(json.dumps(kept))
 
 
 def before_commit(folder: Path) -> None:

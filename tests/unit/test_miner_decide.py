@@ -20,6 +20,7 @@ from distributed_training.miner.state_machine import (
     decide,
     ignores_calls,
     trains,
+    trains_now,
 )
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -59,6 +60,25 @@ def step(inner_step: int, **fields: Any) -> ev.InnerStepDone:
 
 def skipped(inner_step: int) -> ev.InnerStepDone:
     return step(inner_step, skipped=True)
+
+
+OVERLAP = replace(RULES, train_in_rounds=True)
+
+
+def test_inner_steps_go_on_in_a_round_until_its_average_is_there() -> None:
+    now, tasks = decide(state(Mode.AVERAGING), ev.PseudoGradientWritten(1.0), OVERLAP)
+    assert trains_now(now) and not trains(now.mode) and tasks == (Task.AVERAGE,)
+    for inner_step in range(30):
+        now, orders = decide(now, step(inner_step), OVERLAP)
+        assert orders == (), "no checkpoint beside the round's memory"
+    after, orders = decide(now, diverged(31), OVERLAP)
+    assert not trains_now(after) and orders == (), "its checkpoint may be of the outer step before"
+    assert decide(now, ev.SnapshotWanted(), OVERLAP)[1] == ()
+    for ending in (ev.Averaged(RESULT), ev.RoundFailed(AllReduceFault.NO_GROUP)):
+        after, _ = decide(now, ending, OVERLAP)
+        assert trains_now(after) == trains(after.mode)
+    now, orders = decide(replace(now, mode=Mode.AWAITING_GLOBAL), step(31), OVERLAP)
+    assert orders == (Order.CHECKPOINT,), "the steps of a round that failed count"
 
 
 def diverged(inner_step: int) -> ev.InnerStepDone:

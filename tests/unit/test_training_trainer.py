@@ -412,6 +412,32 @@ def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
     assert made.pending_micro_batches == 0 and (made.outer_step, made.inner_step) == (1, 0)
 
 
+def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None:
+    """weights := outer(start, average) + what was trained since the pseudo-gradient was written."""
+    made, paused = trainer(), trainer()
+    averaged = [torch.full(s, 1e-3) for _, s in made.schema]
+    for m in (made, paused):
+        train(m, 0, 2)
+    buffers = [torch.zeros(s) for _, s in made.schema]
+    made.write_pseudo_gradient(buffers, trains_on=True)
+    written = whole_weights(made)
+    train(made, 2, 3)
+    since = [now - then for now, then in zip(whole_weights(made), written, strict=True)]
+    for m in (made, paused):
+        m.prepare_outer_step(averaged)
+        m.commit_outer_step()
+    assert (made.outer_step, made.inner_step, made.total_inner_steps) == (1, 1, 3)
+    for now, outer, trained in zip(whole_weights(made), whole_weights(paused), since, strict=True):
+        torch.testing.assert_close(now, outer + trained, rtol=0, atol=1e-7)
+    ours, theirs = made.outer, paused.outer
+    for kept in ("epoch_start", "momentum"):
+        for a, b in zip(getattr(ours, kept), getattr(theirs, kept), strict=True):
+            assert torch.equal(a, b), f"{kept} is what it is without inner steps in the round"
+    made.write_pseudo_gradient(buffers)
+    for buffer, trained in zip(buffers, since, strict=True):
+        torch.testing.assert_close(buffer, -trained, rtol=0, atol=1e-7)
+
+
 def test_wrong_micro_batch_shape_is_refused() -> None:
     made = trainer()
     with pytest.raises(ValueError, match="expected"):
