@@ -23,8 +23,8 @@ const flags = [
   // ["--neuron.upload_steps", "60"],             steps x step time + upload time: well below 4800 s
   // ["--neuron.stop_timeout", "60"],             seconds; pm2's kill_timeout below follows it
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
-  // ["--axon.external_ip", "203.0.113.7"],       behind NAT
-  // ["--dht.ip", "203.0.113.7"],
+  // ["--axon.external_port", "48091"],           where the outside ports are others than 8091 and 8009
+  // ["--dht.external_port", "48009"],
 ];
 
 // Flags of a miner on a local subnet. Addresses and wallet come in DT_FLAGS, keys in the environment.

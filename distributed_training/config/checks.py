@@ -154,6 +154,12 @@ def check_addresses(config: Config) -> Iterator[str]:
                 "peer on the public network could call this miner: give its public address, or "
                 "remove the flag"
             )
+    port = config.swarm.dht_external_port
+    if config.kind == "validator" and port is not None and config.swarm.dht_ip is None:
+        yield (
+            f"--dht.external_port {port} without --dht.ip, so a validator would announce neither: "
+            "give its public address too"
+        )
 
 
 def _is_nowhere(text: str) -> bool:

@@ -73,6 +73,7 @@ TASKS: Mapping[str, tuple[str, ...]] = {
         "axon.external_port",
         "dht.port",
         "dht.ip",
+        "dht.external_port",
     ),
     "This machine": (
         "preset",

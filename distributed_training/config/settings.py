@@ -121,10 +121,11 @@ class ChainSettings:
     axon_ip: IpAddress = flag("axon.ip", "[::]")
     """address the signed HTTP server listens on"""
     external_ip: Found[IpAddress] = flag("axon.external_ip", None)
-    """address validators reach this server at, as it is written to the chain (default, or auto:
-    asked from a public service)"""
+    """address others reach this machine at: written to the chain, and announced to the swarm unless
+    --dht.ip gives another (default, or auto: --dht.ip, else asked from public services)"""
     external_port: int | None = flag("axon.external_port", None, ge=1, le=65535)
-    """port validators reach this server at (default: --axon.port)"""
+    """port validators reach this server at, where a router or a container maps another one to
+    --axon.port (default: --axon.port)"""
     auth_schemes: Annotated[Words[Literal["btauth", "legacy"]], Field(min_length=1)] = flag(
         "axon.auth", ("btauth", "legacy")
     )
@@ -585,7 +586,10 @@ class SwarmSettings:
     """TCP port of the swarm; must be reachable from outside; 0 takes a free one"""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
     """IPv4 address other peers reach this machine at; it is announced to the swarm (default, or
-    auto: what hivemind finds out itself)"""
+    auto: --axon.external_ip, or what is found for it)"""
+    dht_external_port: int | None = flag("dht.external_port", None, ge=1, le=65535)
+    """port other peers reach the swarm at, where a router or a container maps another one to
+    --dht.port (default: --dht.port)"""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
     """IPv4 address the swarm listens on"""
     initial_peers: Words[PeerAddress] = flag(

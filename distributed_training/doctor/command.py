@@ -2,7 +2,10 @@
 
     python -m distributed_training doctor [--json] [--model SIZE|config.json] [--uid N]
                                           [--offline] [flags of neurons/miner.py]...
-    python -m distributed_training doctor --probe HOST:PORT    is that miner's port open from here?
+    python -m distributed_training doctor --probe HOST[:PORT[,PORT]]
+
+    ... doctor --probe 203.0.113.7               are that miner's ports open from here?
+    ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
 
     ... doctor                                 the public network
     ... doctor --preset local --offline        this machine alone
@@ -45,7 +48,7 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.doctor.measure import check_step_time
 from distributed_training.health import machine
 from distributed_training.health.machine import Entry, Examination
-from distributed_training.health.reach import host_and_port, probe
+from distributed_training.health.reach import probe, probed
 from distributed_training.miner.launcher import default_ranks
 from distributed_training.miner.run_folder import mark_of
 from distributed_training.protocol.types import Check
@@ -152,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.disable(logging.CRITICAL)  # libraries that retry; the findings say what came of it
     try:
         if options.probe:
-            return report([probe(*host_and_port(options.probe))], as_json=options.json)
+            return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         examination = Examination(
             config=config,

@@ -15,13 +15,13 @@ from pathlib import Path
 import httpx
 
 from distributed_training.chain.base import Chain, ChainError, find
-from distributed_training.chain.identity import load_wallet
+from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.identity import follow_chain
+from distributed_training.node.identity import follow_chain, public_address
 from distributed_training.node.network import check_global_state, check_network
 from distributed_training.protocol.names import miner_bucket
 from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
@@ -32,6 +32,7 @@ from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
+_ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
 _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
@@ -186,12 +187,22 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
         ours = f"{config.chain.external_ip or me.ip}:{port}"
         remedy = "start the miner with these flags: it writes them"
         return Check("endpoint", "warn", f"{written}, the flags say {ours}", remedy)
-    return Check(
-        "endpoint",
-        "ok",
-        f"{written}; from a second machine: python -m distributed_training doctor --probe "
-        f"{me.ip}:{me.port}",
-    )
+    return Check("endpoint", "ok", written)
+
+
+def check_address(config: Config) -> Check:
+    """Where others find this machine, as a start finds it out, and how to try it from outside."""
+    try:
+        ip = public_address(config, timeout=_ADDRESS_TIMEOUT)
+    except AddressUnknown as error:
+        cause, _, remedy = str(error).rpartition(": ")
+        return Check("address", "warn", cause, remedy)
+    calls = config.chain.external_port or config.chain.axon_port
+    swarm = config.swarm.dht_external_port or config.swarm.dht_port
+    at = f"[{ip}]" if ":" in ip else ip
+    finding = f"others are told {at}, port {calls} for calls and {swarm} for the swarm; from a "
+    finding += f"second machine: python -m distributed_training doctor --probe {at}:{calls},{swarm}"
+    return Check("address", "ok", finding)
 
 
 def check_calls(metrics: Path) -> Check:
@@ -208,7 +219,7 @@ def check_calls(metrics: Path) -> Check:
         "warn",
         "no validator has reached the running miner yet",
         "wait ten minutes after a start; then, from a second machine: "
-        "python -m distributed_training doctor --probe IP:PORT",
+        "python -m distributed_training doctor --probe IP",
     )
 
 
@@ -327,6 +338,7 @@ def probe_data(config: Config) -> str:
 CHECKS: Sequence[Entry] = (
     Entry(_chain, note="asking the chain, and the store for its clock"),
     Entry(lambda e: [check_clock(e.config)]),
+    Entry(lambda e: [check_address(e.config)]),
     Entry(bucket_checks, note="asking for bucket, tokenizer and data"),
     Entry(lambda e: [check_bootstrap(e.config)]),
     Entry(lambda e: [check_calls(e.config.run_folder / "metrics.prom")]),

@@ -10,11 +10,13 @@ import ipaddress
 import os
 import random
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 
 import psutil
 
 from distributed_training.config import Config, ConfigError
+from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.protocol.types import Check
 
 _TIMEOUT = timedelta(seconds=5)
@@ -25,23 +27,47 @@ _REQUEST = b"GET /IsAlive HTTP/1.1\r\nHost: probe\r\nConnection: close\r\n\r\n"
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def host_and_port(text: str) -> tuple[str, int]:
-    """Split ``HOST:PORT``. Raises ConfigError."""
-    host, _, port = text.rpartition(":")
-    host = host.strip("[]")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+#: What listens behind a port that a miner opens, by the flag that names the port.
+CALLS, SWARM = "--axon.port", "--dht.port"
+_ANSWERS = {CALLS: "an HTTP server", SWARM: "a libp2p peer"}
+
+
+def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
+    """Yield host, port and what is expected there, None for either, of what ``--probe`` names:
+    HOST (both ports, at their defaults), HOST:PORT, or HOST:PORT,PORT (of calls, of the swarm).
+
+    Raises ConfigError.
+    """
+    host, colon, given = text.rpartition(":")
+    if not colon or _is_ipv6(text):
+        host, given = text, f"{ChainSettings().axon_port},{SwarmSettings().dht_port}"
+    host, ports = host.strip("[]"), given.split(",")
+    real = all(port.isdigit() and 0 < int(port) < 65536 for port in ports)
+    if not host or text.isdigit() or len(ports) > 2 or not real:
         raise ConfigError(
-            f"--probe {text!r} is not HOST:PORT, so nothing was dialled: give e.g. 203.0.113.7:8091"
+            f"--probe {text!r} is not HOST, HOST:PORT or HOST:PORT,PORT, so nothing was dialled: "
+            "give e.g. 203.0.113.7:8091,8009"
         )
-    return host, int(port)
+    wanted = (CALLS, SWARM) if len(ports) == 2 else (None,)
+    yield from ((host, int(port), what) for port, what in zip(ports, wanted, strict=True))
 
 
-def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
-    """Dial a port; ``timeout`` covers the connection, and each of two waits for an answer."""
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.strip("[]")).version == 6
+    except ValueError:
+        return False
+
+
+def probe(
+    host: str, port: int, wanted: str | None = None, *, timeout: timedelta = _TIMEOUT
+) -> Check:
+    """Dial a port of another machine. ``wanted``: CALLS or SWARM, None: either is right.
+    ``timeout`` covers the connection, and each of two waits for an answer."""
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
-            return _who(name, connection)
+            return _judge(name, _who(connection), wanted)
     except TimeoutError:
         finding = (
             f"{place} does not answer: a firewall drops what is sent there, or no such machine"
@@ -49,36 +75,49 @@ def probe(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> Check:
         remedy = f"open TCP port {port} in the machine's firewall and at its provider, forward it"
     except ConnectionRefusedError:
         finding = f"{place} is reached, but nothing listens there"
-        remedy = "start the miner there; --axon.port and --dht.port name its ports"
+        remedy = (
+            "start the miner there; --axon.port and --dht.port name its ports, "
+            "--axon.external_port and --dht.external_port what a router makes of them"
+        )
     except (OSError, UnicodeError) as error:
         finding = f"{place} cannot be dialled ({error})"
         remedy = "check the address, and the network of this machine"
     return Check(name, "fail", finding, remedy)
 
 
-def _who(name: str, connection: socket.socket) -> Check:
+def _judge(name: str, found: tuple[str, str], wanted: str | None) -> Check:
+    who, detail = found
+    if not who:
+        return Check(
+            name,
+            "warn",
+            "open, but neither a miner's server nor a libp2p peer answers",
+            "check that the port is forwarded to the miner and not to something else",
+        )
+    finding = f"open; {_ANSWERS[who]} answers{detail}, as behind {who}"
+    if wanted in (None, who):
+        return Check(name, "ok", finding)
+    remedy = f"forward it to {wanted}, or exchange --axon.external_port and --dht.external_port"
+    return Check(name, "fail", f"{finding}, not {wanted}", remedy)
+
+
+def _who(connection: socket.socket) -> tuple[str, str]:
+    """Return what answers, CALLS, SWARM or nothing known, and more of its answer."""
     connection.settimeout(1.0)  # a libp2p daemon speaks first
     said = _read(connection)
     if _P2PD in said:
-        return Check(name, "ok", "open; a libp2p peer answers, as behind --dht.port")
+        return SWARM, ""
     connection.settimeout(_TIMEOUT.total_seconds())
     try:
         connection.sendall(_REQUEST)
     except OSError:
         said = b""
     said = said or _read(connection)
-    if said.startswith(b"HTTP/"):
-        status = said.split(b" ", 2)[1:2]
-        code = status[0][:3].decode("ascii", "replace") if status else "?"
-        return Check(
-            name, "ok", f"open; an HTTP server answers (status {code}), as behind --axon.port"
-        )
-    return Check(
-        name,
-        "warn",
-        "open, but neither a miner's server nor a libp2p peer answers",
-        "check that the port is forwarded to the miner and not to something else",
-    )
+    if not said.startswith(b"HTTP/"):
+        return "", ""
+    status = said.split(b" ", 2)[1:2]
+    code = status[0][:3].decode("ascii", "replace") if status else "?"
+    return CALLS, f" (status {code})"
 
 
 def _read(connection: socket.socket) -> bytes:

@@ -148,7 +148,7 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
         return (
             Verdict.NOT_CALLED,
             f"no validator has called for {_span(facts.silent)}: see from another machine whether "
-            "--axon.port is reached (python -m distributed_training doctor --probe IP:PORT)",
+            "--axon.port is reached (python -m distributed_training doctor --probe IP)",
             True,
         )
     return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from distributed_training import __version__
 from distributed_training.chain.base import Chain, ChainUnavailable, find
-from distributed_training.chain.identity import AddressUnknown, external_ip
+from distributed_training.chain.identity import AddressUnknown
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.registration import MISSING_FOR, RegistrationRecord, believable
 from distributed_training.chain.server import MinerCallbacks, SignedServer
@@ -44,6 +44,7 @@ from distributed_training.node.identity import (
     Member,
     join_subnet,
     keep_state,
+    public_address,
     refuse_second_node,
 )
 from distributed_training.node.network import check_global_state, require_network
@@ -124,7 +125,7 @@ class Services:
         """Open the swarm. Raises NetworkFailure."""
         try:
             return HivemindSwarm(
-                settings=self.config.swarm,
+                settings=replace(self.config.swarm, dht_ip=_swarm_ip(self.config, self.ip)),
                 schema=schema,
                 run_folder=self.folder,
                 launch=self.swarm_launch,
@@ -160,18 +161,32 @@ class Services:
         """Return why a snapshot of ``needed`` bytes would not fit on the disk; None if it does."""
         return disk_allows(self.folder, needed)
 
-    def announce(self, port: int, stop: Callable[[str, int], None], stack: ExitStack) -> None:
+    def announce(
+        self,
+        port: int,
+        swarm: HivemindSwarm,
+        stop: Callable[[str, int], None],
+        stack: ExitStack,
+    ) -> None:
         """Write our endpoint to the chain unless it is there, and follow the chain's view of us.
 
-        Returns at once. ``stop``: why this miner must end, and the exit status.
+        Returns at once. Chain and ``swarm`` get another address of this machine when it changes.
+        ``stop``: why this miner must end, and the exit status.
         """
         endpoint = self.ip, self.config.chain.external_port or port
         identity.announce(self.member, *endpoint)
 
         def public_ip() -> str | None:
             with suppress(AddressUnknown):
-                return external_ip(self.config.chain) if self.round_clock.missed() else None
+                return public_address(self.config) if self.round_clock.missed() else None
             return None
+
+        def moved(ip: str) -> None:
+            try:
+                if (announced := _swarm_ip(self.config, ip)) is not None:
+                    swarm.announce(announced)
+            except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
+                log.warning("%s", error)
 
         local = self.config.preset == "local"  # where a minute is a long time
         watcher = identity.follow_registration(
@@ -185,6 +200,7 @@ class Services:
             interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
             missing_for=timedelta(seconds=5) if local else MISSING_FOR,
             public_ip=public_ip,
+            moved=moved,
         )
         stack.callback(watcher.close)
 
@@ -284,13 +300,19 @@ def _address(config: Config, member: Member) -> str:
     noticed later.
     """
     try:
-        return external_ip(config.chain)
+        return public_address(config)
     except AddressUnknown as error:
         me = find(member.chain.neurons(), member.hotkey)
         if me is None or me.port is None:
             raise NetworkFailure(str(error)) from None
         log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
         return me.ip
+
+
+def _swarm_ip(config: Config, ip: str) -> str | None:
+    """Return the address to announce to the swarm, which knows IPv4 only; None: p2pd's own guess.
+    ``ip``: at which others reach this machine, where ``--dht.ip`` gives no other."""
+    return config.swarm.dht_ip or (None if ":" in ip else ip)
 
 
 def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:

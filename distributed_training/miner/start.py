@@ -458,6 +458,7 @@ class RankZero:
         self.server.start()
         self.services.announce(
             self.server.port,
+            self.swarm,
             lambda why, status: context.events.put(ev.StopRequested(why, status)),
             context.stack,
         )

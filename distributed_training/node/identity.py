@@ -27,7 +27,7 @@ from distributed_training.chain.base import (
     wait_ready,
 )
 from distributed_training.chain.client import SignedClient
-from distributed_training.chain.identity import Wallet, load_wallet
+from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.registration import (
     INTERVAL,
     MISSING_FOR,
@@ -310,6 +310,17 @@ def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int)
 ASK_EVERY = timedelta(minutes=5)  # for the public address
 
 
+def public_address(config: Config, *, timeout: timedelta = timedelta(seconds=5)) -> str:
+    """Return the address at which others reach this machine, for calls and for the swarm alike.
+
+    It is what ``--axon.external_ip`` or ``--dht.ip`` give, else what :func:`external_ip` finds out.
+    Raises AddressUnknown.
+    """
+    if config.chain.external_ip is None and config.swarm.dht_ip is not None:
+        return config.swarm.dht_ip
+    return external_ip(config.chain, timeout=timeout)
+
+
 def commit(member: Member, text: str) -> None:
     """Write the commitment unless the chain holds it already. Returns at once."""
 
@@ -349,6 +360,7 @@ def follow_registration(
     interval: timedelta = INTERVAL,
     missing_for: timedelta = MISSING_FOR,
     public_ip: Callable[[], str | None] | None = None,
+    moved: Callable[[str], None] = lambda ip: None,
 ) -> RegistrationWatcher:
     """Watch that the hotkey stays registered and ours alone. Close what is returned.
 
@@ -360,7 +372,8 @@ def follow_registration(
 
     ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
     provider or a cloud may give the machine another address, and validators would call the old one
-    for ever. An address that it tells twice in a row is written to the chain.
+    for ever. An address that it tells twice in a row is written to the chain, and handed to
+    ``moved``.
     """
     ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
 
@@ -387,7 +400,7 @@ def follow_registration(
     if public_ip is not None:
         threading.Thread(
             target=_follow_address,
-            args=(member, watcher, ours, public_ip),
+            args=(member, watcher, ours, public_ip, moved),
             name="public-address",
             daemon=True,
         ).start()
@@ -399,6 +412,7 @@ def _follow_address(
     watcher: RegistrationWatcher,
     ours: dict[str, Any],
     public_ip: Callable[[], str | None],
+    moved: Callable[[str], None],
 ) -> None:
     seen = None
     while not watcher.closed(ASK_EVERY):
@@ -408,13 +422,14 @@ def _follow_address(
             continue
         log.warning(
             "No round was called here, and the public address of this machine is %s now, no "
-            "longer %s: it is written to the chain; if that is not where validators reach it, "
-            "give --axon.external_ip",
+            "longer %s: chain and swarm are told; if that is not where others reach it, give "
+            "--axon.external_ip",
             seen,
             old,
         )
         ours["endpoint"] = (seen, port)  # first: what we write is no second miner's
         announce(member, seen, port)
+        moved(seen)
 
 
 def _in_background(

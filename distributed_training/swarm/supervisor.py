@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -142,6 +143,12 @@ class HostKeeper:
         """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
         with self._in_use:
             self._start()
+
+    def announce(self, ip: str) -> None:
+        """Tell the swarm another address of this machine: a host says it once, at its start. Waits
+        for a round to end. Raises SwarmUnavailable; the keeper's thread goes on trying then."""
+        self._settings = replace(self._settings, dht_ip=ip)
+        self.restart()
 
     def close(self) -> None:
         """End the swarm process and everything it started, within a few seconds. Idempotent."""
@@ -284,13 +291,15 @@ class HostKeeper:
             "here: TCP port %d must be open (--dht.port, --dht.ip)",
             self.peer_id,
             ", ".join(self.visible_maddrs),
-            self._port,
+            self._settings.dht_external_port or self._port,
         )
         return ""
 
     def _config(self, initial_peers: list[str]) -> HostConfig:
         settings = self._settings
-        announce = [f"/ip4/{settings.dht_ip}/tcp/{self._port}"] if settings.dht_ip else []
+        # Port 0, of a first start: what is bound is not known yet, so p2pd announces it itself.
+        port = self._port and (settings.dht_external_port or self._port)
+        announce = [f"/ip4/{settings.dht_ip}/tcp/{port}"] if settings.dht_ip and port else []
         return HostConfig(
             parent=os.getpid(),
             tensors=self._tensors.descriptor,
@@ -298,7 +307,7 @@ class HostKeeper:
             sockets=make_socket_folder(),
             initial_peers=initial_peers,
             listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
-            announce=announce if self._port else [],
+            announce=announce,
             identity=str(self._folder / "identity.key"),
             start_timeout=settings.start_timeout.total_seconds(),
             prefix=names.averager_prefix(settings.run_id),

@@ -115,6 +115,10 @@ class HivemindSwarm:
         """End the swarm process, and start it again. Raises SwarmUnavailable."""
         self._keeper.restart()
 
+    def announce(self, ip: str) -> None:
+        """Tell the swarm another IPv4 address of this machine: :meth:`HostKeeper.announce`."""
+        self._keeper.announce(ip)
+
     def close(self) -> None:
         """End a running round and everything that was started, within seconds. Idempotent."""
         if self._closed:

@@ -19,7 +19,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import report
 from distributed_training.health.outside import check_chain_clock
-from distributed_training.health.reach import host_and_port, probe
+from distributed_training.health.reach import CALLS, SWARM, probe, probed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -142,7 +142,23 @@ def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
     assert report([check], as_json=False) == 1
 
 
-@pytest.mark.parametrize("text", ["", "8091", "host:", "host:0", "host:70000", "host:x", ":80"])
+@pytest.mark.parametrize(
+    "text", ["", "8091", "host:", "host:0", "host:70000", "host:x", ":80", "host:1,2,3", "host:1,"]
+)
 def test_a_place_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        host_and_port(text)
+        list(probed(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("203.0.113.7", [("203.0.113.7", 8091, CALLS), ("203.0.113.7", 8009, SWARM)]),
+        ("[2001:db8::1]", [("2001:db8::1", 8091, CALLS), ("2001:db8::1", 8009, SWARM)]),
+        ("2001:db8::1", [("2001:db8::1", 8091, CALLS), ("2001:db8::1", 8009, SWARM)]),
+        ("host:48091,48009", [("host", 48091, CALLS), ("host", 48009, SWARM)]),
+        ("[2001:db8::1]:8091", [("2001:db8::1", 8091, None)]),
+    ],
+)
+def test_both_ports_of_a_miner_are_named_at_once(text: str, found: list[Any]) -> None:
+    assert list(probed(text)) == found

@@ -62,7 +62,7 @@ def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) 
     assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
     for name in (
         *("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "line"),
-        *("clock", "chain clock", "calls", "port axon.port", "port dht.port"),
+        *("clock", "chain clock", "address", "calls", "port axon.port", "port dht.port"),
     ):
         assert checks[name]["status"] == "ok", checks[name]
     assert "the running miner listens there" in checks["port axon.port"]["finding"]
@@ -73,10 +73,12 @@ def test_a_second_machine_dials_a_miner_back(
     subnet: LocalSubnet, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (miner,) = subnet.miners
-    assert main(["--probe", f"127.0.0.1:{miner.plan.axon_port}"]) == 0
-    assert "an HTTP server answers" in capsys.readouterr().out
-    assert main(["--probe", f"127.0.0.1:{miner.plan.dht_port}"]) == 0
-    assert "a libp2p peer answers" in capsys.readouterr().out
+    calls, swarm = miner.plan.axon_port, miner.plan.dht_port
+    assert main(["--probe", f"127.0.0.1:{calls},{swarm}"]) == 0
+    told = capsys.readouterr().out
+    assert "an HTTP server answers" in told and "a libp2p peer answers" in told
+    assert main(["--probe", f"127.0.0.1:{swarm},{calls}"]) == 1  # a router that exchanges them
+    assert capsys.readouterr().out.count("exchange --axon.external_port and") == 2
 
 
 def test_a_second_miner_with_the_same_hotkey_is_refused(

@@ -47,7 +47,8 @@ JOINERS = ("direct", "slow", "natted")
 FIRST = 600.0  # seconds from ``init`` to the first outer step of all
 EVERY = 20.0  # seconds between two kills, give or take half of it
 STEP = 600.0  # the longest without an outer step
-CALLS, OUTER_CALLS, PEERS = 8091, 18091, 8009  # ports; the second is the router's for the first
+CALLS, PEERS = 8091, 8009  # ports
+OUTER_CALLS, OUTER_PEERS = 18091, 18009  # the router's for them
 MINER_KINDS = (
     "launcher", "fork server", "rank", "swarm host", "p2pd", "uploader", "data worker",
     "resource tracker",
@@ -60,6 +61,7 @@ def addresses(machine: Machine) -> list[str]:
     flags += ["--axon.external_ip", machine.address, "--dht.ip", machine.address]
     if machine.name.endswith("natted"):
         flags += ["--axon.external_port", str(OUTER_CALLS)]
+        flags += ["--dht.external_port", str(OUTER_PEERS)]
     return flags
 
 
@@ -196,7 +198,7 @@ def found(network: Founded) -> tuple[Run, str]:
 
 
 def test_sites_train_together_under_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = {OUTER_CALLS: CALLS, PEERS: PEERS}
+    inside = {OUTER_CALLS: CALLS, OUTER_PEERS: PEERS}
     with sites(announced=inside) as machines, founded(tmp_path, machines) as network:
         began = time.monotonic()
         run, url = found(network)

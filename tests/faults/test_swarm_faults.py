@@ -151,12 +151,19 @@ def test_one_initial_peer_that_is_reachable_is_enough(
         late.close()
 
 
-def test_the_address_of_the_flags_is_announced(tmp_path: Path) -> None:
+def test_the_address_of_the_flags_is_announced_and_then_another(tmp_path: Path) -> None:
+    """The outside port of a rented container, and a provider that gives it another address."""
     (port,) = free_ports(1)
-    settings = replace(SETTINGS, dht_ip="203.0.113.7", dht_port=port)
+    settings = replace(SETTINGS, dht_ip="203.0.113.7", dht_port=port, dht_external_port=48009)
     swarm = open_swarm(tmp_path, [(2,)], settings=settings)
     try:
-        assert f"/ip4/203.0.113.7/tcp/{port}/p2p/{swarm.peer_id}" in swarm.visible_maddrs
+        peer_id = swarm.peer_id
+        assert swarm.visible_maddrs == [f"/ip4/203.0.113.7/tcp/48009/p2p/{peer_id}"]
+        socket.create_connection(("127.0.0.1", port), 10).close()
+        swarm.announce("198.51.100.9")
+        assert swarm.visible_maddrs == [f"/ip4/198.51.100.9/tcp/48009/p2p/{peer_id}"]
+        assert swarm.alive() and swarm.peer_id == peer_id
+        socket.create_connection(("127.0.0.1", port), 10).close()
     finally:
         swarm.close()
 

@@ -50,6 +50,8 @@ def test_the_defaults_have_no_problem() -> None:
         (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
         (("--dht.ip", "127.0.0.1"), "--dht.ip 127.0.0.1 cannot be reached"),
         (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
+        (("--dht.ip", "169.254.1.1"), "--dht.ip 169.254.1.1 cannot be reached"),
+        (("--dht.ip", "239.1.2.3"), "--dht.ip 239.1.2.3 cannot be reached"),
         (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
         (("--r2.part_size", "1KiB"), "--r2.part_size 1KiB is less than S3 and R2 take"),
         (("--r2.part_size", "5242879"), "give 5MiB or more"),

@@ -107,7 +107,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
         (("localnet", "--seconds-per-block", "nan"), "--seconds-per-block"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
-        (("diagnose", "--probe", "nowhere"), "--probe"),
+        (("diagnose", "--probe", "nowhere:"), "--probe"),
         (("pretokenize", "hf"), "out"),
         (("pretokenize", "hf", "out"), "hf"),
         (("pretokenize", "shards:.", "out"), "shards"),

@@ -12,9 +12,11 @@ import pytest
 
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
+from distributed_training.config import load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import services
 from distributed_training.miner.services import Published, read_published
+from distributed_training.node import identity
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
@@ -108,7 +110,7 @@ class Outage:
             raise AddressUnknown("the public address of this machine is unknown")
 
         monkeypatch.setattr(services, "_check_bucket", away)
-        monkeypatch.setattr(services, "external_ip", unknown)
+        monkeypatch.setattr(services, "public_address", unknown)
         monkeypatch.setattr(services.buckets, "commitment_text", lambda _: "our read keys")
 
 
@@ -141,3 +143,32 @@ def test_keys_that_no_start_has_checked_are_not_gone_on_with(
         services._open_bucket(outage.config, outage.member, "mine")
     with pytest.raises(NetworkFailure, match="address"):
         services._address(outage.config, outage.member)
+
+
+@pytest.mark.parametrize(
+    ("flags", "calls", "swarm"),
+    [
+        ((), "8.8.4.4", "8.8.4.4"),
+        (("--axon.external_ip", "9.9.9.9"), "9.9.9.9", "9.9.9.9"),
+        (("--dht.ip", "9.9.9.9"), "9.9.9.9", "9.9.9.9"),
+        (("--dht.ip", "9.9.9.9", "--axon.external_ip", "1.1.1.1"), "1.1.1.1", "9.9.9.9"),
+        (("--axon.external_ip", "2600::1"), "2600::1", None),  # the swarm knows IPv4 only
+    ],
+)
+def test_the_swarm_announces_the_address_that_is_found_for_calls(
+    flags: tuple[str, ...],
+    calls: str,
+    swarm: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = load_config("miner", flags, environ={}, dotenv=None, check=False)
+    monkeypatch.setattr(identity, "external_ip", lambda c, **_: c.external_ip or "8.8.4.4")
+    opened: list[Any] = []
+    monkeypatch.setattr(services, "HivemindSwarm", lambda **given: opened.append(given))
+    member: Any = None
+    ours: Any = SimpleNamespace(
+        config=config, ip=services._address(config, member), folder=tmp_path, swarm_launch=None
+    )
+    services.Services.open_swarm(ours, [])
+    assert (ours.ip, opened[0]["settings"].dht_ip) == (calls, swarm)

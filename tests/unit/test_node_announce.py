@@ -78,6 +78,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     def public_ip() -> str | None:
         return told.pop(0) if len(told) > 1 else told[0]
 
+    moved: list[str] = []
     looks: list[object] = []  # of the watcher
     check = registration.RegistrationWatcher.check
     monkeypatch.setattr(
@@ -90,11 +91,13 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
         stop=lambda reason, status: stops.append((reason, status)),
         interval=OFTEN,
         public_ip=public_ip,
+        moved=moved.append,
     )
     with contextlib.closing(watcher):
         wait_for(lambda: on_chain() == new)
         wait_for(lambda known=len(looks): len(looks) > known + 5)
         assert ledger.writes == [("serve", MINER.ss58)] * 2 and stops == []
+        assert moved == [new]
         (line,) = [m for m in caplog.messages if "public address" in m]
         assert old in line and new in line and "--axon.external_ip" in line
         # A reorganization takes it back: it is the new one that is written again.
