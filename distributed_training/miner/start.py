@@ -639,6 +639,7 @@ def _metrics(
         gauges={
             "chain_age_seconds": lambda: chain.age().total_seconds(),
             "chain_block": chain.block,
+            "chain_seconds_per_block": lambda: clock.seconds(1),
             "block_list_newest_block": lambda: blocks.newest_trained,
             "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
             "dht_peers": rank_zero.swarm.known_peers,

@@ -86,6 +86,7 @@ METRICS: Mapping[str, str] = {
     "dht_peers": "other peers that the DHT node knows",
     # chain and server
     "chain_block": "newest chain block known",
+    "chain_seconds_per_block": "from one block of the chain to the next, as seen lately",
     "chain_age_seconds": "since the chain was last heard of",
     "registered": "1 while the miner runs, 0 while it waits for its hotkey to be registered again",
     "server_connections": "open connections of the signed server",

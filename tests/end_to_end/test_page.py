@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,9 +131,9 @@ def test_it_shows_what_happens_and_survives_a_restart(
         )
         assert "took part" in card(browser, "Last round")
         assert "too old for validators in" in card(browser, "Published")
-        assert card(browser, "Income") == ""
+        assert verdict(browser) == ["training", "look at: Published", "wait"]
         events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
-        wait_for(lambda: "incentive 0.0120" in card(browser, "Income"), "what it earns")
+        wait_for(lambda: "incentive 0.0120" in verdict(browser)[1], "what it earns")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
         assert len(browser.find_elements("css selector", "svg[role=img] polyline")) >= 4
@@ -169,15 +169,15 @@ def test_a_killed_miner_is_dead_within_ten_seconds(
         miner.kill()
         miner.wait()
         killed = time.time()
-        wait_for(lambda: "dead" in card(browser, "State"), "that it is dead", every=0.2)
+        wait_for(lambda: verdict(browser)[0] == "dead", "that it is dead", every=0.2)
         assert time.time() - killed < 30  # ten, of a browser with a core of its own
-        assert "no sign of life for" in card(browser, "State")
+        assert "no sign of life for" in verdict(browser)[1]
         assert browser.title.startswith("⚠")
         assert "old" in browser.find_element("id", "now").get_attribute("class").split()
         assert browser.execute_script(CHECKS) == []
         events.write("stop", reason="asked to stop", exit_status=0)
-        wait_for(lambda: "stopped" in card(browser, "State"), "a stop that was asked for")
-        assert "asked to stop" in card(browser, "State") and browser.title == folder.name
+        wait_for(lambda: verdict(browser)[0] == "stopped", "a stop that was asked for")
+        assert "asked to stop" in verdict(browser)[1] and browser.title == folder.name
 
 
 def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
@@ -193,8 +193,9 @@ def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path,
             os.kill(page.process.pid, signal.SIGCONT)
         wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it again")
     wait_for(lambda: browser.title.startswith("⚠"), "that it is away")
-    text = browser.find_element("id", "connection").text
-    assert "the miner, its machine or the tunnel" in text and "figures of" in text
+    word, words, kind = verdict(browser)
+    assert (word, kind) == ("connection lost", "bad")
+    assert "the miner, its machine or the tunnel" in words and "figures of" in words
 
 
 def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path) -> None:
@@ -214,7 +215,8 @@ def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path
         bad = browser.execute_script(
             "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
         )
-        assert bad == ["Income", "Published"]
+        assert bad == ["Published"]
+        assert verdict(browser) == ["nothing uploaded", "in 83 min", "bad"]
 
 
 def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
@@ -222,14 +224,130 @@ def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, Eve
     folder, _ = run_folder
     with closing(Page(folder)) as page:
         browser.get(page.url)
-        wait_for(lambda: "2.000" in card(browser, "Loss"), "the history on the page")
+        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
         browser.execute_script("""
             const value = [...document.querySelectorAll('.card')]
-                .find((card) => card.querySelector('h2').textContent === 'Loss').querySelector('p');
+                .find((card) => card.querySelector('h2').textContent === 'Step').querySelector('p');
             getSelection().selectAllChildren(value);""")
         seen: set[str] = set()
         wait_for(lambda: seen.add(card(browser, "Step")) or len(seen) > 3, "an age that grows")
-        assert browser.execute_script("return getSelection().toString()") == "2.000"
+        assert browser.execute_script("return getSelection().toString()") == "3 . 40"
+
+
+def test_the_limit_of_blocks_goes_on_where_no_figures_are_written(
+    browser: Any, tmp_path: Path
+) -> None:
+    folder = make_neuron(tmp_path, "miner-017", chain_seconds_per_block=0.5)
+    with closing(Page(folder)) as page:
+        browser.get(page.url)
+        seen: set[str] = set()
+        wait_for(lambda: seen.add(card(browser, "Newest published block")) or len(seen) > 3, "it")
+
+
+HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
+#: What happened to a neuron last, and the verdict on it.
+STATES = {
+    "live": ("income", {"verdict": "earning", "words": "incentive 0.0121, rank 4 of 20 miners",
+                        "bad": False}, ["earning", "good"]),
+    "dead": ("state", {"before": "awaiting_global", "after": "training"}, ["dead", "bad"]),
+    "stopped": ("stop", {"reason": "asked to stop", "exit_status": 0}, ["stopped", "idle"]),
+    "new": ("income", {"verdict": "nothing uploaded", "words": "nothing was uploaded in the 9 min "
+                       "since the start", "bad": False}, ["nothing uploaded", "wait"]),
+    "behind": ("income", {"verdict": "behind the network", "words": "the network has been at a "
+                          "later outer step for 31 min; grep 'global state' in the log for why it "
+                          "is not loaded", "bad": True}, ["behind the network", "bad"]),
+}  # fmt: skip
+
+
+def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
+    """Return the run folder of a miner in ``state``: one of STATES, else one that trains."""
+    folder = place / state
+    folder.mkdir()
+    now = time.time()
+    figures = {
+        "start_timestamp_seconds": now - 540, "publication_age_limit_seconds": 4800,
+        "last_publication_timestamp_seconds": now - 700, "next_round_timestamp_seconds": now + 2000,
+        "block_list_age_blocks": 61, "block_list_limit_blocks": 375, "dht_peers": 19,
+        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12, **gauges,
+    }  # fmt: skip
+    if state == "new":
+        del figures["last_publication_timestamp_seconds"], figures["block_list_age_blocks"]
+    lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
+    (folder / "metrics.prom").write_text("".join(lines))
+    with EventLog(folder / "events.jsonl") as events:
+        events.write("start", uid=uid, hotkey=HOTKEY)
+        for number in range(1, 41):
+            step(events, number, loss=4.0 - number / 20)
+        if state != "new":
+            events.write("publication", revision="5.3.40", ok=True, seconds=2.0, bytes_sent=5e6)
+            events.write("round", outer_step=2, ok=True, fault="", peers=["a", "b"], seconds=3.0)
+        kind, fields, _ = STATES.get(state, STATES["live"])
+        events.write(kind, **fields)
+    with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
+        pid = gone.pid if state == "dead" else os.getpid()
+    (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": pid}))
+    if state == "dead":
+        for file in folder.iterdir():
+            os.utime(file, (now - 60, now - 60))
+    return folder
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+def test_the_verdict_of_each_state_is_on_top(
+    browser: Any, tmp_path: Path, width: int, height: int
+) -> None:
+    """Twelve neurons, one in each state, the others well."""
+    names = [*STATES, *(f"miner-{i:03d}" for i in range(6))]
+    folders = [make_neuron(tmp_path, name, uid) for uid, name in enumerate(names)]
+    folders.append(tmp_path / "validator")
+    folders[-1].mkdir()
+    figures = {"random": 1.0, "assigned": 0.1, "train": 0.2, "all_reduce": 1, "total": 0.875}
+    with EventLog(folders[-1] / "events.jsonl") as validator:
+        validator.write("scores", scores={str(uid): figures for uid in range(len(names))})
+    with closing(Page(*folders)) as page, sized(browser, width, height):
+        browser.get(page.url)
+        wait_for(lambda: verdict(browser)[0] == "earning", "the first one's")
+        buttons = browser.find_elements("css selector", "#neurons button")
+        marked = [button.get_attribute("textContent") for button in buttons]
+        assert marked == [f"⚠ {n}" if n in ("dead", "behind") else n for n in names] + ["validator"]
+        for uid, (name, (_, _, wanted)) in enumerate(STATES.items()):
+            browser.execute_script("arguments[0].click()", buttons[uid])
+            wait_for(lambda at=f"{name}, uid {uid}": at in browser.title, "its page")
+            assert [verdict(browser)[i] for i in (0, 2)] == wanted
+            assert browser.title == f"{'⚠ ' if wanted[1] == 'bad' else ''}{name}, uid {uid}"
+            assert "0.875" in card(browser, "Score")
+            assert browser.execute_script(CHECKS) == []
+            assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
+            wanted_card = "nothing yet" if name == "new" else "ago"
+            assert wanted_card in card(browser, "Published")
+            assert [row.split()[1] for row in table(browser, "Rounds")] == ["3"] * (name != "new")
+
+
+#: Whether verdict and score are seen without scrolling, in this order, and warnings before charts.
+ABOVE_THE_FOLD = """
+const at = (selector) => document.querySelector(selector).getBoundingClientRect();
+const score = [...document.querySelectorAll('.card')]
+    .find((card) => card.querySelector('h2').textContent === 'Score').getBoundingClientRect();
+return at('#verdict').bottom <= score.top && score.bottom <= innerHeight
+    && at('#problems').top <= at('.charts').top;"""
+
+
+@contextmanager
+def sized(browser: Any, width: int, height: int) -> Iterator[None]:
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        yield
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def verdict(browser: Any) -> list[str]:
+    """Its word, what it says, and its colour."""
+    script = """
+        const place = document.getElementById('verdict'), said = (e) => e ? e.textContent : '';
+        return [said(place.children[0]), said(place.children[1]), place.className];"""
+    return list(browser.execute_script(script))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -324,8 +442,8 @@ def test_a_whole_subnet_on_one_page(browser: Any, tmp_path: Path) -> None:
         rows = table(browser, "All neurons")
         assert "miner-000" in rows[0] and "3 . 7" in rows[0] and "validator" in rows[1]
         miner.write("stop", reason="deregistered", exit_status=3)
-        wait_for(lambda: "stopped" in card(browser, "State"), "that it ended")
-        assert "deregistered" in card(browser, "State")
+        wait_for(lambda: verdict(browser)[0] == "stopped", "that it ended")
+        assert "deregistered" in verdict(browser)[1] and verdict(browser)[2] == "bad"
 
 
 def test_ten_scrape_at_once_while_three_tabs_are_open(run_folder: tuple[Path, EventLog]) -> None:

@@ -19,7 +19,8 @@ function span(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.max(0, Math.round(seconds));
   if (s < 120) return `${s} s`;
-  if (s < 7200) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  if (s < 600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  if (s < 7200) return `${Math.floor(s / 60)} min`;
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
 
@@ -31,15 +32,25 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// What did not change stays as it is: text on it can be selected and copied.
+// What did not change stays as it is, down to the single text: it can be selected and copied.
 function replace(place, ...children) {
-  const made = document.createElement("div");
-  made.append(...children);
-  if (made.innerHTML === place.innerHTML) return;
-  if (place.children.length !== made.children.length) { place.replaceChildren(...made.childNodes); return; }
-  [...made.children].forEach((child, i) => {
-    if (child.outerHTML !== place.children[i].outerHTML) place.children[i].replaceWith(child);
+  children.forEach((child, i) => {
+    if (i < place.childNodes.length) update(place.childNodes[i], child); else place.append(child);
   });
+  while (place.childNodes.length > children.length) place.lastChild.remove();
+}
+
+function update(there, made) {
+  if (there.isEqualNode(made)) return;
+  if (there.nodeName !== made.nodeName) { there.replaceWith(made); return; }
+  if (there.nodeType === Node.TEXT_NODE) { there.data = made.data; return; }
+  for (const { name } of [...there.attributes]) if (!made.hasAttribute(name)) there.removeAttribute(name);
+  for (const { name, value } of made.attributes) if (there.getAttribute(name) !== value) there.setAttribute(name, value);
+  replace(there, ...made.childNodes);
+}
+
+function say(place, text) {
+  if (place.textContent !== text) place.textContent = text;
 }
 
 // --- what is known ----------------------------------------------------------------------------
@@ -70,7 +81,6 @@ function begin(history) {
     const miners = history.neurons.filter((n) => n.steps.length);
     shown = (miners[0] || history.neurons[0] || { name: "" }).name;
   }
-  buttons();
 }
 
 function buttons() {
@@ -79,11 +89,16 @@ function buttons() {
   if ($("neurons").children.length !== names.length) {
     $("neurons").replaceChildren(...names.map((name) => {
       const made = element("button", { type: "button" }, name);
-      made.addEventListener("click", () => { shown = name; buttons(); draw(); });
+      made.addEventListener("click", () => { shown = name; draw(); });
       return made;
     }));
   }
-  for (const made of $("neurons").children) made.setAttribute("aria-pressed", String(made.textContent === shown));
+  names.forEach((name, i) => {
+    const made = $("neurons").children[i], bad = verdictOf(neurons.get(name))[2] === "bad";
+    made.setAttribute("aria-pressed", String(name === shown));
+    made.classList.toggle("bad", bad);
+    say(made, `${bad ? "⚠ " : ""}${name}`);
+  });
 }
 
 const newestOf = (neuron, kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
@@ -100,24 +115,22 @@ function card(title, value, small = "", kind = "", meter = null) {
   return made;
 }
 
+const gaugeOf = (neuron, name) => neuron.gauges[`dt_${name}`];
+
 function cards(neuron) {
-  const gauge = (name) => neuron.gauges[`dt_${name}`];
+  const gauge = (name) => gaugeOf(neuron, name);
   const column = (name) => {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
   const now = Date.now() / 1000;
   const running = runs(neuron);
-  const made = [card("State", ...stateOf(neuron))];
-  const verdict = income(neuron, gauge), score = judged(neuron);
-  if (verdict) made.push(card("Income", verdict[0], verdict[1], `wide ${verdict[2]}`));
+  const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
-  const steps = neuron.steps.length > 0;
+  made.push(card("State", stateOf(neuron)));
   if (steps) {
-    const since = Date.now() / 1000 - column("time");
-    const stuck = running && since > Math.max(120, 5 * (column("seconds") || 0));
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
-      `outer . inner, ${span(since)} ago`, stuck ? "bad" : ""));
+      `outer . inner, ${span(now - column("time"))} ago`, stuck(neuron) ? "bad" : ""));
     made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
     const wait = column("data_wait_seconds");
     made.push(card("Step time", `${number(column("seconds"), 1)} s`, `of it ${number(wait, 1)} s without data`));
@@ -136,8 +149,10 @@ function cards(neuron) {
     made.push(card("Published", "nothing yet", start === undefined ? "validators score it zero"
       : `since the start ${span(age)} ago; validators score it zero`, age > limit ? "bad" : ""));
   }
-  const blocks = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (blocks !== undefined && most && running) {
+  const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
+  if (listed !== undefined && most && running) {  // the chain goes on where the miner writes no figures
+    const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
+    const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
     made.push(card("Newest published block", `${number(blocks, 0)} blocks old`,
       blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
@@ -165,18 +180,32 @@ function cards(neuron) {
 
 const runs = (neuron) => neuron.state !== "stopped" && !(neuron.life && neuron.life.gone);
 
-function stateOf(neuron) {  // in short, what else there is to it, and whether it is well
-  const stop = newestOf(neuron, "stop");
-  if (neuron.state === "stopped") {
-    return ["stopped", stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : ""];
-  }
-  if (!runs(neuron)) {
+function stateOf(neuron) {
+  if (neuron.state === "stopped") return "stopped";
+  if (!runs(neuron)) return "dead";
+  if (!neuron.taken) return "waiting";
+  return neuron.state === "awaiting_global" ? "training" : (neuron.state || "–").replace(/_/g, " ");
+}
+
+function stuck(neuron) {
+  const last = neuron.steps[neuron.steps.length - 1], value = (c) => last[neuron.columns.indexOf(c)] || 0;
+  return Boolean(last) && runs(neuron) && Date.now() / 1000 - value("time") > Math.max(120, 5 * value("seconds"));
+}
+
+// In a word, what there is to know or to do, and good (nothing to do), wait, bad (act) or idle.
+function verdictOf(neuron) {
+  const stop = newestOf(neuron, "stop"), last = newestOf(neuron, "income"), state = stateOf(neuron);
+  if (lost) return ["connection lost", `the miner, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
+  if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
+  if (state === "dead") {
     const since = neuron.life.last_sign;
-    return ["dead", `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
+    return [state, `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
   }
-  if (!neuron.taken) return ["waiting", "no events yet"];
-  if (neuron.state === "awaiting_global") return ["training", "the validator's global state is due"];
-  return [(neuron.state || "–").replace(/_/g, " "), ""];
+  if (state === "waiting") return [state, "no events yet", "idle"];
+  if (gaugeOf(neuron, "registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
+  if (stuck(neuron)) return ["stuck", "no inner step for a long time: the end of its log tells why", "bad"];
+  if (last) return [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : "wait"];
+  return [state, neuron.state === "awaiting_global" ? "the validator's global state is due" : "", "good"];
 }
 
 const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
@@ -192,12 +221,6 @@ function judged(neuron) {  // by a validator whose folder is shown too
   const counted = found ? `${found.scored} of ${found.passes} uploads scored` : "by the validator of this subnet";
   const reset = found && found.last_reset ? `; last reset: ${found.last_reset}` : "";
   return [number(score && score.total, 3), counted + reset, found && !found.scored ? "bad" : ""];
-}
-
-function income(neuron, gauge) {  // the miner's own verdict; while it waits for its uid, it has none
-  if (gauge("registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
-  const last = newestOf(neuron, "income");
-  return last && [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : ""];
 }
 
 // --- curves -----------------------------------------------------------------------------------
@@ -236,7 +259,7 @@ function chart(id, title, unit, neuron, series, digits) {
     drawing.append(shape("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     drawing.append(shape("text", { x: left - 6, y: y(value) + 4, "text-anchor": "end" }, number(value, high - low < 3 ? digits : high - low < 30 ? Math.min(digits, 1) : 0)));
   }
-  for (const [t, anchor] of [[t0, "start"], [t1, "end"]]) drawing.append(shape("text", { x: x(t), y: height - 4, "text-anchor": anchor }, moment(t)));
+  for (const [t, anchor] of t0 === t1 ? [[t1, "end"]] : [[t0, "start"], [t1, "end"]]) drawing.append(shape("text", { x: x(t), y: height - 4, "text-anchor": anchor }, moment(t)));
   const marks = neuron.marks.filter((mark) => mark.time >= t0 && mark.time <= t1);
   const every = Math.ceil(marks.length / 40);  // more would hide the curve
   for (const mark of marks.filter((_, i) => i % every === 0)) {
@@ -265,7 +288,7 @@ const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, o
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
-    moment(r.time), r.outer_step, verdict(r.ok, "averaged", r.fault || "failed"), (r.peers || []).length, number(r.seconds, 1)]));
+    moment(r.time), r.outer_step + 1, verdict(r.ok, "averaged", r.fault || "failed"), (r.peers || []).length, number(r.seconds, 1)]));
   table("publications", "Publications", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "published", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
@@ -276,7 +299,7 @@ function tables(neuron) {
   const ranks = ranksOf(neuron), measured = RANK_FIGURES.filter((f, i) => ranks.some((row) => row[i + 1] !== "–"));
   table("ranks", "Ranks", ["rank", ...measured.map((f) => f.head)],
     ranks.map((row) => [row[0], ...measured.map((f) => row[RANK_FIGURES.indexOf(f) + 1])]));
-  table("subnet", "All neurons", ["neuron", "state", "step", "loss", "tokens/s", "rounds", "score"],
+  table("subnet", "All neurons", ["neuron", "state", "score", "step", "loss", "tokens/s", "rounds"],
     neurons.size < 2 ? [] : [...neurons.values()].map(summaryOf));
   const problems = newest("problem");
   replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
@@ -316,9 +339,10 @@ function ranksOf(neuron) {  // a row of text for each rank, in the order of RANK
 function summaryOf(neuron) {
   const last = neuron.steps[neuron.steps.length - 1], value = (c) => (last ? last[neuron.columns.indexOf(c)] : null);
   const rounds = neuron.tables.round, score = scoreOf(neuron);
-  return [neuron.name, stateOf(neuron)[0], last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
-    number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter((r) => r.ok).length} of ${rounds.length}`,
-    score ? number(score.total, 3) : "–"];
+  const bad = verdictOf(neuron)[2] === "bad";
+  return [neuron.name, element("span", { class: bad ? "not" : "" }, stateOf(neuron)), score ? number(score.total, 3) : "–",
+    last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
+    number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter((r) => r.ok).length} of ${rounds.length}`];
 }
 
 // --- drawing ----------------------------------------------------------------------------------
@@ -326,12 +350,19 @@ function summaryOf(neuron) {
 function draw() {
   const neuron = neurons.get(shown);
   if (!neuron) return;
-  const well = !lost && stateOf(neuron)[2] !== "bad";
-  const start = newestOf(neuron, "start") || {};
-  $("title").textContent = start.hotkey ? `${neuron.name}, uid ${start.uid}, ${start.hotkey}` : neuron.name;
-  document.title = `${well ? "" : "⚠ "}${neuron.name}`;
   connection();
+  const start = newestOf(neuron, "start") || {};
+  const name = start.uid === undefined ? neuron.name : `${neuron.name}, uid ${start.uid}`;
+  say($("title"), name);
+  say($("hotkey"), start.hotkey || "");
+  buttons();
   cards(neuron);
+  const red = [...document.querySelectorAll("#now .card.bad h2")].map((head) => head.textContent).join(", ");
+  let [word, words, kind] = verdictOf(neuron);
+  if (kind === "good" && red) [words, kind] = [`${words ? `${words}; ` : ""}look at: ${red}`, "wait"];
+  document.title = `${kind === "bad" ? "⚠ " : ""}${name}`;
+  $("verdict").className = kind;
+  replace($("verdict"), element("h2", {}, word), element("p", {}, words));
   chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
   chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
     { column: "data_wait_seconds", name: "of it without data", style: "b" },
@@ -345,8 +376,7 @@ function draw() {
 function connection() {
   const silent = Date.now() - heard > SILENT_MS;  // a tunnel may break without an error
   lost = lost || (loaded && silent);
-  $("connection").textContent = lost
-    ? `connection lost: the miner, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}` : "connected";
+  say($("connection"), lost ? "connection lost" : "connected");
   $("connection").classList.toggle("lost", lost);
 }
 
