@@ -31,6 +31,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.checks import KEY_VARIABLES
 from distributed_training.config.loader import Parser, argument, ranged, schema
 from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
@@ -331,19 +332,13 @@ def _join(options: argparse.Namespace) -> None:
     missing = [
         setting.env
         for setting in schema("miner")
-        if setting.env in _KEYS and config.get(setting.name) is None
+        if setting.env in KEY_VARIABLES and config.get(setting.name) is None
     ]
     flags = shlex.join(["--network", options.place, *wallet_flags])
     print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
     if missing:
         print(f"missing in .env: {', '.join(filter(None, missing))}")
     print(f"then: dt-doctor {flags}\nand:  dt-miner {flags}")
-
-
-_KEYS = {
-    "R2_ACCOUNT_ID", "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY",
-    "R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY",
-}  # fmt: skip
 
 
 def _hotkey(settings: ChainSettings) -> Wallet:

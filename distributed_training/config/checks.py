@@ -33,6 +33,8 @@ _KEYS = {
     "write_access_key_id": 32,
     "write_secret_access_key": 64,
 }
+#: The variables that hold them.
+KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 
 
 def problems(config: Config) -> list[str]:

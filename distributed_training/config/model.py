@@ -72,7 +72,6 @@ TASKS: Mapping[str, tuple[str, ...]] = {
         "axon.external_ip",
         "axon.external_port",
         "dht.port",
-        "dht.ip",
         "dht.external_port",
     ),
     "This machine": (

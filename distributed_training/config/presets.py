@@ -18,6 +18,7 @@ CARDS: Mapping[int, tuple[str, int, int]] = {
     16: ("full", 4, 4),
     24: ("full", 4, 2),
     40: ("budget", 4, 2),
+    48: ("budget", 4, 1),
     80: ("none", 4, 1),
     141: ("none", 8, 1),
 }

@@ -53,8 +53,8 @@ class GeneralSettings:
     """the network to join: its file, or the https:// URL of it (default: the public network's,
     which comes with the program)"""
     preset: Literal[
-        "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-80gb",
-        "public-141gb", "local",
+        "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
+        "public-80gb", "public-141gb", "local",
     ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
     """defaults for the public network, with or without what fits GPUs of so much memory (estimated,
     not yet measured), or for a subnet on this machine"""

@@ -191,7 +191,7 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
 
 
 def check_address(config: Config) -> Check:
-    """Where others find this machine, as a start finds it out, and how to try it from outside."""
+    """Tell where others find this machine, as a start does, and how to try it from outside."""
     try:
         ip = public_address(config, timeout=_ADDRESS_TIMEOUT)
     except AddressUnknown as error:

@@ -33,10 +33,10 @@ _ANSWERS = {CALLS: "an HTTP server", SWARM: "a libp2p peer"}
 
 
 def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
-    """Yield host, port and what is expected there, None for either, of what ``--probe`` names:
-    HOST (both ports, at their defaults), HOST:PORT, or HOST:PORT,PORT (of calls, of the swarm).
+    """Yield host, port and what is expected there (None: either) of what ``--probe`` names.
 
-    Raises ConfigError.
+    That is HOST (both ports, at their defaults), HOST:PORT, or HOST:PORT,PORT (of calls, of the
+    swarm). Raises ConfigError.
     """
     host, colon, given = text.rpartition(":")
     if not colon or _is_ipv6(text):
@@ -62,8 +62,11 @@ def _is_ipv6(text: str) -> bool:
 def probe(
     host: str, port: int, wanted: str | None = None, *, timeout: timedelta = _TIMEOUT
 ) -> Check:
-    """Dial a port of another machine. ``wanted``: CALLS or SWARM, None: either is right.
-    ``timeout`` covers the connection, and each of two waits for an answer."""
+    """Dial a port of another machine.
+
+    ``wanted``: CALLS or SWARM, None: either is right. ``timeout`` covers the connection, and each
+    of two waits for an answer.
+    """
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:

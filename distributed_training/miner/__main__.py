@@ -2,6 +2,7 @@
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
     torchrun --nproc_per_node 4 -m distributed_training.miner ...     the same, without a launcher
+    python -m distributed_training.miner init                         write miner.toml and .env
 
 Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
 them when one fails, forwards a stop and cleans up. ``dt-miner`` and ``neurons/miner.py`` are the
@@ -23,8 +24,13 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
     The configuration is read here and nowhere else: the launcher hands it to its ranks.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["init"]:
+        from distributed_training.miner import init_command
+
+        return init_command.main(argv[1:])
     try:
-        config = load_config("miner", sys.argv[1:] if argv is None else argv, file=OPERATORS_FILE)
+        config = load_config("miner", argv, file=OPERATORS_FILE)
         if "RANK" not in os.environ:
             from distributed_training.miner.launcher import launch
 

@@ -311,7 +311,9 @@ def _address(config: Config, member: Member) -> str:
 
 def _swarm_ip(config: Config, ip: str) -> str | None:
     """Return the address to announce to the swarm, which knows IPv4 only; None: p2pd's own guess.
-    ``ip``: at which others reach this machine, where ``--dht.ip`` gives no other."""
+
+    ``ip``: at which others reach this machine, where ``--dht.ip`` gives no other.
+    """
     return config.swarm.dht_ip or (None if ":" in ip else ip)
 
 

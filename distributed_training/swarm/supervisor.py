@@ -145,8 +145,10 @@ class HostKeeper:
             self._start()
 
     def announce(self, ip: str) -> None:
-        """Tell the swarm another address of this machine: a host says it once, at its start. Waits
-        for a round to end. Raises SwarmUnavailable; the keeper's thread goes on trying then."""
+        """Announce another address of this machine: start the host again, after a round that runs.
+
+        Raises SwarmUnavailable; the keeper's thread goes on trying then.
+        """
         self._settings = replace(self._settings, dht_ip=ip)
         self.restart()
 

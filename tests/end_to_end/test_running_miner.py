@@ -74,10 +74,10 @@ def test_a_second_machine_dials_a_miner_back(
 ) -> None:
     (miner,) = subnet.miners
     calls, swarm = miner.plan.axon_port, miner.plan.dht_port
-    assert main(["--probe", f"127.0.0.1:{calls},{swarm}"]) == 0
+    assert main(["--probe", f"127.0.0.1:{calls},{swarm}", "--json"]) == 0
     told = capsys.readouterr().out
     assert "an HTTP server answers" in told and "a libp2p peer answers" in told
-    assert main(["--probe", f"127.0.0.1:{swarm},{calls}"]) == 1  # a router that exchanges them
+    assert main(["--probe", f"127.0.0.1:{swarm},{calls}", "--json"]) == 1  # a router's mistake
     assert capsys.readouterr().out.count("exchange --axon.external_port and") == 2
 
 

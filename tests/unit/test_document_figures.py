@@ -68,3 +68,16 @@ def test_each_table_of_figures_names_how_it_was_measured() -> None:
         figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
         assert all(figure[key] for key in ("machine", "command", "date", "commit")), name
         assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, name
+
+
+def test_links_take_as_long_as_the_requirements_say() -> None:
+    """An upload has 12 bytes a parameter, a global state 8; a round moves 4 bytes twice."""
+    page = (ROOT / "docs" / "requirements.md").read_text()
+    rows = re.findall(r"^\| ([\d,]+) Mbit/s \| (.+) min \| (.+) min \| (.+) \|$", page, re.M)
+    assert len(rows) == 5
+    for link, upload, state, averaging in rows:
+        bytes_a_minute = float(link.replace(",", "")) * 1e6 / 8 * 60
+        assert upload == f"{12 * 4e9 / bytes_a_minute:.1f}"
+        assert state == f"{8 * 4e9 / bytes_a_minute:.1f}"
+        late = 8 * 4e9 / bytes_a_minute > 795 / 60
+        assert averaging == ("too slow" if late else f"{state} min")

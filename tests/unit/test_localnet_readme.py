@@ -17,6 +17,7 @@ from distributed_training.config import loader
 from distributed_training.config.loader import schema
 from distributed_training.doctor.command import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
+from distributed_training.miner import init_command
 from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.scoring import export
 
@@ -125,7 +126,10 @@ def test_flags_exist(page: Path) -> None:
     known = schema("validator")  # and all of a miner's
     ours = set(build_parser()._option_string_actions)
     doctors = set(doctor_parser()._option_string_actions)
-    for program in (export.build_parser(), network_command.build_parser(), registry_parser()):
+    for program in (
+        *(module.build_parser() for module in (export, init_command, network_command)),
+        registry_parser(),
+    ):
         ours |= options_of(program)
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):

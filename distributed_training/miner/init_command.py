@@ -1,0 +1,231 @@
+"""Write ``miner.toml`` and ``.env`` of a new miner in this folder, by asking or from flags.
+
+    dt-miner init                                 asks; Enter takes what stands in brackets
+    dt-miner init --yes --wallet.name mine ...    takes the miner's flags, asks nothing
+    dt-miner init --force ...                     where there is a miner.toml: keeps it under
+                                                  another name and writes a new one
+
+Secrets are typed unseen, or taken from the environment, and go into ``.env`` (mode 600) alone. What
+``.env`` holds already stays. Exit status 2: a flag is refused or miner.toml is there; nothing was
+written then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from distributed_training.common.exits import ExitStatus
+from distributed_training.common.files import atomic_file, write_bytes
+from distributed_training.config import (
+    OPERATORS_FILE,
+    Config,
+    ConfigError,
+    exit_with,
+    load_config,
+    problems,
+)
+from distributed_training.config.checks import (
+    KEY_VARIABLES,
+    check_addresses,
+    check_network,
+    check_ports,
+)
+from distributed_training.config.loader import Parser, read_argv, read_dotenv, schema, unprintable
+
+DOTENV = Path(".env")
+_INVITATION = "DT_INVITATION"
+#: Flag, and what to ask for it. An empty answer leaves the flag out, or takes its default.
+QUESTIONS = (
+    ("network", "Network, its file or https:// URL (empty: the built-in one)"),
+    ("wallet.name", "Wallet"),
+    ("wallet.hotkey", "Hotkey of it"),
+    ("axon.port", "Port for validators' calls"),
+    ("dht.port", "Port for the swarm"),
+    ("axon.external_port", "Outside port for calls, where a router or container maps another one"),
+    ("dht.external_port", "Outside port for the swarm, the same"),
+    ("nproc_per_node", "GPUs to use (empty: all)"),
+    ("preset", "Preset for the memory of one GPU"),
+)
+_HEAD = """\
+# The settings of a miner, by `dt-miner init`. Secrets belong into .env; flags win over this file.
+# Every flag of `dt-miner --help-all` may stand here: [section] and name.
+"""
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="dt-miner init", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--yes", action="store_true", help="ask nothing; flags and defaults")
+    parser.add_argument("--force", action="store_true", help="replace miner.toml, keep the old one")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    options, flags = build_parser().parse_known_args(argv)
+    try:
+        return _init(options, {n: g.text for n, g in read_argv(flags, schema("miner")).items()})
+    except ConfigError as error:
+        return exit_with(error)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}: see its folder", file=sys.stderr)
+        return ExitStatus.FAULT
+    except (EOFError, KeyboardInterrupt):
+        print("\nno more answers, so nothing was written: give flags and --yes", file=sys.stderr)
+        return ExitStatus.BAD_CONFIGURATION
+
+
+def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
+    """Ask, write, and print what comes next. Raises ConfigError, OSError, EOFError."""
+    _config_of(given)
+    if OPERATORS_FILE.exists() and not options.force:
+        _refuse_to_replace(ask=not options.yes)
+    keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
+    if not options.yes:
+        for name, question in QUESTIONS:
+            if name not in given and (answer := _ask(given, name, question)):
+                given[name] = answer
+        _ask_keys(keys, invited="network" in given)
+    dotenv = _dotenv_with(keys)
+    old = _keep(OPERATORS_FILE)
+    write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
+    print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
+    with atomic_file(DOTENV, private=True) as file:
+        file.write(dotenv.encode())
+    print(f"wrote {DOTENV} (mode 600)")
+    config = load_config("miner", [], environ={}, file=OPERATORS_FILE, check=False)
+    bucket = config.store.global_model_name
+    print(f"the bucket to make: {bucket}-<uid in three digits>, e.g. {bucket}-007")
+    for line in problems(config):
+        print(f"still to do: {line}")
+    print("then:\n  dt-doctor\n  dt-miner            # or: pm2 start app.config.js")
+    return 0
+
+
+def _config_of(given: Mapping[str, str]) -> Config:
+    """Return the configuration with these flags alone. Raises ConfigError for what they say."""
+    known, argv = schema("miner"), []
+    for name, text in given.items():
+        setting = known.get(name)
+        many = setting is not None and setting.many
+        argv += [f"--{name}", *text.split()] if many else [f"--{name}={text}"]
+    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    for check in (check_network, check_addresses, check_ports):
+        for line in check(config):
+            raise ConfigError(line)
+    return config
+
+
+def _refuse_to_replace(*, ask: bool) -> None:
+    """Raise ConfigError, unless whoever is asked wants a new file."""
+    question = f"{OPERATORS_FILE} is there. Keep it under another name and write a new one? [no]: "
+    if ask and input(question).strip().lower() in ("y", "yes"):
+        return
+    raise ConfigError(
+        f"{OPERATORS_FILE} is there already, so nothing was written: change it with an editor, or "
+        "give --force, which keeps the old one under another name"
+    )
+
+
+def _ask(given: Mapping[str, str], name: str, question: str) -> str:
+    """Return an answer that the miner takes. Raises EOFError."""
+    default = _default_of(name)
+    while True:
+        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
+        if not answer:
+            return ""
+        try:
+            _config_of({**given, name: answer})
+        except ConfigError as error:
+            print(f"  {error}")
+        else:
+            return answer
+
+
+def _default_of(name: str) -> str:
+    if name == "preset":
+        return _preset_of_this_machine()
+    default = schema("miner").find(name).default
+    return "" if default is None else str(default)
+
+
+def _preset_of_this_machine() -> str:
+    """Return the preset for the memory of the first GPU; the plain one where there is none."""
+    from distributed_training.config.presets import CARDS
+    from distributed_training.health.nvml import NvmlSampler
+
+    sampler = NvmlSampler.open()
+    if sampler is None:
+        return "public"
+    with sampler:
+        sample = sampler.sample()
+    fitting = [size for size in CARDS if sample is not None and size <= sample.memory_total_gb]
+    return f"public-{max(fitting)}gb" if fitting else "public"
+
+
+def _ask_keys(keys: dict[str, str], *, invited: bool) -> None:
+    """Fill in the keys that neither the environment nor ``.env`` has. Raises EOFError."""
+    held = read_dotenv(DOTENV)
+    asked = [*KEY_VARIABLES, *([_INVITATION] if invited else [])]
+    for name in asked:
+        if not (keys.get(name) or held.get(name)):
+            read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
+            keys[name] = read(f"{name} (empty: later, in .env): ").strip()
+
+
+def _with_defaults(given: Mapping[str, str]) -> dict[str, str]:
+    """Return ``given`` with what an operator looks for in the file, in the order of the help."""
+    shown = ("wallet.name", "wallet.hotkey", "axon.port", "dht.port")
+    found = {name: _default_of(name) for name in shown} | dict(given)
+    order = [setting.name for setting in schema("miner")]
+    return {name: found[name] for name in sorted(found, key=_place_in(order))}
+
+
+def _place_in(order: Sequence[str]) -> Callable[[str], tuple[str, int]]:
+    """Return a key that sorts flags by section, those without one first."""
+    return lambda name: (name.rpartition(".")[0], order.index(name) if name in order else 0)
+
+
+def toml_of(given: Mapping[str, str]) -> str:
+    """Return the flags ``given``, sorted by section, as the text of a ``--config`` file."""
+    lines, section = [_HEAD], ""
+    for name, text in given.items():
+        part, _, key = name.rpartition(".")
+        if part != section:
+            section = part
+            lines.append(f"\n[{section}]\n")
+        value = text if text.isdigit() and text == str(int(text)) else json.dumps(text)
+        lines.append(f"{key} = {value}\n")
+    return "".join(lines)
+
+
+def _keep(path: Path) -> Path | None:
+    """Rename a file that is there. Return its new name."""
+    if not path.exists():
+        return None
+    old = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    path.rename(old)
+    return old
+
+
+def _dotenv_with(keys: Mapping[str, str]) -> str:
+    """Return the text of ``.env`` with ``keys``; one that has a value there stays.
+
+    Raises ConfigError.
+    """
+    held = read_dotenv(DOTENV)
+    lines = DOTENV.read_text(encoding="utf-8-sig").splitlines() if DOTENV.exists() else []
+    for name, value in keys.items():
+        if held.get(name):
+            continue
+        if (why := unprintable(value)) or "'" in value:
+            raise ConfigError(f"{name} {why or 'holds a quotation mark'}: copy it again")
+        line = f"{name}={value}" if value.isalnum() or not value else f"{name}='{value}'"
+        empty = [i for i, text in enumerate(lines) if text.strip() in (f"{name}=", f"{name}=''")]
+        lines[slice(empty[0], empty[0] + 1) if empty else slice(len(lines), None)] = [line]
+    return "".join(f"{line}\n" for line in lines)

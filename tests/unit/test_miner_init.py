@@ -1,0 +1,146 @@
+"""``dt-miner init``: the settings of a new miner, by asking or from flags."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config import load_config
+from distributed_training.config.checks import KEY_VARIABLES
+from distributed_training.miner.__main__ import main
+
+pytestmark = pytest.mark.timeout(30)
+SECRETS = {name: "ab"[name.startswith("R2_READ")] * 32 for name in KEY_VARIABLES} | {
+    name: "cd"[name.startswith("R2_READ")] * 64 for name in KEY_VARIABLES if "SECRET" in name
+}
+FLAGS = ("--yes", "--wallet.name", "mine", "--axon.external_port", "48091")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("R2_", "BT_", "DT_"))]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Answers by a word of the question, one after the other; an empty one where there is none."""
+
+    def answer(**answers: tuple[str, ...]) -> list[str]:
+        asked: list[str] = []
+        left = {word: list(texts) for word, texts in answers.items()}
+
+        def read(question: str = "") -> str:
+            asked.append(question)
+            texts = next((t for word, t in left.items() if word in question and t), [])
+            return texts.pop(0) if texts else ""
+
+        monkeypatch.setattr("builtins.input", read)
+        monkeypatch.setattr(getpass, "getpass", read)
+        return asked
+
+    return answer
+
+
+def test_what_is_answered_is_what_a_start_reads(
+    folder: Path, answering: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {name: (text,) for name, text in SECRETS.items()}
+    (folder / ".env").write_text("# mine\nWANDB_API_KEY=kept\nR2_ACCOUNT_ID=\n")
+    (folder / ".env").chmod(0o644)
+    answers = {"Wallet": ("mine",), "Port for validators": ("8009", "70000", "7001"),
+               "Outside port for calls": ("48091",), "GPUs": ("2",), **keys}  # fmt: skip
+    asked = answering(**answers)
+    assert main(["init", "--dht.port", "8009"]) == 0
+    out = capsys.readouterr().out
+    assert "--axon.port and --dht.port are both 8009" in out and "70000 is more than" in out
+    assert not [question for question in asked if "for the swarm [" in question]  # a flag gave it
+    config = load_config("miner", [], environ={}, file=Path("miner.toml"))  # nothing is refused
+    assert (config.chain.wallet_name, config.chain.axon_port, config.swarm.dht_port) == (
+        "mine", 7001, 8009,
+    )  # fmt: skip
+    assert (config.chain.external_port, config.miner.nproc_per_node) == (48091, 2)
+    assert stat.S_IMODE((folder / ".env").stat().st_mode) == 0o600
+    kept = (folder / ".env").read_text()
+    assert kept.startswith("# mine\nWANDB_API_KEY=kept\nR2_ACCOUNT_ID=" + SECRETS["R2_ACCOUNT_ID"])
+    toml = (folder / "miner.toml").read_text()
+    assert not [name for name, text in SECRETS.items() if text in toml or text in out]
+    assert "still to do" not in out and out.splitlines()[-2:] == [
+        "  dt-doctor",
+        "  dt-miner            # or: pm2 start app.config.js",
+    ]
+
+
+def test_flags_write_it_without_a_question_and_never_over_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("R2_ACCOUNT_ID", SECRETS["R2_ACCOUNT_ID"])
+    assert main(["init", *FLAGS]) == 0
+    assert "still to do: R2_READ_ACCESS_KEY_ID, " in capsys.readouterr().out
+    assert f"R2_ACCOUNT_ID={SECRETS['R2_ACCOUNT_ID']}\n" in (folder / ".env").read_text()
+    before = (folder / "miner.toml").read_text()
+    assert 'name = "mine"' in before and "external_port = 48091\n" in before
+    assert main(["init", *FLAGS, "--axon.port", "7001"]) == 2
+    assert "miner.toml is there already, so nothing was written" in capsys.readouterr().err
+    assert (folder / "miner.toml").read_text() == before
+    assert main(["init", *FLAGS, "--axon.port", "7001", "--force"]) == 0
+    (old,) = folder.glob("miner.toml.*")
+    assert old.read_text() == before and old.name in capsys.readouterr().out
+    assert "port = 7001" in (folder / "miner.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--axon.external_ip", "10.0.0.4"), "--axon.external_ip 10.0.0.4 cannot be reached"),
+        (("--axon.prot", "7001"), "did you mean --axon.port?"),
+        (("--r2.write_secret_access_key", "x"), "put R2_WRITE_SECRET_ACCESS_KEY=... into .env"),
+        (("--network", "nowhere.toml"), "--network nowhere.toml"),
+        (("--axon.port", "8009"), "both 8009"),
+    ],
+)
+def test_a_flag_that_the_miner_would_refuse_writes_nothing(
+    folder: Path, flags: tuple[str, str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--yes", *flags]) == 2
+    error = capsys.readouterr().err
+    assert named in error and error.count("\n") == 1
+    assert not list(folder.iterdir())
+
+
+def test_without_a_terminal_it_names_the_flag(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def closed(*_: object) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", closed)
+    assert main(["init"]) == 2
+    assert "give flags and --yes" in capsys.readouterr().err and not list(folder.iterdir())
+
+
+def test_a_key_that_no_line_holds_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("R2_ACCOUNT_ID", "two\nlines")
+    assert main(["init", "--yes"]) == 2
+    error = capsys.readouterr().err
+    assert "R2_ACCOUNT_ID holds characters" in error and "two" not in error
+    assert not list(folder.iterdir())
+
+
+def test_who_joins_a_network_is_asked_for_its_invitation(
+    folder: Path, answering: Callable[..., list[str]]
+) -> None:
+    place = str(Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml")
+    answering(DT_INVITATION=("abc-123",), Network=("nowhere.toml", place))
+    assert main(["init"]) == 0
+    assert f'network = "{place}"\n' in (folder / "miner.toml").read_text()
+    assert "DT_INVITATION='abc-123'\n" in (folder / ".env").read_text()
