@@ -200,7 +200,7 @@ def test_down_and_up_again(setup: Setup) -> None:
     assert setup.chain.block() >= block
     setup.up()
     last = setup.chain.block()
-    wait_for(lambda: setup.chain.block() > last + 3, seconds=20)
+    wait_for(lambda: setup.chain.block() > last + 3)
 
     def written() -> bool:
         try:
@@ -209,7 +209,7 @@ def test_down_and_up_again(setup: Setup) -> None:
             return False
         return True
 
-    wait_for(written, seconds=20)
+    wait_for(written)
     assert setup.chain.commitment(setup.me.ss58) == "z"
 
 

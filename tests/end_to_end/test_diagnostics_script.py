@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.tools import forked
 from tests.tools.r2_keys import KEYS
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 ROOT = Path(__file__).parents[2]
 LOCAL = ["--preset", "local", "--dht.port", "0", "--nproc_per_node", "1"]
@@ -25,15 +24,12 @@ def diagnose(
     environ: dict[str, str] | None = None,
     offline: tuple[str, ...] = ("--offline",),
 ) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
     where = ("--neuron.run_folder", str(folder / "run"))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "diagnose.py"), *LOCAL, *offline, *words, *where],
-        env={**clean, "OMP_NUM_THREADS": "1", **(KEYS if environ is None else environ)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
+    return forked.run(
+        ROOT / "scripts" / "diagnose.py",
+        *(*LOCAL, *offline, *words, *where),
+        environ=KEYS if environ is None else environ,
+        folder=folder,
     )
 
 

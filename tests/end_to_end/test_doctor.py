@@ -132,12 +132,12 @@ def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
 
         thread = threading.Thread(target=mumble)
         thread.start()
-        check = probe("127.0.0.1", port, timeout=timedelta(seconds=2))
+        check = probe("127.0.0.1", port, timeout=timedelta(seconds=20))
         thread.join()
         assert check.status == "warn" and check.remedy
-    check = probe("127.0.0.1", port, timeout=timedelta(seconds=2))
+    check = probe("127.0.0.1", port, timeout=timedelta(seconds=20))
     assert check.status == "fail" and "nothing listens" in check.finding
-    check = probe("nowhere.invalid", 80, timeout=timedelta(seconds=2))
+    check = probe("nowhere.invalid", 80, timeout=timedelta(seconds=20))
     assert check.status == "fail" and "cannot be dialled" in check.finding
     assert report([check], as_json=False) == 1
 

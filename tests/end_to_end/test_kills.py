@@ -15,7 +15,7 @@ import pytest
 from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
-from tests.tools.subnet_tools import paced
+from tests.tools.subnet_tools import idle, paced
 
 
 @pytest.mark.slow
@@ -26,7 +26,7 @@ def test_two_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
         killing=lambda subnet: kills.kill_for(
             subnet, 0, least=2, every=4, kinds=("p2pd", "rank"), seed=0
         ),
-        prepare=paced,
+        prepare=idle,
         ranks=(1,),
         blocks=25,
     )

@@ -75,7 +75,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         outer_steps=OUTER_STEPS,
-        miner_flags=("--neuron.stop_timeout", "60"),  # a busy machine takes long for a checkpoint
+        # A busy machine takes long for a checkpoint, and for the search over what is held back.
+        miner_flags=("--neuron.stop_timeout", "60", "--neuron.preview_sequences", "2"),
     )
     subnet = LocalSubnet(options=paced(options), stop_grace=timedelta(seconds=90))
     with subnet:

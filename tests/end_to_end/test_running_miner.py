@@ -23,7 +23,7 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.telemetry import read_events
 from tests.end_to_end.test_doctor import doctor
-from tests.tools.subnet_tools import paced
+from tests.tools.subnet_tools import idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -35,9 +35,10 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
         folder=folder,
         ranks=(1,),
         blocks_per_allreduce=100_000,
-        miner_flags=("--neuron.deregistered_wait", "60s"),
+        # How long an outage of the store is waited for: twice, at a start.
+        miner_flags=("--neuron.deregistered_wait", "60s", "--r2.read_timeout", "10s"),
     )
-    with LocalSubnet(options=paced(options)) as running:
+    with LocalSubnet(options=idle(options)) as running:
         (miner,) = running.miners
         running.wait_until(lambda: bool(miner.state.losses), timedelta(seconds=180), "a step")
         yield running
@@ -49,7 +50,7 @@ def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) 
     metrics = miner.plan.folder / "metrics.prom"
     subnet.wait_until(
         lambda: metrics.exists() and 'kind="IsAlive"' in metrics.read_text(),
-        timedelta(seconds=60),
+        timedelta(seconds=180),
         "a call in the metrics",
     )
     flags = subnet.services.flags(miner.plan)

@@ -14,7 +14,7 @@ from distributed_training.store.cleanup import claim_bucket
 from tests.tools.support_store import new_bucket, server, settings_for
 
 __all__ = ["server"]
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abort_multipart_uploads.py"
 
 

@@ -41,7 +41,7 @@ from tests.tools.support_store import (
 from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 REVISION = Revision(5, 4, 10)
 ROOT = Path(__file__).parents[2]
 
@@ -145,7 +145,7 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     """Told apart from a passing fault at once; once the bucket is there again, so is the state."""
-    base = settings_for(server)
+    base = settings_for(server, file_deadline=timedelta(seconds=80))
     direct = new_bucket(server, base)
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
     gone = threading.Event()
@@ -164,7 +164,7 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
         began = time.monotonic()
         report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
         assert gone.is_set() and not report.ok
-        assert time.monotonic() - began < 15, "it did not retry until its deadline of 30 s"
+        assert time.monotonic() - began < 60, "it did not retry until its deadline of 80 s"
         assert f"bucket {direct.bucket} does not exist" in report.reason
         direct.create_bucket()
         again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
@@ -302,7 +302,7 @@ def test_a_full_disk_under_a_snapshot_is_its_error_and_training_goes_on(tmp_path
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=80,
+            timeout=180,
         )
         assert done.returncode == 0, done.stderr
         said, losses = json.loads(done.stdout.splitlines()[-1])

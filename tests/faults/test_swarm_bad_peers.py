@@ -24,10 +24,10 @@ from distributed_training.swarm import HivemindSwarm
 from tests.tools.swarm_bad_peer import KINDS
 from tests.tools.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
 
-pytestmark = [pytest.mark.timeout(180), pytest.mark.usefixtures("forked_hosts")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_hosts")]
 
 ROOT = Path(__file__).parents[2]
-SHAPES = [(1000, 1000)] * 3
+SHAPES = [(600, 1000)] * 3  # several parts for each reducer
 CHUNK, TRANSFER = 3.0, 12.0
 TROUBLED = replace(
     REQUEST,
@@ -39,7 +39,7 @@ TROUBLED = replace(
 #: What it sent before it failed is in the average, or the average shows it.
 WHOLE = ("long", "deaf", "nan", "nan averages", "early averages")
 #: One of each way to fail; whatever else a reducer answers: test_swarm_all_reduce.py.
-DAILY = ("short", "nan", "stall", "misframed averages", "no averages", "vanish")
+DAILY = ("short", "nan", "stall", "vanish")
 #: "vanish" is the last: the process ends.
 BESIDE_STOCK = ("short", "long", "nan", "misframed", "stall", "vanish")
 

@@ -36,7 +36,7 @@ from tests.tools.swarm_world import (
 )
 from tests.tools.waiting import wait_for
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.usefixtures("forked_hosts")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_hosts")]
 
 PEER = Path(__file__).parents[1] / "tools" / "swarm_peer.py"
 #: A round ends at its deadline; leaving its group and telling it takes a little more.

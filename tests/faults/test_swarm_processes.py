@@ -5,6 +5,7 @@ And many rounds in a row leave nothing behind: no files, descriptors, threads, p
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -25,37 +26,45 @@ from tests.tools.swarm_world import (
     Rounds,
     assert_good_round,
     everybody,
+    open_swarm,
     open_swarms,
     processes,
 )
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 NOTICED = 20.0  # seconds; at rest a tenth of one
 SECRETS = {"R2_WRITE_SECRET_ACCESS_KEY": "hidden", "HF_TOKEN": "hidden"}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[HivemindSwarm]]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in SECRETS.items():
-            patch.setenv(name, value)
-        with open_swarms(tmp_path_factory.mktemp("swarm"), 2, SMALL) as swarms:
-            yield swarms
+def pair(
+    forked_hosts: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[HivemindSwarm]]:
+    with open_swarms(tmp_path_factory.mktemp("swarm"), 2, SMALL) as swarms:
+        yield swarms
 
 
 def mended(swarm: HivemindSwarm, before: dict[str, psutil.Process]) -> bool:
     return swarm.alive() and processes(swarm).get("p2pd") not in (None, before["p2pd"])
 
 
-def test_a_swarm_is_two_processes_and_neither_holds_a_secret(pair: list[HivemindSwarm]) -> None:
-    """Kills of each are tested below: another process would need its own test."""
-    tree = processes(pair[0])
-    assert set(tree) == {"host", "p2pd"}
-    for process in tree.values():
-        assert "hidden" not in process.environ().values()
-        assert "PATH" in process.environ()
+def test_a_swarm_is_two_processes_and_neither_holds_a_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program itself, before the others' hosts are forked. Kills of each process are tested
+    below: another process would need its own test."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    with contextlib.closing(open_swarm(tmp_path, SMALL)) as swarm:
+        tree = processes(swarm)
+        assert set(tree) == {"host", "p2pd"}
+        for process in tree.values():
+            assert "hidden" not in process.environ().values()
+            assert "PATH" in process.environ()
+        tree["host"].kill()
+        wait_for(lambda: mended(swarm, tree), "the program is started again", seconds=90)
 
 
 @pytest.mark.parametrize("victim", ["host", "p2pd"])

@@ -179,19 +179,34 @@ def _flags_of_the_guide() -> list[dict[str, str]]:
     ]
 
 
+#: Flags, environment (node_launch.py), and what the wrong node then says. Other differences and
+#: endpoints are in tests/unit/test_miner_nodes.py.
+WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
+    ({"neuron.seed": "9"}, {}, "--neuron.seed is 9 on this node and 42 on node 0"),
+    ({}, {"NODE_CLOCK": "-90"}, "the clock of this node is -90 s from node 0's"),
+    ({"rdzv_endpoint": "nowhere.invalid:1"}, {}, "the host cannot be resolved"),
+]
+
+
 @pytest.mark.slow
 def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
-    """Started with the guide's commands."""
+    """Started with the guide's commands, node 1 at first with wrong ones: node 0 waits for it."""
     with machines(2) as found:
         flags = [one | {"nproc_per_node": "1"} for one in _flags_of_the_guide()]
         pair = [nodes(f"node{i}", m, **flags[i]) for i, m in enumerate(found)]
-        _train_as_one(pair, nodes)
+        pair[0].start(steps=12)
+        wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
+        for changes, environ, line in WRONG:
+            before = len(pair[1].output) if pair[1].log.exists() else 0
+            pair[1].start(environ=environ, **changes)
+            assert line in pair[1].refused(before)
+        assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
+        pair[1].start(steps=12)
+        _trained_as_one(pair, nodes)
         nodes.close()
 
 
-def _train_as_one(pair: list[Node], nodes: Nodes) -> None:
-    for node in reversed(pair):  # whoever is first waits
-        node.start(steps=12)
+def _trained_as_one(pair: list[Node], nodes: Nodes) -> None:
     for node in pair:
         assert node.wait() == 0, node.output
     one = nodes("one", nproc_per_node="2").start(steps=12)
@@ -429,42 +444,3 @@ def _blocks(folder: Path) -> set[int]:
         (max(folder.glob("checkpoints/checkpoint-*")) / "rank-0.json").read_text()
     )
     return {block for block, _ in manifest["extra"]["rank_zero"]["blocks"]["blocks"]}
-
-
-#: Flags, environment (node_launch.py), and what the wrong node then says.
-WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
-    ({"neuron.seed": "9"}, {}, "--neuron.seed is 9 on this node and 42 on node 0"),
-    ({"nproc_per_node": "2"}, {}, "--nproc_per_node is 2 on this node and 1 on node 0"),
-    ({"nnodes": "3"}, {}, "--nnodes is 3 on this node and 2 on node 0"),
-    ({"nnodes": "3", "node_rank": "2"}, {}, "--node_rank 2 is node 0's or beyond --nnodes 2"),
-    (
-        {"neuron.global_model_name": "another-model"},
-        {},
-        "--neuron.global_model_name is another-model on this node and",
-    ),
-    ({}, {"NODE_VERSION": "0.0.1"}, "version is 0.0.1 on this node and"),
-    ({}, {"NODE_CLOCK": "300"}, "the clock of this node is +300 s from node 0's"),
-    ({}, {"NODE_CLOCK": "-90"}, "the clock of this node is -90 s from node 0's"),
-    (
-        {"rdzv_endpoint": "10.0.0.1:1", "rdzv_timeout": "2"},
-        {},
-        "--rdzv_endpoint 10.0.0.1:1 was not reached within --rdzv_timeout",
-    ),
-    ({"rdzv_endpoint": "nowhere.invalid:1"}, {}, "the host cannot be resolved"),
-]
-
-
-@pytest.mark.slow
-def test_a_node_that_is_wrong_says_so_and_the_others_wait(
-    two: Callable[..., list[Node]],
-) -> None:
-    pair = two()
-    pair[0].start(steps=4)
-    wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
-    for flags, environ, line in WRONG:
-        before = len(pair[1].output) if pair[1].log.exists() else 0
-        pair[1].start(environ=environ, **flags)
-        assert line in pair[1].refused(before)
-    assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
-    pair[1].start(steps=4)
-    assert [node.wait() for node in pair] == [0, 0], pair[0].output

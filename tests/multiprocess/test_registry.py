@@ -44,7 +44,7 @@ from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 NETWORK = Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml"
 
 
@@ -324,7 +324,7 @@ class TestKept:
             with closing(Registry.at(tmp_path, charter)) as registry:
                 begun = registry.height
                 assert begun >= heights[-1]
-                wait_for(lambda: registry.height > begun, seconds=10)
+                wait_for(lambda: registry.height > begun)
                 heights.append(registry.height)
 
         for hours in (0, 48, 24, 0, 12, 0):
@@ -664,18 +664,18 @@ class TestLimits:
             body = b"x" * (300 * 1024)
             assert post(server, "/commit", body, {}) == 413
             for one in slow:
-                one.settimeout(10)
+                one.settimeout(60)
                 assert one.recv(1) == b""
                 one.close()
             where, other = ("127.0.0.1", server.port), ("127.0.0.2", 0)  # the first is blocked now
-            with socket.create_connection(where, 10, other) as dripping:
+            with socket.create_connection(where, 60, other) as dripping:
                 dripping.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert dripping.recv(4096).startswith(b"HTTP/1.1 200")
                 began = time.monotonic()
                 with pytest.raises(OSError):  # also when the connection was kept before
                     for byte in itertools.cycle(b"GET /health HTTP/1.1\r\nx: "):
                         dripping.send(bytes([byte]))
-                        assert time.monotonic() - began < 10
+                        assert time.monotonic() - began < 60
                         time.sleep(0.1)
 
     @pytest.mark.slow
@@ -697,7 +697,7 @@ class TestLimits:
                     return httpx.get(url + "/health", trust_env=False).status_code == 200
                 return False
 
-            wait_for(answers, seconds=10)
+            wait_for(answers)
             assert psutil.Process(process.pid).memory_info().rss < 400 * 2**20
 
 

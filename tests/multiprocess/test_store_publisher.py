@@ -27,7 +27,7 @@ from tests.tools.support_store import (
 from tests.tools.waiting import wait_for
 
 __all__ = ["server"]
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 
 
 def wait_report(publisher: Uploader) -> PublicationReport:

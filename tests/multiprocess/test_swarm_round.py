@@ -28,7 +28,7 @@ from tests.tools.swarm_world import (
 )
 from tests.tools.waiting import wait_for
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("forked_hosts")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_hosts")]
 
 Pair = tuple[HivemindSwarm, HivemindSwarm]
 

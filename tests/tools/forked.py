@@ -13,6 +13,7 @@ import runpy
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ class Program:
     """``script`` with ``arguments``, as ``python script`` would run it, in a session of its own.
 
     ``environ``: besides this process's. ``log``: takes all that it writes; its standard error
-    goes to ``errors``, if that is given.
+    goes to ``errors``, if that is given. ``folder``: that it runs in.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class Program:
         environ: Mapping[str, str],
         log: Path,
         errors: Path | None = None,
+        folder: Path | None = None,
     ) -> None:
         prepare()
         self.log = log
+        where = (str(log), str(errors or log), str(folder or Path.cwd()))
         self._process = _CONTEXT.Process(
-            target=_run,
-            args=(str(script), arguments, {**os.environ, **environ}, str(log), str(errors or log)),
+            target=_run, args=(str(script), arguments, {**os.environ, **environ}, *where)
         )
         self._process.start()
 
@@ -115,7 +117,7 @@ class Ranks:
 class ForkedHostLaunch(HostLaunch):
     """A swarm host that is forked: its program would import for two seconds.
 
-    ``tests/faults/test_swarm_processes.py`` starts the program, and kills it.
+    ``tests/faults/test_swarm_processes.py`` starts the program too, and kills it.
     """
 
     def __init__(self, log: Path) -> None:
@@ -164,11 +166,41 @@ def _host(connection: socket.socket, tells: Connection, log: str, owner: int) ->
     averager_process.main()
 
 
+def run(
+    script: Path, *arguments: str, environ: Mapping[str, str], folder: Path, reads: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run a :class:`Program` in ``folder`` to its end; what it wrote is as ``subprocess`` has it.
+
+    ``reads`` False: nobody reads what it prints, since the reader has gone.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        out, errors = Path(place, "out"), Path(place, "errors")
+        if not reads:
+            os.mkfifo(out)
+        program = Program(
+            script, *arguments, environ=environ, log=out, errors=errors, folder=folder
+        )
+        try:
+            if not reads:
+                out.open("rb").close()  # returns once the other end is open
+            status = program.wait(180)
+        finally:
+            program.kill()
+        said = out.read_text() if reads else "", errors.read_text()
+        return subprocess.CompletedProcess(arguments, status, *said)
+
+
 def _run(
-    script: str, arguments: tuple[str, ...], environ: Mapping[str, str], log: str, errors: str
+    script: str,
+    arguments: tuple[str, ...],
+    environ: Mapping[str, str],
+    log: str,
+    errors: str,
+    folder: str,
 ) -> None:
     """In the fork."""
     _lead_session(log, errors)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
     sys.path.insert(0, str(ROOT))

@@ -1,6 +1,6 @@
 """The launcher of one node, with the ranks of :mod:`node_ranks`.
 
-NODE_VERSION: of this repository, as this node has it; NODE_CLOCK: seconds that its clock is fast.
+NODE_CLOCK: seconds that its clock is fast.
 """
 
 from __future__ import annotations
@@ -13,12 +13,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 if __name__ == "__main__":
-    import distributed_training
     from tests.tools import jumping_clock
 
-    distributed_training.__version__ = os.environ.get(
-        "NODE_VERSION", distributed_training.__version__
-    )
     jumping_clock.offset = float(os.environ.get("NODE_CLOCK", "0"))
     from distributed_training.miner.__main__ import main
 

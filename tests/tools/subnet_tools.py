@@ -11,18 +11,28 @@ from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
 PACED = Path(__file__).with_name("paced_miner.py")
-#: Half of the preset's batch: a paced miner's steps take little longer than another's. One block
-#: ahead: it lasts longer, and what is uploaded must not be of an old one.
-_PACED_FLAGS = (
-    *("--neuron.local_batch_size_train_effective", "8"),
-    *("--data.prefetch_blocks", "1", "--data.max_prefetch_blocks", "1"),
-)
+#: One block ahead: it lasts longer, and what is uploaded must not be of an old one.
+_PACED_FLAGS = ("--data.prefetch_blocks", "1", "--data.max_prefetch_blocks", "1")
 
 
-def paced(options: SubnetOptions) -> SubnetOptions:
-    """The same subnet, but its miners leave the cores alone for most of the time."""
-    flags = (*_PACED_FLAGS, *options.miner_flags)
+def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
+    """The same subnet, but its miners leave the cores alone for most of the time.
+
+    ``samples``: of an inner step. 8 is half of the preset's, so that steps take little longer than
+    another miner's. 2 is one micro-batch: where steps need only go on and nobody learns.
+    """
+    batch = ("--neuron.local_batch_size_train_effective", str(samples))
+    flags = (*_PACED_FLAGS, *batch, *options.miner_flags)
     return replace(options, miner_script=PACED, miner_flags=flags)
+
+
+def idle(options: SubnetOptions) -> SubnetOptions:
+    """As :func:`paced`, where nobody learns: a tenth of a core, gradients are not tried,
+    and uploads are scored each half minute."""
+    rarely = ("--validator.score_blocks", "30", *options.validator_flags)
+    untried = ("--neuron.preview_sequences", "0", *options.miner_flags)
+    calm = replace(options, miner_flags=untried, validator_flags=rarely)
+    return paced(calm, samples=2)
 
 
 def stop_miner(

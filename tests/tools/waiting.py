@@ -10,7 +10,7 @@ import pytest
 
 
 def wait_for(
-    condition: Callable[[], Any], what: str = "it", seconds: float = 60, every: float = 0.02
+    condition: Callable[[], Any], what: str = "it", seconds: float = 120, every: float = 0.02
 ) -> Any:
     """The first true value of ``condition()``; fails naming ``what`` when ``seconds`` are over.
 

@@ -49,10 +49,10 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
     """And costs no other: the process that runs them takes no part in them."""
     part = gpu.Part("checks", "", "", 10.0)
     program = tmp_path / "gpu.py"
-    for body, expected in (
-        ("time.sleep(600)", "ended after its 6 s"),
-        ("os.kill(os.getpid(), 11)", "failed with -11"),
-        ("sys.exit('no such kernel')", "failed with 1"),
+    for body, seconds, expected in (
+        ("time.sleep(600)", 6.0, "ended after its 6 s"),
+        ("os.kill(os.getpid(), 11)", 60.0, "failed with -11"),
+        ("sys.exit('no such kernel')", 60.0, "failed with 1"),
     ):
         program.write_text(
             "import os, sys, time\n"
@@ -63,7 +63,7 @@ def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
         options = argparse.Namespace(out=tmp_path, device="cpu", quick=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu, "__file__", str(program))
-            found = gpu.run_part(part, options, seconds=6.0)
+            found = gpu.run_part(part, options, seconds=seconds)
         assert found["status"] == expected
         assert found["rows"] == [{"name": "a", "text": "1"}]
     assert found["log"][-1] == "no such kernel"

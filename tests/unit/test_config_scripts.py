@@ -5,9 +5,9 @@ inside what the argument declares. For every argument of every script.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from distributed_training.config.loader import Parser
+from tests.tools import forked
 from tests.unit.test_config_hostile import HOSTILE
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 ROOT = Path(__file__).parents[2]
 # Of each script: the module with its parser, and positional arguments that are right.
@@ -33,6 +34,7 @@ SCRIPTS = {
 OTHERS = {"bootstrap_pip", "lock"}
 
 
+@functools.cache
 def parser_of(script: str) -> Parser:
     parser = importlib.import_module(SCRIPTS[script][0]).build_parser()
     assert isinstance(parser, Parser)
@@ -124,14 +126,8 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
 def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -> None:
     for content in ('{"num_attention_heads": 0}', "[" * 100_000):
         (tmp_path / "MODEL.json").write_text(content)
-        done = subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / f"{command[0]}.py"), *command[1:]],
-            env={"PATH": os.environ["PATH"]},
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            timeout=60,
-        )
+        script = ROOT / "scripts" / f"{command[0]}.py"
+        done = forked.run(script, *command[1:], environ={}, folder=tmp_path)
         assert done.returncode == 2, done.stderr
         (line,) = done.stderr.splitlines()
         assert line.startswith("error: ") and name in line and "so " in line

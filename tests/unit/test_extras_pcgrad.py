@@ -14,7 +14,7 @@ from distributed_training.common.ports import free_ports
 from extras.pcgrad import pcgrad, products, surgery_weights
 from tests.tools import forked
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 SHAPES = [(6, 4), (8,), (4, 2, 3)]
 

@@ -280,7 +280,9 @@ def test_what_must_be_equal_is_what_decides_the_training() -> None:
         return facts_of(config, ranks=2)
 
     assert difference(facts(), facts("--data.workers", "7", "--neuron.run_folder", "x")) is None
-    for flag, value in (("neuron.learning_rate", "0.5"), ("data.source", "stdlib")):
+    unequal = {"neuron.learning_rate": "0.5", "data.source": "stdlib", "nnodes": "3"}
+    unequal |= {"neuron.global_model_name": "another"}
+    for flag, value in unequal.items():
         line = difference(facts(), facts(f"--{flag}", value))
         assert line is not None and line.startswith(f"--{flag} is {value} on this node")
 

@@ -101,7 +101,7 @@ SECONDS = st.floats(0.5, 3000)
 
 
 @given(
-    interval=SECONDS,
+    interval=st.floats(10, 3000),
     publishing=SECONDS,
     fetching=SECONDS,
     reload=st.floats(1, 86400),
@@ -130,7 +130,7 @@ def test_the_next_round_begins_from_what_was_published_if_there_was_time_to_fetc
             assert since.count(Task.FETCH_GLOBAL) == int(lost), "what is as big as the model"
 
 
-@given(interval=st.floats(0.5, 300), reload=st.floats(50, 5000), lost=st.booleans())
+@given(interval=st.floats(5, 300), reload=st.floats(50, 5000), lost=st.booleans())
 def test_an_outer_step_that_is_never_published_is_given_up_after_its_time(
     interval: float, reload: float, lost: bool
 ) -> None:

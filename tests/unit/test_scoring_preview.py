@@ -46,7 +46,7 @@ from tests.tools.validator_world import (  # noqa: F401
     settings,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(200)
 
 BLOCKS = (123456,)
 
@@ -262,10 +262,10 @@ def test_many_buckets_that_hang_take_their_timeout_together(world: World) -> Non
     for uid in (3, 42):
         world.miners[uid].bucket._before = forever
     began = time.monotonic()
-    rows = rows_of(preview(world, timeout=1.0))
+    rows = rows_of(preview(world, timeout=3.0))
     took = time.monotonic() - began
     hang.set()
-    assert took < 10 and rows[17].random is not None
+    assert took < 25 and rows[17].random is not None
     assert all(rows[uid].cause is Cause.TOO_SLOW for uid in (3, 42))
 
 
@@ -290,10 +290,10 @@ def test_a_bucket_that_hangs_costs_its_named_timeout(world: World, operation: st
 
     world.miners[17].bucket._before = forever
     began = time.monotonic()
-    rows = rows_of(preview(world, timeout=1.0))
-    assert time.monotonic() - began < 10
+    rows = rows_of(preview(world, timeout=3.0))
+    assert time.monotonic() - began < 25
     hang.set()
-    assert rows[17].cause is Cause.TOO_SLOW and "1 s" in rows[17].reason
+    assert rows[17].cause is Cause.TOO_SLOW and "3 s" in rows[17].reason
     for uid in (3, 42):
         assert rows[uid].judgement == before[uid].judgement
 

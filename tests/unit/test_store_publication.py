@@ -44,7 +44,7 @@ from tests.tools.support_store import (
 )
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(120)
 REVISION = Revision(5, 3, 50)
 MINER_FILES = keys.data_files(1)
 SETTINGS = StoreSettings(

@@ -25,7 +25,7 @@ MEASURED = {(750, 10, 900): 0.91, (750, 60, 900): 0.91, (400, 10, 900): 0.85}
 MEASURED |= {(400, 30, 900): 0.77, (400, 60, 300): 0.92, (400, 60, 900): 0.86}
 
 
-@pytest.mark.parametrize("pause", [0.0, 300.0, 840.0])  # seconds that a round takes
+@pytest.mark.parametrize("pause", [0.0, 840.0])  # seconds that a round takes
 @pytest.mark.parametrize("row", ROWS, ids=lambda w: f"{w.blocks}-{w.step:.0f}-{w.upload:.0f}")
 def test_validators_find_an_upload_at_least_as_often_as_the_public_miner_s(
     row: World, pause: float
@@ -137,7 +137,7 @@ def test_over_many_rounds_what_is_published_is_never_too_old(
     plan = schedule(every)
     oldest, warned, too_old_at = 0.0, 0.0, 0.0
     now, finish = 0.0, (0.0, 0, 0)
-    for outer in range(8):
+    for outer in range(4):
         ends = now + 4100.0
         if known:
             plan.expect_round(ends, 4800.0)

@@ -184,9 +184,10 @@ def test_a_start_holds_no_round_beyond_its_time(
         world.outcome = lambda config: None if how == "hangs" else "no port is free"
         world.hosts[-1].end("killed")
         began = time.monotonic()
-        with pytest.raises(AllReduceError) as raised, made.use(1.0, threading.Event()):
+        patience = 1.0 if how == "hangs" else 12.0
+        with pytest.raises(AllReduceError) as raised, made.use(patience, threading.Event()):
             pass
-        assert time.monotonic() - began < 15  # of the 30 s that a start may take
+        assert time.monotonic() - began < 20  # of the 30 s that a start may take
         assert raised.value.fault is AllReduceFault.SWARM_DOWN
         why = "not be started within 1 s" if how == "hangs" else "no port is free"
         assert why in str(raised.value)

@@ -24,7 +24,7 @@ from distributed_training.telemetry import Registry, record_step
 from distributed_training.telemetry.trackers import Tracker, figures, open_trackers
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(200)
 REPORT = StepReport(
     3, 7, 2.5, 1e-3, 256, 8, 2.0, 0.5, 2, grad_norm=1.5, mfu=0.4, total_inner_steps=107
 )

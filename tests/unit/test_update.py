@@ -184,6 +184,8 @@ def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> Non
     line = machine.refused("v3", setup=f"{SETUP}\nexit 7")
     assert "its setup failed (status 7, no output)" in line
     assert "its setup failed (signal 9, no output)" in machine.refused("v3", setup="kill -9 $$")
+    full = "echo error: No space left >&2; exit 1"
+    assert "its setup failed (error: No space left)" in machine.refused("v3", setup=full)
     machine.updated("v3")
 
 
