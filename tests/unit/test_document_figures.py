@@ -81,3 +81,13 @@ def test_links_take_as_long_as_the_requirements_say() -> None:
         assert state == f"{8 * 4e9 / bytes_a_minute:.1f}"
         late = 8 * 4e9 / bytes_a_minute > 795 / 60
         assert averaging == ("too slow" if late else f"{state} min")
+
+
+def test_each_event_of_a_miner_is_in_the_reference() -> None:
+    sources = (ROOT / "distributed_training" / "miner").glob("*.py")
+    text = "".join(path.read_text() for path in sources)
+    kinds = set(re.findall(r"\brecord\(\s*\"(\w+)\"|_record\(\s*\"(\w+)\"", text))
+    kinds = {kind for pair in kinds for kind in pair if kind}
+    assert len(kinds) > 10
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert [kind for kind in kinds if f"`{kind}`" not in page] == []
