@@ -321,6 +321,8 @@ def test_the_verdict_of_each_state_is_on_top(
             wanted_card = "nothing yet" if name == "new" else "ago"
             assert wanted_card in card(browser, "Published")
             assert [row.split()[1] for row in table(browser, "Rounds")] == ["3"] * (name != "new")
+        browser.execute_script("arguments[0].click()", buttons[-1])
+        wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")
 
 
 #: Whether verdict and score are seen without scrolling, in this order, and warnings before charts.

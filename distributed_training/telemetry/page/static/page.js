@@ -201,7 +201,7 @@ function verdictOf(neuron) {
     const since = neuron.life.last_sign;
     return [state, `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
   }
-  if (state === "waiting") return [state, "no events yet", "idle"];
+  if (!neuron.taken) return [state, "no events yet", "idle"];  // a validator waits between its rounds
   if (gaugeOf(neuron, "registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
   if (stuck(neuron)) return ["stuck", "no inner step for a long time: the end of its log tells why", "bad"];
   if (last) return [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : "wait"];
