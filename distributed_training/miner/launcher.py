@@ -1,4 +1,4 @@
-"""Stands between pm2 and the ranks: checks, starts, passes on the stop, leaves nothing behind.
+"""Stand between pm2 and the ranks: check, start, pass on the stop, leave nothing behind.
 
     launch(config)
       the outside refuses (disk, port, store, chain) -> a line, tried again with growing pauses
@@ -109,11 +109,11 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
 
 
 class Outages:
-    """Tries again, with growing pauses, what the outside refuses: a disk, a mount, a port, a
-    driver, the chain, the store, another node.
+    """Retry, with growing pauses, a start that the outside refuses.
 
-    A start may help then and needs nobody, so none of this ends the miner. Each try is a line of
-    the log, and ``launcher.prom`` counts them for an alert.
+    The cause may be a disk, a mount, a port, a driver, the chain, the store or another machine. A
+    start may help then and needs nobody, so none of this ends the miner. Each try is a line of the
+    log, and ``launcher.prom`` counts them for an alert.
     """
 
     def __init__(self, folder: Path, stop: threading.Event) -> None:
@@ -144,7 +144,7 @@ class Outages:
         return self._stop.wait(seconds)
 
     def ended(self) -> None:
-        """Ranks train: the next outage begins with short pauses."""
+        """Note that ranks train: the next outage begins with short pauses."""
         if self._backoff.failures:
             self._backoff.succeeded()
             self.report()
@@ -182,8 +182,10 @@ def _train(
     signals: StopSignals,
     outages: Outages,
 ) -> ExitStatus:
-    """Run ranks to the miner's end. Raises ConfigError: of this machine, or of node 0, which
-    refuses this node; no rank runs then."""
+    """Run ranks to the miner's end.
+
+    Raises ConfigError: of this machine, or of node 0, which refuses this node; no rank runs then.
+    """
     gpus = remembered_gpus(folder)
     if config.miner.device != "cpu":
         gpus = visible_gpu_count() or gpus
@@ -208,8 +210,10 @@ def _train(
 
 
 def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
-    """``--neuron.stop_timeout``, or what the last checkpoint shows a stop to need, if that is
-    more: a stop that is cut short loses every inner step since the last checkpoint."""
+    """Return ``--neuron.stop_timeout``, or the longer time of a stop by the last checkpoint.
+
+    A stop that is cut short loses every inner step since the last checkpoint.
+    """
     needed = stop_seconds(folder)
     return wanted if needed is None else max(wanted, timedelta(seconds=needed))
 
@@ -226,7 +230,7 @@ def default_ranks(config: Config, remembered: int = 0) -> int:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[None]:
-    """One launcher per run folder. The kernel lets go of the lock however this process ends."""
+    """Allow one launcher per run folder. The kernel frees the lock however this process ends."""
     with (folder / "launcher.lock").open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +254,8 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     """End what a SIGKILLed launcher of this folder left.
 
     We hold the lock, so that launcher is gone; what bears its mark is provably ours. Ranks that are
-    saving their state get ``patience``."""
+    saving their state get ``patience``.
+    """
     mark = mark_of(folder)
     left = mark.processes() if mark is not None else []
     if mark is None or not left:
@@ -277,7 +282,7 @@ def _check_machine(config: Config, *, ranks: int) -> None:
 
 @contextlib.contextmanager
 def _page(config: Config, folder: Path) -> Iterator[None]:
-    """The page outlives ranks that fail: that is when it is looked at."""
+    """Serve the dashboard, which outlives ranks that fail: that is when it is read."""
     settings = config.telemetry
     if settings.page_port == "off" or not config.nodes.leads:
         yield
@@ -312,7 +317,7 @@ def _who_kills(seconds: int, environ: Mapping[str, str] = os.environ) -> tuple[s
 
 
 class Phase(enum.Enum):
-    """What can befall ranks that run; one start of them may enter several, each once.
+    """The phases of running ranks; one start may enter several, each once.
 
     ============= ========================== ============================== ====================
     phase         entered when               does                           ended by force after
@@ -348,8 +353,11 @@ class Phase(enum.Enum):
 
 
 class _Supervisor:
-    """Runs the group until a stop, or until it failed too often. ``settings.stop_timeout`` covers
-    a stop up to the point where the ranks are ended by force; see :func:`stop_limit`."""
+    """Run the group until a stop, or until it failed too often.
+
+    ``settings.stop_timeout`` covers a stop up to the point where the ranks are ended by force; see
+    :func:`stop_limit`.
+    """
 
     def __init__(
         self,
@@ -386,7 +394,7 @@ class _Supervisor:
         return status
 
     def _run(self) -> ExitStatus:
-        """Until nothing is to be started again. Raises ConfigError if node 0 refuses this one."""
+        """Run until no start is to follow. Raises ConfigError if node 0 refuses this one."""
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
         while True:
             plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
@@ -425,8 +433,10 @@ class _Supervisor:
         return steady
 
     def _meets_again(self, nodes: Host | Guest, status: ExitStatus) -> bool:
-        """Whether the ranks ended for another reason than a fault here, or it is node 0 that says
-        what follows."""
+        """Return whether the ranks ended for another reason than a fault here.
+
+        Also if node 0 decides what follows.
+        """
         lost = nodes.ended(status)
         for_others = self._entered.keys() & {Phase.SAVING, Phase.LOST}
         return lost or (bool(for_others) and status is ExitStatus.STOPPED)
@@ -448,7 +458,7 @@ class _Supervisor:
         return self._ending()
 
     def _start(self, plan: Plan | None) -> None:
-        """The server's imports take seconds, in which no flag is looked at: a stop interrupts."""
+        """Start the ranks; a stop interrupts the seconds of the server's imports."""
         self._signals.interrupts = True
         try:
             if self._signals.asked_at is not None:
@@ -458,7 +468,7 @@ class _Supervisor:
             self._signals.interrupts = False
 
     def _follow(self) -> None:
-        """Until all ranks have ended, by themselves or by force."""
+        """Wait until all ranks have ended, by themselves or by force."""
         limit, began = self._settings.hang_timeout, time.monotonic()
         watchdog = Watchdog(self._folder, world_size=self._group.world_size, limit=limit)
         while running := self._group.running:
@@ -572,8 +582,10 @@ class _Supervisor:
         self._group.kill()
 
     def _report_failures(self) -> None:
-        """Once for each start of the ranks, before this launcher ends any: how they ended then
-        is its own doing."""
+        """Report failed ranks once for each start, before this launcher ends any.
+
+        Later endings are its own doing.
+        """
         if self._failures:
             return
         written = read_exit_status(self._folder, instance=self._mark.value)

@@ -1,11 +1,11 @@
-"""The ranks of one miner: forks of one process that has imported everything already.
+"""Fork the ranks of one miner from one process that has imported everything already.
 
 A rank needs torch and the Llama model, seconds of imports and 300 MB. Python's fork
 server imports them once (:data:`PRELOAD`) and forks each rank from there; it stays, so a rank that
 died is back in the time of a fork. Nothing but ranks is forked from it.
 
 Hazard: the server must stay fit to be forked. Nothing in the preload may start a thread, touch CUDA
-or open a socket, and what libraries read from the environment when they are imported must be set
+or open a socket. Variables that libraries read when they are imported must be set
 before it starts (:func:`rank_environment_defaults`).
 """
 
@@ -71,7 +71,7 @@ _TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 
 
 def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
-    """What the server and the ranks need in their environment, where the operator set nothing."""
+    """Return the variables that server and ranks need, where the operator set none."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks)),
         # numpy's and scipy's own: a thread of theirs in the server would be lost in each fork.
@@ -93,8 +93,10 @@ def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
 
 
 def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
-    """What torch.distributed (``env://``) reads where all ranks are on this machine. ``port``: a
-    free one, the same for all ranks."""
+    """Return the variables of torch.distributed (``env://``) for ranks on one machine.
+
+    ``port``: a free one, the same for all ranks.
+    """
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -124,7 +126,7 @@ class _Rank:
 
     @property
     def ending(self) -> str:
-        """How it ended, for the log."""
+        """The end of the rank, for the log."""
         code = self.process.exitcode or 0
         if code == _SERVER_ENDED:
             how = "was told to stop, since the process it was forked from ended"
@@ -139,9 +141,9 @@ class _Rank:
 
 
 class RankGroup:
-    """Starts this machine's ranks, and ends them together. Each runs ``run_rank(config)`` of the
-    module ``program``, which this process does not import.
+    """Start this machine's ranks, and end them together.
 
+    Each runs ``run_rank(config)`` of the module ``program``, which this process does not import.
     They are numbered from 0 here, whatever their place among those of several machines is. May be
     started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
     ``start_limit`` covers :meth:`start`: a server that takes longer hangs, and is ended.
@@ -172,7 +174,7 @@ class RankGroup:
         self._starts = 0
 
     def start(self, plan: Plan | None = None) -> None:
-        """Returns when every rank is forked, which takes seconds the first time (imports).
+        """Fork every rank, which takes seconds the first time (imports).
 
         ``plan``: of a miner of several machines; None: of one. Raises OSError or EOFError if the
         server does not come up.
@@ -186,7 +188,7 @@ class RankGroup:
             late.cancel()
 
     def _end_server(self) -> None:
-        """Not reaped here: multiprocessing wants to see for itself that its server is gone."""
+        """Kill the server, and leave it to multiprocessing to reap it."""
         log.warning("The fork server hangs: it started no ranks within --neuron.hang_timeout")
         self._mark.end(settle=timedelta(0), grace=timedelta(0))
 
@@ -232,8 +234,11 @@ class RankGroup:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
 
     def _ensure_tracker(self) -> None:
-        """multiprocessing starts one with its server. It bears no mark: it ends by itself, with us.
-        Nothing of a miner needs it, but what dies is told and replaced."""
+        """Start multiprocessing's resource tracker again if it ended.
+
+        It bears no mark: it ends by itself, with us. Nothing of a miner needs it, but its end is
+        logged.
+        """
         if self._tracker is not None:
             if is_running(self._tracker):
                 return
@@ -247,8 +252,10 @@ class RankGroup:
                     self._tracker = child
 
     def _ensure_scratch(self) -> None:
-        """multiprocessing makes its folder where it is told to, once: a launcher that was killed
-        could not remove it, and so the next one finds it."""
+        """Make multiprocessing's folder, where the next launcher finds it.
+
+        A launcher that was killed could not remove it.
+        """
         if not self._scratch:
             # Sockets lie there, whose paths must be short.
             tempfile.tempdir = self._scratch = process_folder("dt-", scratch_base())
@@ -269,8 +276,10 @@ class RankGroup:
         return [r.ending for r in self._ranks if not r.running and r.process.exitcode != 0]
 
     def wait(self, timeout: timedelta) -> None:
-        """Until a rank ends, at most ``timeout``. Reaps descendants that lost their parent; starts
-        what has to be there besides the ranks again."""
+        """Wait until a rank ends, at most ``timeout``.
+
+        Reaps descendants that lost their parent; starts again what must run beside the ranks.
+        """
         sentinels = [r.process.sentinel for r in self._ranks if r.process.exitcode is None]
         if sentinels:
             multiprocessing.connection.wait(sentinels, timeout.total_seconds())
@@ -280,7 +289,7 @@ class RankGroup:
         self._ensure_tracker()
 
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
-        """To ``ranks`` (all by default) that still run."""
+        """Send a signal to ``ranks`` (all by default) that still run."""
         for rank in self._ranks:
             if (ranks is None or rank.number in ranks) and rank.running:
                 send(rank.handle, number)
@@ -308,7 +317,8 @@ class RankGroup:
 def scratch_base(memory: str = "/dev/shm") -> str:
     """Return where the ranks' store can lie: ``memory``, or else where temporary files are.
 
-    A full disk, or one without locks, would fail each start of several ranks. Raises OSError."""
+    A full disk, or one without locks, would fail each start of several ranks. Raises OSError.
+    """
     try:
         _probe(memory)
     except OSError as error:
@@ -329,7 +339,7 @@ def _probe(base: str) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """For what multiprocessing starts meanwhile."""
+    """Set the environment for what multiprocessing starts meanwhile."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(variables)
@@ -341,7 +351,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> None:
-    """In the fork: be the rank that ``environ`` names."""
+    """Become, in the fork, the rank that ``environ`` names."""
     os.setsid()
     for number in _TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
