@@ -79,7 +79,8 @@ lint-prose: dev
 
 # mkdocs fetches nothing; --strict fails on a link that leads nowhere.
 docs: dev
-	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet && echo build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html; with search: $(PY) -m http.server --bind 127.0.0.1 --directory build/site"
 
 # pm2 for the tests that need it, in build/node, not on the machine
 pm2:

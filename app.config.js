@@ -91,7 +91,7 @@ module.exports = {
       // Only the launcher gets pm2's SIGINT; it stops the ranks in order. Signalling the whole tree
       // would end data workers and uploads in the middle.
       treekill: false,
-      // After the stop timeout the launcher ends the ranks by force, which takes up to 15 s more.
+      // After the stop timeout the launcher ends the ranks by force, which takes up to 25 s more.
       kill_timeout: 1000 * (stopSeconds() + 25),
       autorestart: true,
       // Bad configuration, a hotkey lost or in use: starting again would not help (pm2 may go on to show
