@@ -29,7 +29,7 @@ EVERY = {
     "disk speed", "descriptors", "shared memory", "port axon.port", "port dht.port", "clock",
     "chain clock", "network", "global state",
     "hotkey", "commitment", "endpoint", "bucket", "line", "bootstrap", "calls", "tokenizer",
-    "data", "step time",
+    "address", "data", "step time",
 }  # fmt: skip
 
 
@@ -68,6 +68,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
         "--data.rows_url=http://nowhere.invalid",
         "--r2.endpoint_url=http://127.0.0.1:1",
         "--chain.start_timeout=2",
+        "--axon.external_ip=8.8.4.4",  # or public services are asked
         folder=tmp_path,
         environ={"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://nowhere.invalid"},
     )
@@ -88,6 +89,7 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
         "calls",
     ):
         assert found[name] == "skip", checks[name]
+    assert "--probe 8.8.4.4:8091,8009" in checks["address"]["finding"]
     # 4 billion parameters do not fit here, so nothing is built to measure it: the kernel would
     # kill what is.
     if found["host memory"] == "fail":
