@@ -754,7 +754,7 @@ class TrainingSettings:
     and forgets the rest; 'best' tries both at each upload, and entries chosen by AdamW's second
     moment, and publishes what lowers the loss most. Never part of the all-reduce"""
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
-    """'search': multiply the published values by the factor that lowers the loss on held-back
+    """'search': multiply the published values by the factor that lowers the loss on held-out
     sequences most, as validators apply them; 'plain': publish them as they are, as the public
     miner does. Needs --neuron.preview_sequences"""
     preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
