@@ -524,7 +524,7 @@ class _Supervisor:
     def _follow_nodes(self, nodes: Host | Guest) -> None:
         if self._is(Phase.SAVING) or (self._is(Phase.STOPPING) and isinstance(nodes, Host)):
             return
-        if (trouble := nodes.trouble()) is not None:
+        if (trouble := nodes.trouble) is not None:
             self._trouble = trouble
             # A rank that lost a peer mostly ends by itself; one that is closing shall.
             self._enter(Phase.LOST)

@@ -204,9 +204,7 @@ class RankGroup:
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         for number in range(self.world_size):
             place = rank_variables(number, world_size=self.world_size, port=port)
-            place[RANK_STORE] = str(store)
-            if plan is not None:
-                place = plan.variables(number)
+            place |= {RANK_STORE: str(store)} if plan is None else plan.variables(number)
             process = self._context.Process(
                 target=_become_rank,
                 args=(self._program, self._config, secrets | place),

@@ -291,6 +291,7 @@ class Nodes:
     """The launchers of the other nodes."""
 
     leaving = joining = False
+    trouble = None
 
     def __init__(self, answers: list[ConfigError | None]) -> None:
         self._answers = answers
@@ -298,9 +299,6 @@ class Nodes:
     def meet(self, stop: object) -> None:
         if (answer := self._answers.pop(0)) is not None:
             raise answer
-
-    def trouble(self) -> None:
-        return None
 
     def ended(self, status: ExitStatus) -> bool:
         return False
