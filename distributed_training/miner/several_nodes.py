@@ -1,4 +1,4 @@
-"""How the launchers of several machines agree on which ranks run.
+"""Let the launchers of several machines agree on which ranks run.
 
 Node 0's launcher listens at ``--rdzv_endpoint``; every other launcher keeps one connection to it.
 It says hello, with its number, its clock and what must be equal; node 0 refuses a node whose
@@ -70,8 +70,11 @@ _OF_ONE_NODE = frozenset(
 
 
 def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, str]:
-    """What must be equal on all nodes, as an operator would write it. ``remembered``: GPUs that
-    earlier ranks ran on, for a driver that does not answer just after a reboot."""
+    """Return what must be equal on all nodes, as an operator would write it.
+
+    ``remembered``: GPUs that earlier ranks ran on, for a driver that does not answer just after a
+    reboot.
+    """
     on_gpu = config.miner.device != "cpu" and (visible_gpu_count() or remembered) > 0
     facts = {
         "version": __version__,
@@ -88,7 +91,7 @@ def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, st
 
 
 def difference(mine: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """What is wrong on the ``other`` node in a line; None if nothing is."""
+    """Return what is wrong on the ``other`` node in a line; None if nothing is."""
     for name in [*mine, *other]:
         here, there = mine.get(name), other.get(name)
         if here != there:
@@ -112,7 +115,7 @@ class Plan:
     interface: str
 
     def variables(self, number: int) -> dict[str, str]:
-        """What torch.distributed reads for this node's rank ``number`` if it is not alone."""
+        """Return what torch.distributed reads for rank ``number`` of this node, beside its own."""
         interfaces = {name: os.environ.get(name) or self.interface for name in VARIABLES}
         return interfaces | {
             "RANK": str(self.first_rank + number),
@@ -132,7 +135,7 @@ class Line:
         self._silence = silence
 
     def send(self, **message: Any) -> None:
-        """Raises OSError."""
+        """Send one message. Raises OSError."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> dict[str, Any]:
@@ -227,7 +230,7 @@ class Host(_Side):
 
     @property
     def trouble(self) -> str | None:
-        """Why the ranks that run must end now; None while all is well."""
+        """Return why the ranks that run must end now; None while all is well."""
         for node, guest in self._party.items():
             if guest.gone or guest.says.get("failed") == self._says.get("port", -1):
                 return f"node {node}: {guest.gone or 'its ranks failed'}"
@@ -235,18 +238,18 @@ class Host(_Side):
 
     @property
     def leaving(self) -> bool:
-        """A node was asked to stop: the ranks save and end, and the others go on."""
+        """Return whether a node was asked to stop: all save and end, and the others go on."""
         return any(guest.says.get("leaving") for guest in self._party.values())
 
     @property
     def joining(self) -> bool:
-        """A node waits to take part: after the next checkpoint all start again with it."""
+        """Return whether a node waits to take part: after the next checkpoint all start again."""
         here = self._guests.copy().items()
         return any(g.says.get("ready") for node, g in here if node not in self._party)
 
     def ended(self, status: ExitStatus) -> bool:
-        """No rank of this node runs any more, so none shall elsewhere. Whether a node was lost,
-        so that it was no fault of this one."""
+        """Have the ranks of all nodes end, since none runs here. Return whether a node was lost, so
+        that it was no fault of this one."""
         failed, deadline = status is ExitStatus.FAULT, time.monotonic() + _LAG
         # Its ranks' connections may have broken before its launcher's.
         while failed and not self.trouble and time.monotonic() < deadline:
@@ -362,7 +365,7 @@ class Guest(_Side):
         self._says["leaving"] = True
 
     def ended(self, status: ExitStatus) -> bool:
-        """Node 0 counts the faults."""
+        """Tell node 0, which counts the faults."""
         self._says["failed"] = self._ran if status is ExitStatus.FAULT else 0
         return True
 
@@ -410,8 +413,10 @@ class Guest(_Side):
 
 
 def join_nodes(config: Config, *, ranks: int, remembered: int) -> Host | Guest | None:
-    """This launcher's side; None for a miner of one machine. ``remembered``: as in
-    :func:`facts_of`. Raises ConfigError."""
+    """Return this launcher's side; None for a miner of one machine.
+
+    ``remembered``: as in :func:`facts_of`. Raises ConfigError.
+    """
     if not config.nodes.several:
         return None
     kind = Host if config.nodes.leads else Guest
