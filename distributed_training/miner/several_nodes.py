@@ -15,10 +15,10 @@ through the interface of ``--rdzv_endpoint``, unless gloo's or NCCL's own enviro
 gradients go through another.
 
 All ranks start and end together. Ranks that lost one of theirs cannot train; each launcher ends its
-own and is ready, and node 0 begins anew from the last checkpoint with whom it has: all, or after
-``--node_wait`` the least of ``--nnodes MIN:MAX``. A node that comes later is taken in after the
-next checkpoint. Node 0 cannot be replaced, since it has the wallet: the others wait for it. What
-keeps the ranks apart although the launchers meet, as a firewall, the doctor finds.
+own and is ready. Then node 0 begins again from the last checkpoint with the nodes it has: all, or
+after ``--node_wait`` the least of ``--nnodes MIN:MAX``. A node that comes later is taken in after
+the next checkpoint. Node 0 cannot be replaced, since it has the wallet: the others wait for it.
+What keeps the ranks apart although the launchers meet, as a firewall, the doctor finds.
 
 Why not torch's elastic agent: docs/architecture.md. Launchers meet here, without torch; ranks then
 meet in c10d's TCPStore.
@@ -158,7 +158,7 @@ class Line:
 
 
 class _Side:
-    """What both sides have. All of it is polled: nothing waits for a word."""
+    """Base of both sides. All that they hear is polled: nothing waits for a word."""
 
     def __init__(self, settings: NodesSettings, facts: Mapping[str, str], *, ranks: int) -> None:
         self._settings = settings

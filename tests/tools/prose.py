@@ -26,7 +26,6 @@ BANNED = re.compile(
 LEFT = {
     "distributed_training/data/dataset_server.py": 1,
     "distributed_training/data/page_source.py": 1,
-    "distributed_training/miner/several_nodes.py": 8,
     "distributed_training/telemetry/events.py": 1,
     "distributed_training/training/publication.py": 1,
     "documents": 10,
