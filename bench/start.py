@@ -54,7 +54,7 @@ def import_seconds() -> float:
 def said_at(log: Path, pattern: str) -> float | None:
     """``time.time()`` of the first line that matches."""
     for line in log.read_text(errors="replace").splitlines():
-        found = re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+) \|.*" + pattern, line)
+        found = re.match(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\S+) \|.*" + pattern, line)
         if found:
             return datetime.fromisoformat(found[1]).timestamp()
     return None

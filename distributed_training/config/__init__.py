@@ -1,7 +1,7 @@
 """Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
 from .checks import notices, problems
-from .help import SETTINGS_FILE, all_settings, describe, markdown
+from .help import SETTINGS_FILE, WARNING, all_settings, describe, markdown
 from .loader import exit_with, load_config
 from .model import OPERATORS_FILE, Config
 from .types import ConfigError
@@ -9,6 +9,7 @@ from .types import ConfigError
 __all__ = [
     "OPERATORS_FILE",
     "SETTINGS_FILE",
+    "WARNING",
     "Config",
     "ConfigError",
     "all_settings",

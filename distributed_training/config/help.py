@@ -14,12 +14,13 @@ PUBLIC_DOCUMENT = "docs/flags.md"
 
 
 SETTINGS_FILE = "config.txt"  # in the run folder
+WARNING = "  warning: "  # how the line of a warning begins
 
 
 def describe(config: Config) -> list[str]:
     """Return the settings that were given, one a line, secrets masked, with where each came from.
 
-    The launcher prints them at every start; all settings are in :data:`SETTINGS_FILE`.
+    They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
     """
     preset, place = f"preset {config.preset}", config.general.network
     given = [
@@ -33,7 +34,7 @@ def describe(config: Config) -> list[str]:
         f"all of them: {SETTINGS_FILE} in the run folder"
     ]
     lines += [_entry(config, setting) for setting in given]
-    lines += [f"  warning: {line}" for line in config.warnings]
+    lines += [f"{WARNING}{line}" for line in config.warnings]
     return lines + [f"  note: {line}" for line in notices(config)]
 
 

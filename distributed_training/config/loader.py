@@ -32,7 +32,7 @@ import tomllib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -258,9 +258,16 @@ def refusal_of(message: str) -> ConfigError:
     return ConfigError(f"{text}, so nothing was started: see --help")
 
 
-def exit_with(error: ConfigError) -> int:
-    """Print the one line an operator sees for bad input; the exit status, usually 2."""
-    print(f"error: {error}", file=sys.stderr, flush=True)
+def exit_with(error: ConfigError, *, of_service: bool = False) -> int:
+    """Print the one line an operator sees for bad input. Return the exit status, usually 2.
+
+    ``of_service``: the program is one that pm2 or systemd starts; where its output is no terminal
+    the line gets the time, as the log's have it.
+    """
+    when = ""
+    if of_service and not sys.stderr.isatty():
+        when = datetime.now().astimezone().isoformat(" ", "milliseconds") + " | ERROR | "
+    print(f"{when}error: {error}", file=sys.stderr, flush=True)
     return error.status
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
             return launch(config, program=program)
     except ConfigError as error:
-        return exit_with(error)
+        return exit_with(error, of_service=True)
     from distributed_training.common.processes import leave
     from distributed_training.miner.start import run_rank
 

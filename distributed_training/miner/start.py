@@ -200,7 +200,7 @@ def run_rank(config: Config) -> int:
     try:
         folder = make_run_folder(config)
     except ConfigError as error:  # the launcher could; the disk may be gone since
-        exit_with(error)
+        exit_with(error, of_service=True)
         return ExitStatus.FAULT
     start_log(config, folder, name="miner", rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.

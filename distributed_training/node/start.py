@@ -10,8 +10,15 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training.common.files import FSTAB, late_mount, write_bytes
-from distributed_training.config import SETTINGS_FILE, Config, ConfigError, all_settings
+from distributed_training.common.files import FSTAB, atomic_file, late_mount
+from distributed_training.config import (
+    SETTINGS_FILE,
+    WARNING,
+    Config,
+    ConfigError,
+    all_settings,
+    describe,
+)
 from distributed_training.node.failures import NetworkFailure, WrongData
 from distributed_training.telemetry import setup_logging
 
@@ -68,12 +75,20 @@ def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
 
 
 def write_settings(config: Config, folder: Path) -> None:
-    """Write all settings to ``config.txt`` in the run folder, secrets masked."""
+    """Write all settings to ``config.txt`` in the run folder, secrets masked, for its owner."""
     path = folder / SETTINGS_FILE
     try:
-        write_bytes(path, all_settings(config).encode(), durable=False)
+        with atomic_file(path, durable=False, private=True) as file:
+            file.write(all_settings(config).encode())
     except OSError as error:
         log.warning("The settings could not be written to %s (%s)", path, error.strerror)
+
+
+def log_settings(config: Config) -> None:
+    """Log the settings that were given, and what is wrong with them as warnings."""
+    for line in describe(config):
+        text = line.removeprefix(WARNING)
+        log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
 
 
 def start_log(config: Config, folder: Path | None, *, name: str, rank: int = 0) -> None:

@@ -34,6 +34,7 @@ from pydantic import SecretStr
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config.loader import Parser, argument, exit_with, ranged, read_dotenv
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
+from distributed_training.telemetry.logs import LineFormatter
 
 if TYPE_CHECKING:
     from distributed_training.chain.registry import RegistryChain
@@ -362,12 +363,14 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return 2 for flags that are refused, 1 for what was found outside."""
     given = parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(LineFormatter(rank=0))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         return _COMMANDS[given.command](given)
     except ConfigError as error:
-        return exit_with(error)
+        return exit_with(error, of_service=given.command == "serve")
     except (RuntimeError, OSError) as error:  # StoreFault, ChainError; a disk
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT

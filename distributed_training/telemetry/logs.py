@@ -9,6 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterable
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -58,10 +59,11 @@ def mask(text: str) -> str:
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-01-31 23:59:59.123 | INFO | text``; other ranks than 0 name themselves.
+    """``2026-01-31 23:59:59.123+00:00 | INFO | text``; other ranks than 0 name themselves.
 
-    A record is one line whatever it holds: pm2 and grep work by lines. A traceback is folded into
-    ``(Type: text; at file:line in function < caller)``, innermost first.
+    The time is the machine's, with its distance to UTC. A record is one line whatever it holds: pm2
+    and grep work by lines. A traceback is folded into ``(Type: text; at file:line in function <
+    caller)``, innermost first.
     """
 
     def __init__(self, *, rank: int) -> None:
@@ -74,9 +76,8 @@ class LineFormatter(logging.Formatter):
             message = f"{record.name}: {message}"
         if record.exc_info and record.exc_info[1] is not None:
             message = f"{message} ({fold(record.exc_info[1])})"
-        moment = self.formatTime(record, "%Y-%m-%d %H:%M:%S")
-        level = level_name(record)
-        head = f"{moment}.{int(record.msecs):03d} | {level} | {self._prefix}"
+        moment = datetime.fromtimestamp(record.created).astimezone()
+        head = f"{moment.isoformat(' ', 'milliseconds')} | {level_name(record)} | {self._prefix}"
         body = " / ".join(part for part in message.splitlines() if part.strip()) or message
         return mask(head + body)
 

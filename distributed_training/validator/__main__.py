@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         refuse_model(config, ranks=1)
     except ConfigError as error:  # reported before torch is imported, which takes seconds
-        return exit_with(error)
+        return exit_with(error, of_service=True)
     from distributed_training.validator.program import run_validator
 
     return run_validator(config)

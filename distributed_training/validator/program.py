@@ -22,7 +22,7 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import Config, ConfigError, describe
+from distributed_training.config import Config, ConfigError
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer
@@ -34,6 +34,7 @@ from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import (
     fetch_tokenizer,
+    log_settings,
     make_run_folder,
     require_data,
     start_log,
@@ -135,8 +136,8 @@ def run_validator(
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
     """
     try:
-        print("\n".join(describe(config)), flush=True)
         start_log(config, None, name="validator")  # the run folder may not be there yet
+        log_settings(config)
         folder = make_run_folder(config)
         start_log(config, folder, name="validator")
         write_settings(config, folder)

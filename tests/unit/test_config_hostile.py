@@ -231,7 +231,7 @@ def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> 
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and command[1] in line
+    assert " | ERROR | error: " in line and command[1] in line
     # Of the processor, since the machine may be busy with other tests.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
     assert not list(tmp_path.iterdir()), "nothing was started"

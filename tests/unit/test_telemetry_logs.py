@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,8 @@ logging.getLogger("hivemind.averaging").warning("heard")
     )
     lines = out.splitlines()
     assert len(lines) == 3 and not err
-    assert lines[0].endswith(" | INFO | first / second ********")
+    head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d \| INFO \| "
+    assert re.fullmatch(head + r"first / second \*{8}", lines[0])
     assert "it failed (KeyError: '********'; at <string>:" in lines[1]
     assert lines[2].endswith(" | WARNING | hivemind.averaging: heard")
     assert "s3cr3t" not in out
