@@ -75,22 +75,20 @@ class Refused(Exception):
 
 
 class RefusalLog:
-    """A log of at most one line a minute for each caller, and few for all of them together."""
+    """Log refused calls: at most one line a minute for each caller, and few for all together."""
 
     def __init__(self) -> None:
-        self._may_tell = Throttle(LOG_INTERVAL)
-        self._window = (0.0, 0)  # its start, lines in it
+        self._may_log = Throttle(LOG_INTERVAL, most=_LOG_LINES)
 
-    def tell(self, reason: str, caller: str) -> None:
-        """Log that a call of ``caller`` was refused, or do not."""
-        now = time.monotonic()
-        start, lines = self._window
-        if now - start > LOG_INTERVAL:
-            start, lines = now, 0
-        # In this order: a line that finds no room must not begin the caller's minute.
-        if lines < _LOG_LINES and self._may_tell(caller):
-            self._window = (start, lines + 1)
-            log.warning("Refused a call of %s: %s", caller, reason)
+    def add(self, refusal: Refusal, claimed: str | None, address: str) -> None:
+        """Log that a call from ``address`` was refused. ``claimed``: hotkey that it names."""
+        if not self._may_log(claimed or address):
+            return
+        if refusal is Refusal.OWN_HOTKEY:
+            log.warning("Another miner with this hotkey is starting: it called from %s", address)
+            return
+        caller = f"{claimed} at {address}" if claimed else address
+        log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
 
 
 BTAUTH = "btauth"

@@ -278,8 +278,7 @@ class RegistrationWatcher:
     def _run(self) -> None:
         while not self._stop.wait(self._interval):
             event = self.check()
-            if event is not None:
-                log.error("%s", event.line)
+            if event is not None:  # its line is the reason of the end, which the launcher logs
                 self._callbacks.on_event(event)
 
     def closed(self, within: timedelta) -> bool:

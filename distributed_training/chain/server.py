@@ -348,7 +348,7 @@ class SignedServer:
         if refusal not in _NO_STRIKE:
             self._admission.strike(address)
         claimed = auth.claimed_hotkey(head.headers) if head is not None else None
-        self._refusals.tell(refusal.reason, claimed or address)
+        self._refusals.add(refusal, claimed, address)
 
 
 def _oldest_call(settings: ChainSettings) -> timedelta:

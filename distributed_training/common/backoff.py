@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections import OrderedDict
@@ -40,17 +41,21 @@ class Backoff:
 class Throttle:
     """Let something through at most once in ``every`` seconds, separately for each key.
 
-    The ``most_keys`` that came through last are remembered. ``clock`` returns seconds, monotonic.
+    ``most``: how often in ``every`` seconds, all keys together. The ``most_keys`` that came through
+    last are remembered. ``clock`` returns seconds, monotonic.
     """
 
     def __init__(
         self,
         every: float,
         *,
+        most: float = math.inf,
         most_keys: int = 1024,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._every = every
+        self._most = most
+        self._window = -math.inf, 0  # when it began, and how many came through since
         self._most_keys = most_keys
         self._clock = clock
         self._passed_at: OrderedDict[Hashable, float] = OrderedDict()
@@ -60,6 +65,12 @@ class Throttle:
         now, before = self._clock(), self._passed_at.get(key)
         if before is not None and now - before < self._every:
             return False
+        began, passed = self._window
+        if now - began >= self._every:
+            began, passed = now, 0
+        if passed >= self._most:  # and the key's own time does not begin
+            return False
+        self._window = began, passed + 1
         self._passed_at[key] = now
         self._passed_at.move_to_end(key)
         if len(self._passed_at) > self._most_keys:

@@ -244,13 +244,13 @@ def open_global_bucket(
         folder=folder / "global",
         run=config.store.run,
     )
-    waiting = _Waiting("if for long: is --neuron.master_ss58_address the subnet's?")
+    waiting = _Waiting("if this lasts: is --neuron.master_ss58_address the subnet's?")
     while True:
         try:
             bucket.follow()
             return bucket
         except (NoBucket, ChainError) as error:  # none, of no account, or not read yet
-            waiting.say(f"Waiting for the commitment of the master hotkey {master} ({error})")
+            waiting.report(f"Waiting for the commitment of the master hotkey {master} ({error})")
         pause(wanted)
 
 
@@ -263,7 +263,7 @@ def first_global_state(
     from, so a state that was refused will do, and while the store does not answer the newest one on
     the disk.
     """
-    waiting = _Waiting("if it stays so: check the network of this machine, or update the miner")
+    waiting = _Waiting("if this lasts: check the network of this machine, or update the miner")
     target, failures, not_before = -1, 0, 0.0
     while True:
         try:
@@ -292,7 +292,7 @@ def first_global_state(
                 )
                 return *found, False
             expected = isinstance(error, GlobalEmptyError)
-            waiting.say(f"Waiting for the global state: {error}", expected=expected)
+            waiting.report(f"Waiting for the global state: {error}", expected=expected)
         pause(wanted)
 
 
@@ -307,12 +307,12 @@ class _Waiting:
         self._throttle = Throttle(_SAY_AGAIN, clock=time.monotonic)
         self._began = time.monotonic()
 
-    def say(self, what: str, *, expected: bool = False) -> None:
+    def report(self, what: str, *, expected: bool = False) -> None:
         if not self._throttle(what):
             return
         early = expected and time.monotonic() - self._began < _EXPECTED
         level = logging.INFO if early else logging.WARNING
-        log.log(level, "%s. Training cannot begin before; %s", what, self._advice)
+        log.log(level, "%s. Training cannot begin without it; %s", what, self._advice)
 
 
 def pause(wanted: Callable[[], bool]) -> None:
@@ -454,7 +454,7 @@ class GlobalEpoch:
         if not same:
             log.warning(
                 "Our weights of outer step %d are not the global ones (difference %.1e): the "
-                "global state is taken as the epoch's start, what was trained since is kept",
+                "global state becomes the epoch-start weights, what was trained since is kept",
                 outer_step,
                 found,
             )

@@ -43,7 +43,7 @@ from distributed_training.common.processes import (
     limit_resources,
     send,
 )
-from distributed_training.config import Config, ConfigError, describe
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
 from distributed_training.health.machine import refuse_model, start_checks
 from distributed_training.health.nvml import visible_gpu_count
@@ -65,7 +65,12 @@ from distributed_training.miner.several_nodes import Guest, Host, Plan, join_nod
 from distributed_training.miner.watchdog import Watchdog
 from distributed_training.network import keep
 from distributed_training.node.signals import Stopped, StopSignals
-from distributed_training.node.start import make_run_folder, start_log, write_settings
+from distributed_training.node.start import (
+    log_settings,
+    make_run_folder,
+    start_log,
+    write_settings,
+)
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.page.process import PageProcess
 
@@ -86,6 +91,9 @@ FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
 #: Between two tries while the outside refuses.
 LONGEST_PAUSE = timedelta(minutes=5)
 
+#: Of the last line: other statuses need somebody, since nothing starts the miner again.
+_LEVELS = {ExitStatus.STOPPED: logging.INFO, ExitStatus.FAULT: logging.WARNING}
+
 STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"
 
@@ -100,8 +108,8 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     model that fits no rank.
     """
     refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
-    print("\n".join(describe(config)), flush=True)
     start_log(config, None, name="launcher")  # the run folder may not be there yet
+    log_settings(config)
     limit_resources()
     with StopSignals() as signals:
         outages = Outages(config.run_folder, signals.stop)
@@ -640,5 +648,6 @@ class _Supervisor:
             return Ending(ExitStatus.FAULT)
         if not written.outside:
             reason = f": {written.reason}" if written.reason else ""
-            log.info("Stopped with status %d%s", written.status, reason)
+            level = _LEVELS.get(written.status, logging.ERROR)
+            log.log(level, "Stopped with status %d%s", written.status, reason)
         return written

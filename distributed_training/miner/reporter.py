@@ -427,7 +427,6 @@ class Reporter:
                 if after is Mode.FETCHING and not state.rebase and state.fetch_target is not None:
                     log.info("%s", lines.epochs_differ(state.outer_step, state.fetch_target))
             case ev.Stopped(exit_status=status):
-                log.info("Stopped (%s)", state.stop_reason)
                 self._record("stop", reason=state.stop_reason, exit_status=status)
                 self._metrics.stopped()
 
@@ -461,7 +460,8 @@ class Reporter:
         if event.committed:
             reached, peers = event.outer_step, average.group_size
             log.info("%s", lines.ALL_REDUCE_FINISH)
-            log.info("%s: outer step %d with %d peers", lines.ALL_REDUCE_DONE, reached, peers)
+            done, paused = lines.ALL_REDUCE_DONE, self._round_seconds()
+            log.info("%s: outer step %d with %d peers, paused %.1f s", done, reached, peers, paused)
             self._record("outer_step", outer_step=reached)
         else:
             fault = AllReduceFault.LOCAL.name
@@ -469,15 +469,14 @@ class Reporter:
         self._round_ended(state, fault=fault, detail=event.detail)
         if event.committed and average.partial:
             log.warning(
-                "Parts of the average failed: the global state is taken as the epoch's start once "
-                "the validator has published it; what is trained until then is kept"
+                "Parts of the average failed: the global state becomes the epoch-start weights "
+                "once the validator has published it; what is trained until then is kept"
             )
 
     def _round_ended(self, state: MinerState, *, fault: str, detail: str) -> None:
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
-        result, began = state.averaged, self._round_began
-        seconds = 0.0 if began is None else self._clock() - began
+        result, seconds = state.averaged, self._round_seconds()
         self._round_began = None
         self._record(
             "round",
@@ -493,12 +492,15 @@ class Reporter:
         )
         self._metrics.round_ended(state.outer_step, ok=not fault, seconds=seconds)
 
-    # --- publications --------------------------------------------------------------------------
+    def _round_seconds(self) -> float:
+        """Return how long the round under way has held training up."""
+        return 0.0 if self._round_began is None else self._clock() - self._round_began
+
+    # --- uploads -------------------------------------------------------------------------------
 
     def _submitted(self, revision: Revision, preview: ev.Previewed) -> None:
         delta, seconds = preview.delta, preview.seconds
         if delta is not None:
-            log.info("%s (%.2f s)", lines.preview(delta), seconds)
             self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
             self._metrics.previewed(delta)
         log.info("%s", lines.UPLOAD_MODEL_START)

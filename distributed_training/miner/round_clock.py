@@ -79,7 +79,7 @@ class RoundClock:
             return
         if abs(min(alike) - self._period) > _ALIKE * self._period:
             log.info(
-                "Rounds are called after %d blocks, not %d: publications are planned for that",
+                "Rounds are called after %d blocks, not %d: uploads are planned for that",
                 min(alike),
                 self._period,
             )

@@ -16,8 +16,8 @@ EXTRACTED_STATE = "Extracted Optimizer & Model State Dict"
 UPLOAD_MODEL_START = "Upload Model Start"
 UPLOAD_IN_PROGRESS = "Previous upload still in progress, skipping new upload"
 STALE_LIST = (
-    "Not published at this step: no recent block was trained on since the last publication, and "
-    "validators would refuse the list. Tried again at the next step"
+    "No upload at this step: no recent block was trained on since the last upload, and validators "
+    "would refuse the list. Trying again at the next step"
 )
 UPLOAD_CANCELLED = "Cancelling Ongoing Model Upload For AllReduce Operation"
 RECEIVED_MAIN_ALL_REDUCE = "Received Main All Reduce Call"
@@ -101,9 +101,14 @@ def pushed(revision: Revision, bucket: str) -> str:
     return f"Successfully pushed new model state with tag {revision.tag} to bucket: {bucket}"
 
 
-def preview(delta: float) -> str:
-    """Word the gradient check; ``delta``: loss with minus without the gradient, nats per token."""
-    return f"Preview: this gradient, decoded as a validator would, changes the loss by {delta:+.4f}"
+def preview(delta: float, how: str) -> str:
+    """Word the gradient check.
+
+    ``delta``: loss with minus without the gradient, nats per token; ``how``: which of the gradients
+    that were tried it is.
+    """
+    changes = "this gradient, decoded as a validator would, changes the loss by"
+    return f"Preview: {changes} {delta:+.4f} ({how})"
 
 
 def upload_failed(error: object) -> str:

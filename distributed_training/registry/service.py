@@ -189,7 +189,7 @@ class Service:
         if refusal not in (Refusal.RATE, Refusal.NO_PERMIT):
             self._admission.strike(address)  # never the proxy, which is trusted
         claimed = auth.claimed_hotkey(head.headers) if head is not None else None
-        self._refusals.tell(refusal.reason, claimed or address)
+        self._refusals.add(refusal, claimed, address)
 
     def _answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Any:
         if claim is not None:

@@ -282,7 +282,9 @@ class BucketReader:
     def _fetch(
         self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int
     ) -> None:
-        began, what = time.monotonic(), f"global state of outer step {before.outer_step}"
+        began = time.monotonic()
+        kind = "global state" if keys.MODEL in objects else "inner optimizer"
+        what = f"{kind} of outer step {before.outer_step}"
         came = self._fetch_missing(what, aside, objects, reserved)
         self._check_unchanged(before, objects, came)
         self._check_inner_step(aside, before)

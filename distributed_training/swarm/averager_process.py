@@ -215,7 +215,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
     except HostFailed as error:
         why = str(error)
     except Exception as error:  # whatever hivemind raises: rank 0 is told, and starts another host
-        log.exception("The swarm host ends")
+        log.exception("The swarm process ends")
         why = f"{type(error).__name__}: {error}"
     else:
         return

@@ -49,7 +49,7 @@ from .host_link import (
 
 log = logging.getLogger(__name__)
 
-_START_ATTEMPTS = 3
+_START_ATTEMPTS, _START_AGAIN = 3, timedelta(seconds=2)
 _LOOK = 0.5  # seconds between two looks at the host
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
@@ -129,7 +129,7 @@ class HostKeeper:
             if self._failures != failures:
                 raise AllReduceError(AllReduceFault.SWARM_DOWN, self._problem)
             if time.monotonic() >= deadline:
-                detail = f"the swarm host could not be started within {timeout:.0f} s"
+                detail = f"the swarm process could not be started within {timeout:.0f} s"
                 raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
         try:
             host = self._host
@@ -224,7 +224,7 @@ class HostKeeper:
 
     def _tell_end(self) -> None:
         why = self._host.why if self._host is not None else "it was not started"
-        log.warning("The swarm host ended (%s): it is started again", why)
+        log.warning("The swarm process ended (%s): starting it again", why)
 
     def _end(self) -> None:
         host, self._host = self._host, None
@@ -234,9 +234,10 @@ class HostKeeper:
     def _start(self) -> None:
         """Start a new swarm process in the place of the old one. Raises SwarmUnavailable."""
         self._end()
-        problem = ""
+        problem, backoff = "", Backoff(first=_START_AGAIN, longest=2 * _START_AGAIN)
         for attempt in range(_START_ATTEMPTS):
-            self._closing.wait(2.0**attempt if attempt else 0)
+            if attempt:
+                self._closing.wait(backoff.failed().total_seconds())
             problem = self._start_once(list(self._settings.initial_peers))
             if not problem:
                 self.joined = True
@@ -251,7 +252,7 @@ class HostKeeper:
                 problem = self._start_once([])
                 if not problem:
                     return
-            log.warning("The swarm host did not start (attempt %d): %s", attempt + 1, problem)
+            log.warning("The swarm process did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
             f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
             f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
@@ -289,8 +290,8 @@ class HostKeeper:
         # Others know us by this address: a host that is started again must come back to it.
         self._port = self._port or listening[0][1]
         log.info(
-            "Swarm peer %s, announced as %s. Whether others can reach it there is not checked from "
-            "here: TCP port %d must be open (--dht.port, --dht.ip)",
+            "Swarm peer %s, announced as %s. Not checked from outside: run `python -m "
+            "distributed_training doctor --probe <its address>:%d` on another machine",
             self.peer_id,
             ", ".join(self.visible_maddrs),
             self._settings.dht_external_port or self._port,

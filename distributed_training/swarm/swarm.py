@@ -191,7 +191,7 @@ class HivemindSwarm:
                     raise AllReduceError(AllReduceFault.CANCELLED)
                 if host.found_group:  # so the buffers are not what they were
                     raise AllReduceError(
-                        AllReduceFault.SWARM_DOWN, f"the swarm host ended: {host.why}"
+                        AllReduceFault.SWARM_DOWN, f"the swarm process ended: {host.why}"
                     )
             # The peers are still gathering: the keeper starts the host again, and it joins them.
 
@@ -226,7 +226,7 @@ class HivemindSwarm:
         except queue.Empty:
             host.end("it did not answer a round")
             raise AllReduceError(
-                AllReduceFault.TIMEOUT, "the swarm host hung; it is started again"
+                AllReduceFault.TIMEOUT, "the swarm process hung; it is started again"
             ) from None
 
     def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:

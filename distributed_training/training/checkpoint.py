@@ -140,7 +140,7 @@ class Parts:
         self.exact = self.same_layout and all(self._has_own(r) for r in ranks)
 
     def _agree_on_manifest(self) -> dict[str, Any]:
-        found, problem = None, "it is incomplete: no part of it is here"
+        found, problem = None, "it is incomplete"
         try:
             found = next(manifests_in(self._folder / self._name), None)
         except DAMAGE as error:
@@ -429,9 +429,9 @@ class Checkpointer:
                 say = log.info if stream.rank == 0 else log.debug
                 state = matched(self._trainer.state_dict(), saved, f"Checkpoint {name}", say)
             except DAMAGE as error:  # on all ranks alike
-                log.warning(
-                    "Checkpoint %s is skipped, the one before is tried: %s", name, in_words(error)
-                )
+                if stream.rank == 0:
+                    why = in_words(error)
+                    log.warning("Skipping checkpoint %s, trying the one before: %s", name, why)
                 continue
             self.exact = self._trainer.load_state_dict(state)
             return progress, extra
@@ -500,11 +500,22 @@ class Checkpointer:
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:
-                self._prune(name)
+                if self._prune(name):
+                    self._log_written(name, json.loads(content)["progress"])
                 # Read by the launcher: a stop must have the time for one.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
+
+    def _log_written(self, name: str, progress: Mapping[str, Any]) -> None:
+        size = sum(path.stat().st_size for path in (self._folder / name).iterdir())
+        log.info(
+            "Checkpoint written: outer step %d, inner step %d (%.1f MB in %.1f s)",
+            progress["outer_step"],
+            progress["inner_step"],
+            size / 1e6,
+            self.seconds,
+        )
 
     def _write_files(
         self,
@@ -553,10 +564,10 @@ class Checkpointer:
                 named.update(zip(names, value, strict=True))
         return named
 
-    def _prune(self, newest: str) -> None:
+    def _prune(self, newest: str) -> bool:
         """Wait until ``newest`` is complete, then delete all but ``keep`` complete checkpoints.
 
-        The files that those refer to stay, too.
+        The files that those refer to stay, too. Return whether ``newest`` became complete.
         """
         deadline = time.monotonic() + self._timeout
         ranks = range(self._layout.shards)
@@ -567,7 +578,7 @@ class Checkpointer:
                 deadline = min(deadline, time.monotonic() + _HURRIED)
                 self._hurry.clear()
             if time.monotonic() > deadline:
-                return  # a rank failed to write; nothing is deleted on the strength of it
+                return False  # a rank failed to write; nothing is deleted on the strength of it
             # Files are looked at, since this thread may use no collective: training has its own.
             time.sleep(0.02)
         keep: list[str] = []
@@ -585,6 +596,7 @@ class Checkpointer:
         for folder in self._folder.glob("epoch-*-of-*"):
             if folder.name not in used:
                 shutil.rmtree(folder, ignore_errors=True)
+        return True
 
     def _names(self) -> list[str]:
         """List the checkpoints in this machine's folder, newest first."""

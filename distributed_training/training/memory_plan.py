@@ -106,7 +106,7 @@ MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other l
 def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     """Return the dtype of the computation and a log line with the reason."""
     if wanted == "fp32":
-        return torch.float32, "precision: float32 as asked"
+        return torch.float32, "Precision: float32 as asked"
     if device.type == "cuda":
         # Emulated bf16 is slower than float32.
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
@@ -114,8 +114,8 @@ def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
     else:
         supported, hardware = _cpu_has_bf16(), "this CPU"
     if supported:
-        return torch.bfloat16, f"precision: bf16 computation, float32 weights ({hardware})"
-    return torch.float32, f"precision: float32, since {hardware} has no bf16 arithmetic"
+        return torch.bfloat16, f"Precision: bf16 computation, float32 weights ({hardware})"
+    return torch.float32, f"Precision: float32, since {hardware} has no bf16 arithmetic"
 
 
 def _cpu_has_bf16() -> bool:
@@ -150,7 +150,7 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
     note = ""
     if real != effective:
         note = (
-            f"effective batch rounded up from {effective} to {real}: "
+            f"Effective batch rounded up from {effective} to {real}: "
             f"{micro_batch} per micro-batch x {world_size} ranks x {micro_batches} micro-batches"
         )
     return BatchPlan(micro_batch, micro_batches, real, note)
@@ -250,11 +250,11 @@ def _bytes_text(size: float) -> str:
 
 def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
     note = (
-        f"memory: about {_bytes_text(need)} per rank; "
-        f"{'one FSDP group per block' if per_block else 'one FSDP group'}, gathered "
+        f"Memory: about {_bytes_text(need)} per rank. FSDP: "
+        f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
         f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
-        f"gradients reduced {'once, at the last' if how.reduce_at_last else 'at every'} "
-        f"micro-batch, optimizer state in {'host' if how.offload_optimizer else 'device'} memory"
+        f"gradients reduced at {'the last' if how.reduce_at_last else 'every'} micro-batch, "
+        f"AdamW's state in {'host' if how.offload_optimizer else 'device'} memory"
     )
     if too_little is not None:
         note += (

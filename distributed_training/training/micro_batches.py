@@ -160,7 +160,7 @@ class MicroBatches:
         self._tell_compiled = sharded.compiled
         self._last: bool | None = None
         if known.most is not None:
-            say(f"at most {known.most} sequences at once: more ran out of memory before")
+            say(f"At most {known.most} sequences at once: more ran out of memory before")
 
     def add(self, batch: Tensor, domain: int, plan: BatchPlan) -> None:
         """Run one; when memory ran out, the whole step again in smaller pieces.
@@ -296,7 +296,7 @@ class MicroBatches:
                 f"to choose yourself, {OUT_OF_MEMORY_ADVICE}"
             ) from error
         line = (
-            f"out of memory: the step is retried with {fits} instead of {was} sequences at "
+            f"Out of memory: the step is retried with {fits} instead of {was} sequences at "
             f"once and the same effective batch of {plan.effective}, and so are later ones; for a "
             f"micro-batch of that size give --neuron.local_batch_size_train {fits}"
         )

@@ -241,13 +241,13 @@ def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str
     """Word which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
     if device.type != "cuda":
         short = config._attn_implementation == NAME
-        return f"attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
+        return f"Attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
     name = sdpa_kernel_name(config, device, dtype)
     if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
-        return f"attention: SDPA, {name.partition('_')[0].lower()} kernel"
+        return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"
     width = _head_dim(config)
     return (
-        f"attention: SDPA, {name.lower()} kernel: flash attention does not take {dtype} with "
+        f"Attention: SDPA, {name.lower()} kernel: flash attention does not take {dtype} with "
         f"head_dim {width} on this GPU"
     )
 

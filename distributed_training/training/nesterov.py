@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file
+from distributed_training.network import public_values
 from distributed_training.protocol.pt_file import read_pt, refuse_calls
 
-OUTER_LEARNING_RATE = 0.8
-OUTER_MOMENTUM = 0.9
+_PUBLIC = public_values()
+OUTER_LEARNING_RATE = float(_PUBLIC["training.outer_learning_rate"])
+OUTER_MOMENTUM = float(_PUBLIC["training.outer_momentum"])
 
 
 @torch.no_grad()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol import lines
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
 from .collectives import RowStream
@@ -191,27 +192,24 @@ class Publication:
         return choice.delta if published else choice.plain_delta
 
     def _publish(self, handle: SnapshotHandle, choice: Choice) -> bool:
-        """Rank 0: write what was chosen. False: what the snapshot wrote is published."""
-        if choice.evaluations > 1:
-            log.info(
-                "Published step: direction '%s', values times %.3g, changes the held-back loss by "
-                "%+.4f; as it is, '%s' changes it by %+.4f (%d tried)",
-                choice.direction,
-                choice.factor,
-                choice.delta,
-                next(iter(handle.contents)),
-                choice.plain_delta,
-                choice.evaluations,
-            )
-        if choice.delta >= choice.plain_delta:
-            return False
-        try:
-            publish_instead(handle, choice.direction, choice.factor)
-        except OSError as error:
-            log.warning(
-                "%s: the gradient is published as it was written before, or not at all if its "
-                "files do not agree any more",
-                error,
-            )
-            return False
-        return True
+        """Rank 0: write what was chosen. False: what the snapshot wrote is uploaded."""
+        first = next(iter(handle.contents))
+        plain = f"error feedback {first}, scale 1"
+        chosen = not choice.delta >= choice.plain_delta  # with NaN too
+        if chosen:
+            try:
+                publish_instead(handle, choice.direction, choice.factor)
+            except OSError as error:
+                chosen = False
+                log.warning(
+                    "%s: the gradient is uploaded as it was written before, or not at all if its "
+                    "files do not agree any more",
+                    error,
+                )
+        if chosen:
+            how = f"error feedback {choice.direction}, scale {choice.factor:.3g}"
+            how += f"; {plain}: {choice.plain_delta:+.4f}; {choice.evaluations} tried"
+            log.info("%s", lines.preview(choice.delta, how))
+        else:
+            log.info("%s", lines.preview(choice.plain_delta, plain))
+        return chosen

@@ -226,14 +226,16 @@ def _recompute_and_compile(
     if mode == "budget" and not compiled:
         mode = "selective"
         say(
-            "activation checkpointing: every second block is recomputed, since only torch.compile, "
-            "which is off, keeps to a budget"
+            "Activation checkpointing: every second decoder layer is recomputed, since only "
+            "torch.compile, which is off, keeps to a budget"
         )
     checkpoint_activations(model, mode)
     if compiled:
         _compile_blocks(model, settings.compile_mode)
     if wanted:
-        how = f"each block, mode {settings.compile_mode}, for the one shape of a micro-batch"
+        how = (
+            f"each decoder layer, mode {settings.compile_mode}, for the one shape of a micro-batch"
+        )
         say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
     return compiled
 

@@ -515,7 +515,7 @@ class Trainer:
     def _skip_step(self) -> None:
         self.skipped_in_a_row += 1
         line = (
-            f"inner step skipped: its loss or gradient is NaN or Inf ({self.skipped_in_a_row} in a "
+            f"Inner step skipped: its loss or gradient is NaN or Inf ({self.skipped_in_a_row} in a "
             f"row; at {self.settings.nan_limit} the last good checkpoint is loaded)"
         )
         log.warning(line)

@@ -347,7 +347,7 @@ def _donors(
 
 
 def _line(judgement: Judgement, tag: str) -> str:
-    start = f"UID {judgement.uid:03d}: {lines.judged_upload(tag, judgement.outer_step)}"
+    start = f"uid {judgement.uid}: {lines.judged_upload(tag, judgement.outer_step)}"
     if judgement.random is None or judgement.assigned is None:
         return f"{start} reset: {judgement.reason}"
     (r_before, r_after), (a_before, a_after) = judgement.random.losses, judgement.assigned.losses

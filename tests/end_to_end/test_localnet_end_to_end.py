@@ -32,6 +32,7 @@ from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page.process import PageProcess
 from tests.tools import chromium
+from tests.tools.log_reference import LINE, Reference
 from tests.tools.subnet_tools import paced
 from tests.tools.waiting import wait_for
 
@@ -131,7 +132,22 @@ def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> No
         assert begins and model and begins.start() < model.start() < first
         assert text.index("Configuration of this miner") < begins.start()
         assert len(text[: begins.start()].splitlines()) < 40, "not all settings"
-        assert "--neuron.checkpoint_steps" in (plan.folder / "config.txt").read_text()
+        settings = plan.folder / "config.txt"
+        assert "--neuron.checkpoint_steps" in settings.read_text()
+        assert settings.stat().st_mode & 0o777 == 0o600
+
+
+def test_each_line_of_a_miners_log_can_be_looked_up(run: Run) -> None:
+    reference = Reference()
+    for miner in run.subnet.miners:
+        lines = miner.child.log.read_text().splitlines()
+        found = [LINE.fullmatch(line) for line in lines]
+        undated = [line for line, match in zip(lines, found, strict=True) if match is None]
+        unknown = {m[2] for m in found if m and not reference.has(m[2], level=m[1])}
+        assert (undated, unknown) == ([], set())
+        texts = [match[2] for match in found if match]
+        assert sum(text.startswith("Stopped") for text in texts) == 1, "one line for one event"
+        assert any(text.startswith("Checkpoint written: outer step 2") for text in texts)
 
 
 #: What a miner without a GPU, without a score preview, of an hour's run at most cannot have.

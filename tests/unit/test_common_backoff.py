@@ -17,6 +17,14 @@ def test_a_throttle_lets_each_key_through_once_an_interval() -> None:
     assert throttle("a") and not throttle("a")
 
 
+def test_a_throttle_bounds_all_keys_together() -> None:
+    now = 0.0
+    throttle = Throttle(60, most=2, clock=lambda: now)
+    assert [throttle(key) for key in "abc"] == [True, True, False]
+    now = 60.0
+    assert throttle("c"), "its time did not begin while there was no room"
+
+
 def test_a_throttle_remembers_a_bounded_number_of_keys() -> None:
     throttle = Throttle(60, most_keys=2, clock=lambda: 0.0)
     assert [throttle(key) for key in (1, 2, 3)] == [True, True, True]

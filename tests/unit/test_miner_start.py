@@ -246,7 +246,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     assert global_state.first_global_state(bucket, lambda: True) == (7, tmp_path, True)
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 4 and not any("empty" in line for line in said)
-    assert "upgrade the miner. Training cannot begin before" in said[-1]
+    assert "upgrade the miner. Training cannot begin without it" in said[-1]
 
     class Empty(Bucket):
         def outer_step(self) -> int:

@@ -911,7 +911,7 @@ def test_a_part_of_a_copy_over_several_nodes_is_named_and_stays(
     del manifest["manifest_sha256"]
     path.write_text(json.dumps(manifest | {"manifest_sha256": digest_of(manifest)}))
     assert keeper.restore() is None
-    (line,) = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "Skipping checkpoint" in r.getMessage()]
     assert "several nodes that shared one copy" in line and "copy the other nodes' folders" in line
     keeper.save({}, Progress(0, 1, 1, []))
     keeper.wait()

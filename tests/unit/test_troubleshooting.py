@@ -1,47 +1,53 @@
-"""Whatever the program warns of is in docs/troubleshooting.md or docs/log-messages.md.
+"""Whatever the program logs can be looked up in docs/troubleshooting.md or docs/log-messages.md.
 
-The format of each WARNING and ERROR is collected from the source. Formats without own words
-(``"%s"``) pass on what somebody else says, so there is nothing to look up by.
+The format of each line is collected from the source. Formats without own words (``"%s"``) pass on
+what something else reports, so there is nothing to look up by; the log of a real subnet is compared
+in tests/end_to_end/test_localnet_end_to_end.py.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
+from collections.abc import Iterator
 
-ROOT = Path(__file__).parents[2]
-PAGES = " ".join(
-    word
-    for name in ("troubleshooting", "log-messages")
-    for word in (ROOT / "docs" / f"{name}.md").read_text().split()
-)
-LEVELS = {"warning", "error", "critical", "exception"}
+import pytest
+
+from tests.tools.log_reference import DOCS, Reference
+
+PACKAGE = DOCS.parent / "distributed_training"
+WARNINGS = {"warning", "error", "critical", "exception"}
+PAGES = ("troubleshooting.md", "log-messages.md")
+#: Functions that get one line for the log each.
+SAY = {"say", "_say", "info"}
 LOGGERS = {"log", "logger", "logging"}
-PLACEHOLDER = re.compile(r"%[-+# 0-9.]*[a-zA-Z]|%%|\0")
-#: The reference validator's and the local subnet's: no line of a miner.
-OTHERS = ("validator", "localnet", "scoring/score_preview.py")
+PLACEHOLDER = re.compile(r"%[-+# 0-9.*]*[a-zA-Z]|%%|\0")
+#: The validator's, the local subnet's and the registry's: no line of a miner.
+OTHERS = ("validator", "localnet", "registry", "scoring/score_preview.py")
 
 
-def formats() -> list[tuple[str, str]]:
-    """(file and line, format) of every warning and error."""
-    found = []
-    package = ROOT / "distributed_training"
-    for path in sorted(package.rglob("*.py")):
-        place = str(path.relative_to(package))
+def formats() -> Iterator[tuple[str, str, bool]]:
+    """File and line, format, and whether it is a warning or an error."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        place = str(path.relative_to(PACKAGE))
         if place.startswith(OTHERS):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Attribute)
-                and node.func.attr in LEVELS
-                and isinstance(node.func.value, ast.Name)
-                and node.func.value.id in LOGGERS
-                and (text := fixed(node.args[0]))
-            ):
-                found.append((f"{place}:{node.lineno}", text))
-    return found
+            kind = kind_of(node.func) if isinstance(node, ast.Call) and node.args else None
+            if isinstance(node, ast.Call) and kind and (text := fixed(node.args[0])):
+                yield f"{place}:{node.lineno}", text, kind in WARNINGS
+
+
+def kind_of(function: ast.expr) -> str | None:
+    """The level or the name of what a line is handed to; None for other functions."""
+    if isinstance(function, ast.Name):
+        return function.id if function.id in SAY else None
+    if not isinstance(function, ast.Attribute):
+        return None
+    owner = function.value.id if isinstance(function.value, ast.Name) else ""
+    if owner in LOGGERS and function.attr in {*WARNINGS, "info"}:
+        return function.attr
+    return function.attr if function.attr in {"say", "_say"} else None
 
 
 def fixed(node: ast.expr) -> str:
@@ -59,12 +65,47 @@ def to_search_for(text: str) -> list[str]:
     return [" ".join(words[:5]).strip(" ,;:.()`") for words in parts if len(words) > 1]
 
 
+def promised() -> Iterator[tuple[str, str]]:
+    """Texts of protocol/lines.py."""
+    tree = ast.parse((PACKAGE / "protocol" / "lines.py").read_text())
+    tree.body = [node for node in tree.body if getattr(node, "name", "") != "judged_upload"]
+    for node in ast.walk(tree):  # of which the validator's is left out
+        if isinstance(node, ast.Assign | ast.Return) and node.value and (text := fixed(node.value)):
+            yield f"protocol/lines.py:{node.lineno}", text
+
+
+def missing(found: list[tuple[str, str]]) -> list[str]:
+    pages = " ".join(" ".join((DOCS / page).read_text().split()) for page in PAGES)
+    wanted = {place: to_search_for(words) for place, words in found}
+    return [f"{p}: {w}" for p, w in wanted.items() if w and not any(part in pages for part in w)]
+
+
 def test_formats_are_found() -> None:
+    assert sum(warns for *_, warns in formats()) > 60 and len(list(formats())) > 110
     assert to_search_for("Block %d is left out: %s") == ["is left out"]
 
 
-def test_every_warning_can_be_looked_up() -> None:
-    wanted = {place: to_search_for(text) for place, text in formats()}
-    assert len(wanted) > 60
-    missing = {at: w for at, w in wanted.items() if w and not any(part in PAGES for part in w)}
-    assert not missing, "docs/troubleshooting.md and docs/log-messages.md have none of these words"
+def test_every_line_can_be_looked_up() -> None:
+    assert missing([*((place, text) for place, text, _ in formats()), *promised()]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "known"),
+    [
+        ("Starting 2 ranks, run folder /a/b", True),
+        ("Starting 2 ranks", False),
+        (
+            "Swarm peer Q, announced as /ip4/1. Not checked from outside: run x on another machine",
+            True,
+        ),
+        ("No new data for 61 s: block 12 is trained on again", False),
+    ],
+)
+def test_the_reference_knows_a_line_of_information_as_a_whole(text: str, known: bool) -> None:
+    assert Reference().has(text, "INFO") == known
+
+
+def test_the_reference_knows_a_warning_by_a_part() -> None:
+    reference = Reference()
+    assert reference.has("No new data for 61 s: block 12 is trained on again, as before", "WARNING")
+    assert not reference.has("No new data for long", "WARNING")
