@@ -116,7 +116,7 @@ class _Missing:
             self._refused = True
             log.warning(
                 "The chain node %s shows no neurons, or not the master hotkey %s, so its list is "
-                "not believed: training goes on, and another node is asked; if it lasts, see "
+                "not used: training goes on, and another endpoint is asked; if this lasts, see "
                 "--subtensor.chain_endpoint and --neuron.master_ss58_address",
                 self._chain.answered_by(),
                 self._belief.master,
@@ -138,7 +138,7 @@ class _Missing:
             self._since = now
             log.warning(
                 "The chain node %s does not show hotkey %s any more: training goes on, another "
-                "node is asked, and it is believed when it lasts %.0f minutes",
+                "endpoint is asked, and training stops if this lasts %.0f minutes",
                 answered_by,
                 self._hotkey,
                 self._belief.missing_for.total_seconds() / 60,
@@ -323,7 +323,7 @@ class RegistrationWatcher:
         if change is Change.UID_CHANGED:
             old, self._uid = self._uid, uid if uid is not None else self._uid
             line = (
-                f"hotkey {self._hotkey} is uid {uid} now, no longer {old}: it publishes to another "
+                f"hotkey {self._hotkey} is uid {uid} now, no longer {old}: it uploads to another "
                 "bucket from here on, so the miner starts again"
             )
         else:

@@ -194,7 +194,7 @@ def check_keys(config: Config) -> Iterator[str]:
     missing = [variable for variable, text in keys.items() if not text]
     if missing:
         yield (
-            f"{', '.join(missing)} not set, so nothing could be published: put them into .env "
+            f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
             "(R2 dashboard, Manage API tokens; one token to read, one to read and write)"
         )
         return

@@ -79,8 +79,8 @@ class PageCache:
         except OSError as error:
             self._usable = False
             log.warning(
-                "The cache of pages %s cannot be written (%s), so every page is fetched anew: make "
-                "room or give --data.cache_dir",
+                "The cache of pages %s cannot be written (%s), so every page is fetched again: "
+                "make room or give --data.cache_dir",
                 self._folder,
                 error.strerror,
             )

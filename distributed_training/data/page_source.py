@@ -154,4 +154,4 @@ class HeldBack:
             with atomic_file(self._path, durable=False) as file:
                 np.save(file, sequences)
         except OSError as error:
-            log.warning("What is held back from training could not be kept on disk: %s", error)
+            log.warning("The held-out sequences could not be kept on disk: %s", error)

@@ -56,7 +56,7 @@ def check_step_time(
     try:
         measured = measure(flags, ranks=examination.ranks, model=model, seconds=seconds)
     except (RuntimeError, OSError) as error:
-        remedy = "mend what failed above; --diagnostics.measure 0 leaves the measurement out"
+        remedy = "fix what failed above; --diagnostics.measure 0 leaves the measurement out"
         return [Check("step time", "fail", str(error), remedy)]
     estimate = StepEstimate(
         micro_batch_seconds=measured["micro_batch_seconds"],

@@ -278,7 +278,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     limit, end = UPLOAD_AGE_LIMIT, "validators refuse it"
     if config.store.longest_transfer < limit:
         limit, end = config.store.longest_transfer, "--r2.file_deadline gives it up"
-    finding += f": a publication takes about {seconds / 60:.0f} min"
+    finding += f": an upload takes about {seconds / 60:.0f} min"
     if seconds < 0.5 * limit.total_seconds():
         return Check("line", "ok", finding)
     remedy = f"a faster line, or more connections: --r2.concurrency {2 * config.store.concurrency}"

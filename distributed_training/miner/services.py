@@ -488,6 +488,6 @@ def read_published(bucket: BucketReader) -> Published:
             newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
             found = replace(found, newest_block=newest)
     except StoreError as error:
-        what = "what is published" if found.at is None else "the published block list"
+        what = "the newest upload" if found.at is None else "the uploaded block list"
         log.warning("The age of %s is not known before the next upload: %s", what, error)
     return found

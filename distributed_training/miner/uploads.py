@@ -144,9 +144,7 @@ class Publishing:
             return []
         if (error := self._taken.handle.error) is not None:
             return [
-                self._give_up(
-                    f"The snapshot could not be written, so this revision is not published: {error}"
-                )
+                self._give_up(f"The snapshot could not be written, so it is not uploaded: {error}")
             ]
         self._check_wanted = may_check(state)
         return [ev.SnapshotComplete()] if self._check_wanted else []

@@ -97,7 +97,7 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
         yield
     except BucketMissingError:
         raise ConfigError(
-            f"bucket {bucket} does not exist, so nothing could be published: create it in the R2 "
+            f"bucket {bucket} does not exist, so nothing could be uploaded: create it in the R2 "
             "dashboard with exactly this name"
         ) from None
     except StoreError as error:

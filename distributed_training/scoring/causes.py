@@ -20,7 +20,7 @@ class Cause(enum.Enum):
         "check that the bucket exists under this name and that the committed read key may read it",
     )
     NOTHING_PUBLISHED = (
-        "total score 0: nothing was published in the outer step that is judged",
+        "total score 0: nothing was uploaded in the outer step that is judged",
         "look into the miner's log for why no upload ended; scripts/diagnose.py checks the keys",
     )
     STALE = (
@@ -29,11 +29,11 @@ class Cause(enum.Enum):
     )
     NO_METADATA = (
         "never judged: the root metadata.json is missing or damaged",
-        "let the miner finish a publication; it writes this file last",
+        "let the miner finish an upload; it writes this file last",
     )
     INNER_STEP_ZERO = (
-        "never judged: the published inner step is 0",
-        "let the miner publish after its first inner steps",
+        "never judged: the uploaded inner step is 0",
+        "let the miner upload after its first inner steps",
     )
     NO_BLOCKS = (
         "reset, as if it ranked last: block_list in config.json is missing or empty",
@@ -53,7 +53,7 @@ class Cause(enum.Enum):
     )
     NOT_FINITE = (
         "reset, as if it ranked last: the loss after the upload is not finite",
-        "the published values are far too large: check the learning rate and the run's loss",
+        "the uploaded values are far too large: check the learning rate and the run's loss",
     )
     NO_DATA = (
         "not known here: the text of its blocks could not be had",

@@ -75,7 +75,7 @@ def _sentence(row: Row) -> str:
     if row.cause is None:
         return f"{start}nothing stands in its way"
     why = f" ({row.reason})" if row.reason else ""
-    return f"{start}{row.cause.costs}{why}. To mend it: {row.cause.remedy}"
+    return f"{start}{row.cause.costs}{why}. Fix: {row.cause.remedy}"
 
 
 def summary_line(row: Row, compared: int) -> str:

@@ -225,7 +225,7 @@ def read_judged(
     try:
         root = bucket.metadata()
         if root is None:
-            raise NotJudgeable(f"{bucket.name} is empty: nothing was published yet")
+            raise NotJudgeable(f"{bucket.name} is empty: nothing was uploaded yet")
         check_run(root, run)
         if bpa_later and root.outer_step > 0:
             bpa = bpa_later

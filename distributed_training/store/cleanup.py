@@ -92,7 +92,7 @@ def check_claim(store: S3ObjectStore, instance: str) -> None:
     if owner is not None and owner != instance:
         raise ForeignBucketError(
             f"another miner claimed bucket {store.bucket} {info.age_seconds or 0:.0f} s ago, so "
-            "nothing is published here: stop it, or, if it is gone for good, wait "
+            "nothing is uploaded here: stop it, or, if it is gone for good, wait "
             f"{LAPSES_AFTER.total_seconds() / 60:.0f} minutes or start with --r2.take_bucket"
         )
 

@@ -163,7 +163,7 @@ class Publication:
                 self.journal.drop(file.key)
                 raise IntegrityError(
                     f"{file.key} at the store is not what was sent (another miner's?), so the "
-                    "metadata is not written: it is sent again with the next publication"
+                    "metadata is not written: it is sent again with the next upload"
                 )
             if file.path.name == keys.GRADIENTS:
                 age = info.age_seconds

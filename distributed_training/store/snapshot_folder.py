@@ -62,7 +62,7 @@ def wait_complete(
             if time.monotonic() > deadline:
                 raise IntegrityError(
                     f"rank {rank} did not finish its files of the snapshot within "
-                    f"{timeout.total_seconds():.0f} s, so it is not published: see that rank's log"
+                    f"{timeout.total_seconds():.0f} s, so it is not uploaded: see that rank's log"
                 )
             if give_up():
                 raise IntegrityError(f"superseded by a newer snapshot before rank {rank} finished")
@@ -73,7 +73,7 @@ def wait_complete(
             files[record.name] = record
     missing = [name for name in keys.data_files(world_size) if name not in files]
     if missing:
-        raise IntegrityError(f"the snapshot lacks {', '.join(missing)}, so it is not published")
+        raise IntegrityError(f"the snapshot lacks {', '.join(missing)}, so it is not uploaded")
     return files
 
 

@@ -567,7 +567,7 @@ class Sender:
             self._store.list_multiparts()  # raises if the bucket is gone
             raise IntegrityError(
                 f"the multipart upload of {record.key} was aborted by someone else: it is sent "
-                "again with the next publication; is another miner using this bucket?"
+                "again with the next upload; is another miner using this bucket?"
             ) from None
         parts = kept | {part.number: part for part in sent}
         return tuple(parts[n] for n in cut.numbers)
@@ -587,7 +587,7 @@ class Sender:
             self._journal.drop(staged.key)
             raise IntegrityError(
                 f"the store lost the multipart upload of {staged.key} and does not hold the "
-                "object: it is sent again with the next publication"
+                "object: it is sent again with the next upload"
             ) from None
         except StoreError as error:
             if not isinstance(error, (StoppedError, DeadlineError)):

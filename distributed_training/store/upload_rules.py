@@ -67,7 +67,7 @@ def preview_warning(preview_delta: float | None) -> str | None:
     )
     return (
         f"⚠️  UPLOAD DOUBTFUL: this gradient, decoded as a validator would, {change} on held "
-        "batches instead of lowering it; with --neuron.block_on_preview it is not published"
+        "batches instead of lowering it; with --neuron.block_on_preview it is not uploaded"
     )
 
 
@@ -84,8 +84,8 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
     except OSError as error:  # a network disk that is away
         return (
             f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
-            "no snapshot can be written. Training goes on unpublished: bring the disk back or move "
-            "--neuron.run_folder"
+            "no snapshot can be written. Training goes on without uploads: bring the disk back or "
+            "move --neuron.run_folder"
         )
     if free >= needed + reserve:
         return None

@@ -258,7 +258,7 @@ class UploadSchedule:
     def repo_age_line(self, now: float) -> str:
         age = self.repo_age(now)
         if age is None:
-            return f"Repo age: nothing published yet (limit {self.age_limit:.0f}s)"
+            return f"Repo age: nothing uploaded yet (limit {self.age_limit:.0f}s)"
         return f"Repo age: {age:.0f}s of {self.age_limit:.0f}s"
 
     def step(self, report: StepReport, now: float, *, block_age: float | None = None) -> Decision:
@@ -480,7 +480,7 @@ class UploadSchedule:
         elif minimum * self.step_seconds + upload > self.age_limit - self._slack:
             said += self._once(
                 "first",
-                f"⚠️  Step {minimum}, before which nothing is published, ends "
+                f"⚠️  Step {minimum}, before which nothing is uploaded, ends "
                 f"{minimum * self.step_seconds + upload:.0f}s after a round, too late for the age "
                 f"limit of {self.age_limit:.0f}s: make steps faster or lower "
                 "--neuron.minimum_valid_inner_step",
@@ -491,7 +491,7 @@ class UploadSchedule:
         age = self.repo_age(now)
         if age is None or age <= self.age_limit - self._slack - upload:
             return []
-        why = "no step could be published since"
+        why = "no step could be uploaded since"
         if self._asked is not None:
             why = "an upload is under way"
         return self._once(

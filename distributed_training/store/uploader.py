@@ -95,7 +95,7 @@ class Uploader:
         for name in ("write_access_key_id", "write_secret_access_key"):
             if not getattr(settings, name):
                 raise ValueError(
-                    f"R2_{name.upper()} is not set, so nothing could be published: put it into "
+                    f"R2_{name.upper()} is not set, so nothing could be uploaded: put it into "
                     ".env (R2 dashboard, Manage API tokens)"
                 )
         self._start = Start(settings, bucket, folder.absolute(), snapshots, miner_began=time.time())
@@ -240,7 +240,7 @@ class Uploader:
                         break
                     except OSError as error:  # no memory, no process or no descriptor left
                         log.warning(
-                            "The uploader could not be started (%s), so nothing is published; "
+                            "The uploader could not be started (%s), so nothing is uploaded; "
                             "trying again in %.0f s",
                             error,
                             wait,

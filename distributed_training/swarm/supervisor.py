@@ -244,8 +244,8 @@ class HostKeeper:
                 return
             if _NO_BOOTSTRAP in problem:
                 log.warning(
-                    "None of the initial peers can be reached, so no round can be taken part in "
-                    "yet; training goes on and they are tried again (--neuron.initial_peers)"
+                    "None of the initial peers can be reached, so this miner joins no round yet; "
+                    "training goes on and they are tried again (--neuron.initial_peers)"
                 )
                 self.joined = False
                 # Alone, with the same identity and port: who knows this peer finds it again.
@@ -254,7 +254,7 @@ class HostKeeper:
                     return
             log.warning("The swarm process did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
-            f"the swarm could not be joined ({problem}), so no round can be taken part in: check "
+            f"the swarm could not be joined ({problem}), so this miner joins no round: check "
             f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
         )
 

@@ -93,7 +93,7 @@ class EventLog:
             self._failing = failed is not None
         if failed is not None and not was_failing:
             log.warning(
-                "%s cannot be written (%s): events are lost until that is mended, training goes on",
+                "%s cannot be written (%s): events are lost until that is fixed; training goes on",
                 self.path,
                 failed.strerror,
             )

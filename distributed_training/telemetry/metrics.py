@@ -49,14 +49,14 @@ METRICS: Mapping[str, str] = {
     "starts_refused_in_a_row": "starts that the disk, a port, the driver, the chain, the store or "
     "another node refused since the miner trained last",
     # publication
-    "last_publication_timestamp_seconds": "when the newest gradient was published",
-    "publication_age_seconds": "age of the newest published gradient, the repo age",
+    "last_publication_timestamp_seconds": "when the newest gradient was uploaded",
+    "publication_age_seconds": "age of the newest uploaded gradient, the repo age",
     "publication_age_limit_seconds": "age at which validators score it zero",
     "publication_seconds_left": "until then",
     "publications_total": "publications, successful or not",
     "publications_failed_total": "of them, failed",
     "snapshots_refused_total": (
-        "snapshots that were due and not published, by kind: disk (no room), blocks (none was "
+        "snapshots that were due and not uploaded, by kind: disk (no room), blocks (none was "
         "trained), list (all blocks too old), write (the files could not be written), unchecked "
         "(its gradient could not be checked, that of the upload it would replace was)"
     ),
@@ -64,11 +64,11 @@ METRICS: Mapping[str, str] = {
     "snapshot_ready_seconds": (
         "from the last snapshot until its gradient was checked and the uploader got its files"
     ),
-    "preview_loss_change": "loss change by the last published gradient, nats per token",
+    "preview_loss_change": "loss change by the last uploaded gradient, nats per token",
     "block_list_newest_block": "newest chain block whose data was trained on",
-    "block_list_age_blocks": "how far the newest published block is behind the chain",
+    "block_list_age_blocks": "how far the newest uploaded block is behind the chain",
     "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
-    "block_list_blocks_left": "blocks until then, for the newest publication",
+    "block_list_blocks_left": "blocks until then, for the newest upload",
     # income, as the chain shows it
     "earning": "1 while the miner has an incentive and nothing would make its next score zero",
     "incentive": "share of what the network pays, 0 to 1",

@@ -132,7 +132,7 @@ def test_a_list_that_cannot_be_the_subnets_deregisters_nobody(
         ledger.entries = {} if nobody else {5: replace(ledger.entries[0], uid=5, hotkey="5Other")}
     assert play(watched, timedelta(days=1)) == []
     assert chain.asked > 100, "another node may be sound"
-    assert caplog.text.count("its list is not believed") == 1
+    assert caplog.text.count("its list is not used") == 1
     watched.ledger.register(MINER.ss58, uid=41)
     chain.ledger, chain.down = watched.ledger, {"b"}
     assert play(watched, timedelta(minutes=2)) == [Change.UID_CHANGED]

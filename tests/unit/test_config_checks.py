@@ -130,7 +130,7 @@ def test_use_dct_is_allowed_on_ones_own_subnet() -> None:
 @pytest.mark.parametrize("missing", sorted(KEYS))
 def test_a_missing_key_is_named(missing: str) -> None:
     environ = {name: value for name, value in KEYS.items() if name != missing}
-    with pytest.raises(ConfigError, match=f"{missing} not set, so nothing could be published"):
+    with pytest.raises(ConfigError, match=f"{missing} not set, so nothing could be uploaded"):
         load_config("miner", [], environ=environ, dotenv=None)
 
 

@@ -90,7 +90,7 @@ def test_a_store_that_does_not_answer_is_no_reason_not_to_start(
 ) -> None:
     bucket.lost = keys.ROOT_METADATA
     assert bucket.read() == Published()
-    assert "The age of what is published is not known before the next upload" in caplog.text
+    assert "The age of the newest upload is not known before the next upload" in caplog.text
 
 
 class Outage:
