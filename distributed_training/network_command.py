@@ -215,8 +215,8 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
         return {"parameters": ModelShape.from_config(content).parameters, "config": content}
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"there is no model to found a network with ({error}): give --model with the "
-            "config.json of a Llama-like model"
+            f"there is no model to found a network with ({error}), so nothing was founded: give "
+            "--model with the config.json of a Llama-like model"
         ) from None
 
 
@@ -293,7 +293,9 @@ def _sign(options: argparse.Namespace) -> None:
         text = path.read_text(encoding="utf-8")
         named = flatten(tomllib.loads(text)).get("chain.master_hotkey")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}), so nothing was signed") from None
+        raise ConfigError(
+            f"{path} cannot be read ({error}), so nothing was signed: correct the path or that file"
+        ) from None
     if named != master.ss58:
         raise ConfigError(
             f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "

@@ -75,7 +75,9 @@ def _run(args: argparse.Namespace) -> int:
 
     specs = parse_sources(args.source, "")
     if len(specs) != 1:
-        raise ConfigError(f"{args.source} names several sources: pretokenize each by itself")
+        raise ConfigError(
+            f"{args.source} names several sources, so nothing was done: pretokenize each by itself"
+        )
     work.check_source(specs[0])  # what can be refused at once, before the network is asked
     try:
         args.out.mkdir(parents=True, exist_ok=True)
@@ -107,7 +109,9 @@ def _run(args: argparse.Namespace) -> int:
     for name, count in sorted(counts.take().items()):
         print(f"{name.replace('_', ' ')}: {count}")
     if not units:
-        raise ConfigError(f"{args.source} holds no rows, so there is nothing to tokenize")
+        raise ConfigError(
+            f"{args.source} holds no rows, so there is nothing to tokenize: give another --source"
+        )
     if args.check:
         return _check(args.out, units)
     work.take_folder(args.out, plan)

@@ -112,7 +112,9 @@ def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
             return ParquetSource(spec.folder, text_column=plan.text_column, counts=counts)
         return open_lines(spec, text_key=plan.text_column, index=None, counts=counts)
     except PageUnavailable as error:
-        raise ConfigError(f"{spec.text}: {error}, so there is nothing to tokenize") from error
+        raise ConfigError(
+            f"{spec.text}: {error}, so there is nothing to tokenize: correct it"
+        ) from error
 
 
 def units_of(table: dict[str, int], rows_per_shard: int) -> list[Unit]:

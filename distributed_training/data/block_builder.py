@@ -163,7 +163,8 @@ def open_source(settings: DataSettings) -> PageSource:
     sources = settings.sources
     if len(sources) != 1:
         raise ConfigError(
-            f"--data.source {settings.source} names several sources where one is needed: give one"
+            f"--data.source {settings.source} names several sources where one is needed, so "
+            "nothing is read: give one"
         )
     return open_rows(settings, sources[0], cache=None, counts=Counts())
 

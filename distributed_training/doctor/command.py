@@ -112,7 +112,9 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
         try:
             return named_config(wanted), f"--model {wanted}"
         except ValueError as error:
-            raise ConfigError(f"--model: {error}: give one of them or a config.json") from None
+            raise ConfigError(
+                f"--model: {error}, so nothing was checked: give one of them or a config.json"
+            ) from None
     if wanted:
         try:
             content = read_json_object(Path(wanted))

@@ -70,21 +70,24 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
     if miners is None:
         miners = len(given) if text else 2
     if miners < 1:
-        raise ConfigError(f"--miners {miners} leaves nobody to train: give 1 or more")
+        raise ConfigError(
+            f"--miners {miners} leaves nobody to train, so nothing was started: give 1 or more"
+        )
     if len(given) > miners and text:
         raise ConfigError(
-            f"--ranks names {len(given)} miners but --miners {miners} are wanted: make them agree"
+            f"--ranks names {len(given)} miners but --miners {miners} are wanted, so nothing was "
+            "started: make them agree"
         )
     ranks = (given + [1] * miners)[:miners]
     if any(not 1 <= rank < UID_SPACING for rank in ranks):
         raise ConfigError(
-            f"--ranks {text}: a miner on this machine has 1 to {UID_SPACING - 1} ranks; "
-            "correct --ranks"
+            f"--ranks {text}: a miner on this machine has 1 to {UID_SPACING - 1} ranks, so nothing "
+            "was started: correct --ranks"
         )
     if miners * UID_SPACING > VALIDATOR_UID:
         raise ConfigError(
-            f"--miners {miners} is more than the {VALIDATOR_UID // UID_SPACING} that fit here: "
-            "ask for fewer"
+            f"--miners {miners} is more than the {VALIDATOR_UID // UID_SPACING} that fit here, so "
+            "nothing was started: ask for fewer"
         )
     return tuple(ranks)
 

@@ -420,7 +420,10 @@ def resume(
         if global_folder is not None:
             refuse(global_folder, str(error))  # the next start waits for another one
         if restored is None:
-            raise NetworkFailure(f"the global state cannot be trained on: {error}") from None
+            raise NetworkFailure(
+                f"the global state does not fit this program ({error}), so nothing is trained: "
+                "look for a newer version; another state is fetched as soon as it is published"
+            ) from None
         log.warning("The global state cannot be loaded (%s). Training goes on without it.", error)
         return restored[1]
     if restored is None:

@@ -221,8 +221,8 @@ def find_sources(
     if options.bucket or options.folder:
         if len(uids) != 1:
             raise ConfigError(
-                "--folder and --bucket hold one miner's upload, and which text it is judged on "
-                "depends on its uid: give one --uid"
+                "--folder and --bucket hold one miner's upload, and its uid decides on which text "
+                "it is judged, so nothing was scored: give one --uid"
             )
         if options.folder and options.global_folder:
             folders = (options.folder, options.global_folder)

@@ -716,7 +716,8 @@ def in_folders(upload: Path, global_state: Path, uid: int, *, run: int) -> Sourc
         blocks = reader.config(root.outer_step)[1].block_list
     except (StoreError, MetadataError) as error:
         raise ConfigError(
-            f"--folder {upload} cannot be scored ({error}): give the folder of one upload"
+            f"--folder {upload} cannot be scored ({error}), so nothing was: give the folder of one "
+            "upload"
         ) from None
     return Sources(
         block=lambda: max(blocks, default=0),

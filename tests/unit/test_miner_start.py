@@ -133,7 +133,7 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
         assert start.resume(miner.trainer, miner.checkpointer, info, folder) == {"kept": 1}
         assert restart() == (7, folder)
     else:
-        with pytest.raises(NetworkFailure, match="cannot be trained on: layer"):
+        with pytest.raises(NetworkFailure, match=r"does not fit this program \(layer"):
             start.resume(miner.trainer, miner.checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
