@@ -82,7 +82,7 @@ def test_a_block_list_that_cannot_be_read_costs_nothing_else(
     found = bucket.read()
     assert found.at is not None and found.newest_block is None
     (line,) = [m for m in caplog.messages if "is not known before the next upload" in m]
-    assert line.startswith("The age of the published block list")  # that of the upload is known
+    assert line.startswith("The age of the uploaded block list")  # that of the upload is known
 
 
 def test_a_store_that_does_not_answer_is_no_reason_not_to_start(

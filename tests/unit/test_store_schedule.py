@@ -188,7 +188,7 @@ def test_a_failed_upload_frees_the_way_and_is_no_publication() -> None:
     assert not plan.step(report(55), 550.0).snapshot
     plan.published(ended(1, 50, 560.0, 60.0, ok=False))
     assert plan.repo_age(600.0) is None
-    assert "nothing published yet" in plan.repo_age_line(600.0)
+    assert "nothing uploaded yet" in plan.repo_age_line(600.0)
     for inner in range(56, 60):
         assert not plan.step(report(inner), 10.0 * inner).snapshot
     assert plan.step(report(60), 600.0).snapshot
