@@ -460,8 +460,8 @@ class Reporter:
         if event.committed:
             reached, peers = event.outer_step, average.group_size
             log.info("%s", lines.ALL_REDUCE_FINISH)
-            done, paused = lines.ALL_REDUCE_DONE, self._round_seconds()
-            log.info("%s: outer step %d with %d peers, paused %.1f s", done, reached, peers, paused)
+            done, took = lines.ALL_REDUCE_DONE, self._round_seconds()
+            log.info("%s: outer step %d with %d peers in %.1f s", done, reached, peers, took)
             self._record("outer_step", outer_step=reached)
         else:
             fault = AllReduceFault.LOCAL.name
@@ -493,7 +493,7 @@ class Reporter:
         self._metrics.round_ended(state.outer_step, ok=not fault, seconds=seconds)
 
     def _round_seconds(self) -> float:
-        """Return how long the round under way has held training up."""
+        """Return how long ago the round under way began."""
         return 0.0 if self._round_began is None else self._clock() - self._round_began
 
     # --- uploads -------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def test_a_successful_round(rig: Rig) -> None:
     said = [text for _, text in rig.see(ev.OuterStepEnded(True, 4), averaged)]
     assert said[:4] == [
         "All Reduce Finish",
-        "AllReduce Operation Finished Succesfully: outer step 4 with 2 peers, paused 6.0 s",
+        "AllReduce Operation Finished Succesfully: outer step 4 with 2 peers in 6.0 s",
         "✅ Resuming continuous training.",
         "Waiting 2640 seconds until validator complete the all_reduce (training goes on)",
     ]
