@@ -100,6 +100,7 @@ class Miner:
                 gauges={
                     "chain_age_seconds": lambda: 4.0,
                     "chain_block": lambda: 1050,
+                    "chain_seconds_per_block": lambda: 12.0,
                     "block_list_newest_block": lambda: 1000,
                     "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                     "dht_peers": lambda: 12,

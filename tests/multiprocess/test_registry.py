@@ -362,7 +362,7 @@ class TestKept:
                 wait_for(lambda one=one: one.uid(MINER.ss58) == 3, "it is there as it was")
                 me = find(one.neurons(), PEER.ss58)
                 assert me is not None and (me.ip, me.port) == ("5.6.7.8", 2)
-            assert caplog.text.count("went back") == 3, "one line for each client"
+            wait_for(lambda: caplog.text.count("went back") == 3, "one line for each client")
         server.stop()
 
     @pytest.mark.parametrize(

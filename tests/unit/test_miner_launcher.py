@@ -138,12 +138,12 @@ def test_what_the_outside_refuses_to_the_ranks_is_tried_until_it_works(
 
 
 def pauses(monkeypatch: pytest.MonkeyPatch, pause: Callable[[float], object]) -> None:
-    """Waits with a limit take no time; ``pause`` gets how long they were to be."""
-    real = threading.Event.wait
+    """This thread's waits with a limit take no time; ``pause`` gets how long they were to be."""
+    real, ours = threading.Event.wait, threading.current_thread()
 
     def wait(event: threading.Event, seconds: float | None = None) -> bool:
-        if seconds is None:
-            return real(event)
+        if seconds is None or threading.current_thread() is not ours:  # another test's, say
+            return real(event, seconds)
         pause(seconds)
         return event.is_set()
 

@@ -63,7 +63,7 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
         store.put(keys.ROOT_METADATA, root.to_json())
         put_shards(store, outer_step, count, tmp_path)
     monkeypatch.setattr(buckets, "open_own", lambda settings, bucket: own)
-    reader = BucketReader(theirs, large=timedelta(seconds=1))
+    reader = BucketReader(theirs, large=timedelta(seconds=1 if away else 60))
     found = newcomer.fetch_inner_optimizer(
         load_config("miner", [], environ={}, dotenv=None, check=False),
         GlobalBucket(open_bucket=lambda: reader, folder=tmp_path / "global", run=5),
