@@ -101,7 +101,7 @@ def begin(trainer: Trainer, folder: Path | None) -> None:
         trainer.total_inner_steps = max(0, schedule.warmup_steps - 1)
         info("No inner optimizer to take over%s: begins at the highest learning rate", why)
     elif schedule.warmup_steps:
-        (warning if trainer.outer_step else info)(  # at outer step 0 nobody has one yet
+        (warning if trainer.outer_step or why else info)(  # at outer step 0 nobody has one yet
             "No inner optimizer to take over%s: the learning rate rises for %d inner steps; "
             "--neuron.begin_at_peak begins at the highest",
             why,
