@@ -44,7 +44,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.loader import Schema
+from distributed_training.config.loader import schema
 from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
 from distributed_training.health.nvml import visible_gpu_count
@@ -83,7 +83,7 @@ def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, st
         "--nproc_per_node": str(ranks),
         "--neuron.device": "cuda" if on_gpu else "cpu",
     }
-    for setting in Schema("miner"):
+    for setting in schema("miner"):
         named = setting.name in _OF_ALL or setting.places[0][0] in ("training", "data")
         if named and setting.name not in _OF_ONE_NODE:
             facts[f"--{setting.name}"] = show(config.get(setting.name))

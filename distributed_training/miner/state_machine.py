@@ -26,7 +26,6 @@ STOPPING           the last order was STOP
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -439,7 +438,7 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
             if state.mode is Mode.AVERAGING:
                 return after, (Task.CANCEL_AVERAGE, Order.STOP)
             return after, (Order.STOP,)
-        case InnerStepDone() if trains(state.mode):
+        case InnerStepDone() if trains_now(state):
             return _after_step(state, event, rules)
         case SnapshotWanted() if trains(state.mode):
             # A checkpoint of the same boundary shares the snapshot's copies in host memory.
@@ -464,7 +463,12 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
 
 
 def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decision:
+    averaging = state.mode is Mode.AVERAGING  # the round's average is still to come
     if event.diverged:
+        if averaging:
+            # No roll-back: its checkpoint may be of the outer step before, and the average is of
+            # this one. Skipped steps changed no weights.
+            return replace(state, trains_on=False), ()
         return _saved(state), (Order.ROLL_BACK,)
     report = event.report
     if report.skipped:
@@ -472,7 +476,8 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
     # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25 steps
     # in a minute.
     steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
-    if steps < rules.checkpoint_steps or seconds < rules.checkpoint_seconds:
+    due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
+    if averaging or not due:  # in a round its copies would be in host memory beside the round's
         return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
     return _saved(state), (Order.CHECKPOINT,)
 
@@ -486,13 +491,6 @@ def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
     match event:
         case PseudoGradientWritten():
             return replace(state, trains_on=rules.train_in_rounds), (Task.AVERAGE,)
-        case InnerStepDone(diverged=True) if state.trains_on:
-            # No roll-back: its checkpoint may be of the outer step before, and the average is of
-            # this one. Skipped steps changed no weights.
-            return replace(state, trains_on=False), ()
-        case InnerStepDone() if state.trains_on:
-            # No checkpoint: its copies would be in host memory beside those of the round.
-            return _after_step(state, event, replace(rules, checkpoint_seconds=math.inf))
         case Averaged(result=result):
             return replace(state, averaged=result, trains_on=False), (Order.OUTER_STEP,)
         case RoundFailed():

@@ -479,7 +479,8 @@ class Checkpointer:
         enter_thread(self._trainer.device)
         started = time.perf_counter()
         try:
-            self._write_files(self._folder / name, held[0], held[1], json.loads(content))
+            parsed = json.loads(content)
+            self._write_files(self._folder / name, held[0], held[1], parsed)
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             self.last_error = f"{type(error).__name__}: {error}"
@@ -501,7 +502,7 @@ class Checkpointer:
         if self._lead:
             try:
                 if self._prune(name):
-                    self._log_written(name, json.loads(content)["progress"])
+                    self._log_written(name, parsed["progress"])
                 # Read by the launcher: a stop must have the time for one.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:

@@ -18,7 +18,7 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -267,7 +267,7 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.NOT_FINITE)
         start = self.epoch_start
 
-        def moved() -> _Prepared:
+        def moved() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
             before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
             new = [
                 nesterov_sgd(*each, lr=self.learning_rate, mu=self.mu)
@@ -276,18 +276,18 @@ class OuterStep:
             weights, momentum = [each for each, _ in new], [each for _, each in new]
             written, self._written = self._written, None
             if written is None:
-                return _Prepared(weights, weights, momentum, "")
+                return weights, weights, momentum
             # In the memory of what was written: whatever the vote, it is of no further use.
             for rows, shard, outer in zip(written, self._shards, weights, strict=True):
                 rows.neg_().add_(on_host(shard.local)).add_(outer)
-            return _Prepared(weights, written, momentum, "")
+            return weights, written, momentum
 
         try:
             # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-            prepared = self._stream.together(moved)
+            new = self._stream.together(moved)
         except RankFailedError as error:
             raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
-        self._prepared = replace(prepared, epoch_id=self._new_epoch_id())
+        self._prepared = _Prepared(*new, self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -306,7 +306,7 @@ class OuterStep:
         self.epoch_start = prepared.weights
         self.momentum = prepared.momentum
         self.epoch_id = prepared.epoch_id
-        self._prepared = self._written = None
+        self._prepared = None
 
     def roll_back(self) -> None:
         """Forget what was prepared."""

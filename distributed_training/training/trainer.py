@@ -553,7 +553,7 @@ class Trainer:
         """
         self.outer.commit()
         self.outer_step += 1
-        self.inner_step -= self.inner_step if self._written_at is None else self._written_at
+        self.inner_step = 0 if self._written_at is None else self.inner_step - self._written_at
         self._written_at = None
         self.drop_step()
 

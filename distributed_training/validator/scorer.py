@@ -123,7 +123,7 @@ class Standings:
         )
         for judgement in judgements:
             self.entries[judgement.uid].scored_at = block
-        present = {u: e for u, e in self.entries.items() if u not in self._absent}
+        present = self._present()
         totals = self.board.total_scores(
             all_reduce={uid: e.all_reduce for uid, e in present.items()},
             repo_valid={uid: e.repo_valid for uid, e in present.items()},
@@ -135,8 +135,11 @@ class Standings:
         return {uid: self._figures(uid, totals[uid]) for uid in present}
 
     def weights(self) -> dict[int, float]:
-        found = {uid: e.published for uid, e in self.entries.items() if e.published > 0}
-        return {uid: weight for uid, weight in found.items() if uid not in self._absent}
+        return {uid: e.published for uid, e in self._present().items() if e.published > 0}
+
+    def _present(self) -> dict[int, _Entry]:
+        """Return the entries of who was registered when that was last seen."""
+        return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
 
     def save(self, path: Path) -> None:
         state = {
