@@ -36,7 +36,7 @@ from tests.tools.log_reference import LINE, Reference
 from tests.tools.subnet_tools import paced
 from tests.tools.waiting import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 OUTER_STEPS = 2
 
 
@@ -76,12 +76,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     options = SubnetOptions(
         folder=folder,
         outer_steps=OUTER_STEPS,
+        # An upload counts for 30 blocks, and five workers of tests share the cores with it.
+        seconds_per_block=2.0,
         # A busy machine takes long for a checkpoint, and for the search over what is held back.
         miner_flags=("--neuron.stop_timeout", "60", "--neuron.preview_sequences", "2"),
     )
     subnet = LocalSubnet(options=paced(options), stop_grace=timedelta(seconds=90))
     with subnet:
-        subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=420))
+        subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=600))
         subnet.wait_for_figures(timedelta(seconds=30))
         lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         assert subnet.services is not None
