@@ -1,11 +1,10 @@
-"""What the site has besides docs/: the top level's documents, and tables of measured figures.
+"""Add the documents outside of docs/ to the site, and lead their links to its pages.
 
 mkdocs calls the ``on_`` functions (https://www.mkdocs.org/dev-guide/plugins/#events).
 """
 
 from __future__ import annotations
 
-import json
 import posixpath
 import re
 from pathlib import Path
@@ -23,7 +22,6 @@ OUTSIDE = {
     "ops/README.md": "ops.md",
 }
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
-_FIGURE = re.compile(r"^\[.*?\]\(figures/([\w-]+)\.json\)$", re.M)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -33,10 +31,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links to the site's pages, and put tables where a line links to figures."""
+    """Lead links to the site's pages."""
     named = {name: source for source, name in OUTSIDE.items()}
     folder = posixpath.dirname(named.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
-    markdown = _FIGURE.sub(lambda found: figure_table(found[1]), markdown)
     return _LINK.sub(lambda found: link(found[1], found[2], folder), markdown)
 
 
@@ -50,12 +47,3 @@ def link(text: str, target: str, folder: str) -> str:
         return text if path == "README.md" else f"{text} (`{path}`)"
     path = OUTSIDE.get(path) or path.removeprefix("docs/")
     return f"[{text}]({path}{'#' if anchor else ''}{anchor})"
-
-
-def figure_table(name: str) -> str:
-    """Return the table of docs/figures/NAME.json, with where and how it was measured."""
-    figure = json.loads((ROOT / "docs" / "figures" / f"{name}.json").read_text())
-    rows = [figure["columns"], ["---"] * len(figure["columns"]), *figure["rows"]]
-    source = f"`{figure['command']}`, {figure['date']}, recorded in commit {figure['commit']}"
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return "\n".join([*lines, "", f"*{source}; {figure['machine']}.*"])
