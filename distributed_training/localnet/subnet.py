@@ -214,14 +214,17 @@ class LocalSubnet:
 
     @property
     def folder(self) -> Path:
+        """Absolute path of the run folder."""
         return self._folder.path
 
     @property
     def validator(self) -> Neuron:
+        """The one validator: plan, process and state."""
         return next(n for n in self.neurons if n.plan.kind == "validator")
 
     @property
     def miners(self) -> list[Neuron]:
+        """All miners, in the order of ``SubnetOptions.ranks``."""
         return [n for n in self.neurons if n.plan.kind == "miner"]
 
     def kill_miner(self, index: int) -> None:
@@ -291,6 +294,7 @@ class LocalSubnet:
         self._follow(lambda: uids <= state.scores.keys() & state.judged.keys(), deadline)
 
     def summary(self, problems: Sequence[str] = ()) -> Summary:
+        """Return what ``summary.json`` holds, from the events so far; ``problems`` are added."""
         return summarize(
             wanted_outer_steps=self.options.outer_steps,
             started_at=self.started_at,

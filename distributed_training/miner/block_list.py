@@ -98,6 +98,7 @@ class BlockList:
 
     @property
     def available(self) -> bool:
+        """True while micro-batches are left of the block in training."""
         return self._remaining > 0
 
     def on_boundary(self, *, may_begin: bool) -> DataOrder:

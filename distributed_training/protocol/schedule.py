@@ -20,6 +20,7 @@ RANDOM_BLOCK_AHEAD = 20  # the random evaluation's block is drawn from [now + 20
 
 
 def round_due(*, block: int, last_allreduce_block: int, bpa: int) -> bool:
+    """Return whether ``bpa`` blocks have passed since the last round."""
     return block - last_allreduce_block >= bpa
 
 

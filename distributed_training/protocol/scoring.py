@@ -28,6 +28,7 @@ MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force th
 
 
 def absolute_improvement(before: float, after: float) -> float:
+    """Return ``before - after``, nats per token."""
     return before - after
 
 
@@ -51,6 +52,7 @@ class ScoreBoard:
 
     @property
     def uids(self) -> tuple[int, ...]:
+        """Uids on the board, in the order in which they came."""
         return tuple(self._ratings)
 
     def add(self, uid: int) -> None:
@@ -106,6 +108,7 @@ class ScoreBoard:
         return self._assigned[uid]
 
     def train_score(self, uid: int) -> float:
+        """Return the rating times the average of ``assigned``, at least 0."""
         return max(0.0, self.random_score(uid) * self._assigned[uid])
 
     def total_scores(

@@ -25,6 +25,7 @@ class Revision:
 
     @property
     def tag(self) -> str:
+        """The revision as metadata and logs have it, such as ``5.12.0``."""
         return f"{self.run}.{self.outer_step}.{self.inner_step}"
 
     @classmethod
@@ -63,10 +64,12 @@ class StepReport:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all ranks per second; 0 if no time passed."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def samples_per_second(self) -> float:
+        """Sequences of all ranks per second; 0 if no time passed."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -153,6 +156,7 @@ class Progress:
     blocks: list[int] = field(default_factory=list)  # trained since the last publication
 
     def revision(self, run: int) -> Revision:
+        """Return the revision of this progress in ``run``."""
         return Revision(run, self.outer_step, self.inner_step)
 
 

@@ -75,6 +75,7 @@ class EvaluationModel:
         return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
+        """Copy ``weights``, in the order of ``schema``, into the model."""
         for (name, _), tensor in zip(self.schema, weights, strict=True):
             self._parameters[name].copy_(tensor)
 
@@ -151,10 +152,12 @@ class Comparison:
 
     @property
     def relative(self) -> float:
+        """(before - after) / before."""
         return relative_improvement(*self.losses)
 
     @property
     def absolute(self) -> float:
+        """Before - after, nats per predicted token."""
         before, after = self.losses
         return before - after
 
@@ -193,6 +196,7 @@ class Judgement:
 
     @property
     def ok(self) -> bool:
+        """False if the upload was reset."""
         return self.random is not None
 
     @classmethod

@@ -12,10 +12,10 @@ g is cumulative over the outer step. So an EF that advances at every upload adds
 again and again, and it still holds the last outer step's g when a new one begins. An upload is a
 *direction*; the gradient check measures the step along it that helps most. Modes:
 
-``best``    three directions are tried at each upload, ``upload``, ``off`` and ``curved``, which
-            sends other entries than ``off``; the one that lowers the loss most is uploaded.
-``upload``  EF advances at every upload, as the public miner does.
-``off``     upload top-k(lr * g) and remember nothing.
+- ``best``: three directions are tried at each upload, ``upload``, ``off`` and ``curved``, which
+  sends other entries than ``off``; the one that lowers the loss most is uploaded.
+- ``upload``: EF advances at every upload, as the public miner does.
+- ``off``: upload top-k(lr * g) and remember nothing.
 
 Compressing some rows of a matrix gives the same rows of the compressed matrix, so each rank encodes
 its own rows where they are, beside training. Chunks across that border must be whole, and training
@@ -256,11 +256,13 @@ class Codec:
     use_dct: bool = False
 
     def encode(self, whole: Tensor) -> Code:
+        """Encode a whole parameter; see ``protocol.gradients.encode``."""
         return gradients.encode(
             whole, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
         )
 
     def decode(self, code: Code, shape: Sequence[int]) -> Tensor:
+        """Return the float32 tensor of ``shape`` that ``code`` stands for."""
         return gradients.decode(*code, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
 
     def subtract_sent(self, whole: Tensor, code: Code) -> None:
@@ -268,6 +270,7 @@ class Codec:
         gradients.subtract_sent_(whole, *code, target_chunk=self.target_chunk, use_dct=self.use_dct)
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of both tensors of the code of a parameter of ``shape``."""
         return gradients.encoded_shape(
             shape, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
         )

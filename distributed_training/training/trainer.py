@@ -558,6 +558,7 @@ class Trainer:
         self.drop_step()
 
     def roll_back_outer_step(self) -> None:
+        """Forget the outer step that was prepared; weights and counters stay. Local."""
         self.outer.roll_back()
 
     # --- publication ---------------------------------------------------------------------------
