@@ -2,8 +2,8 @@
 
     python -m distributed_training.swarm.averager_process DESCRIPTOR    (started by rank 0)
 
-DESCRIPTOR is the host's end of a socket: orders come in and answers leave as lines of JSON
-(:mod:`.host_link`). Standard output and error are hivemind's log. The host leads a process group of
+DESCRIPTOR is this process's end of a socket: orders come in and answers leave as lines of JSON
+(:mod:`.host_link`). Standard output and error are hivemind's log. It leads a process group of
 its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
 """
 
@@ -75,7 +75,7 @@ def set_aside_damaged(identity: Path) -> None:
 
 
 class HostFailed(RuntimeError):
-    """The host cannot go on; the text says why."""
+    """The swarm process cannot go on; the text has the reason."""
 
 
 class Host:
@@ -127,8 +127,8 @@ class Host:
             announce_maddrs=config.announce or None,
             identity_path=config.identity,
             startup_timeout=config.start_timeout,
-            # Asked again every five seconds, not ever less often: a peer whose host was started
-            # again is to be found for the next round.
+            # Asked again every five seconds, not ever less often: a peer whose swarm process was
+            # started again is to be found for the next round.
             blacklist_time=_ASK_AGAIN,
             backoff_rate=1.0,
         )
@@ -155,7 +155,7 @@ class Host:
 
     def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
         if task.cancelled():
-            if self._number <= self._cancelled:  # or else the host ends
+            if self._number <= self._cancelled:  # or else this process ends
                 self.tell(Failed("CANCELLED"))
         elif (error := task.exception()) is not None:
             log.error("The round failed with an error that was not expected", exc_info=error)
@@ -214,7 +214,7 @@ async def serve(config: HostConfig, connection: socket.socket) -> None:
         await Host(config, orders, answers).run()
     except HostFailed as error:
         why = str(error)
-    except Exception as error:  # whatever hivemind raises: rank 0 is told, and starts another host
+    except Exception as error:  # whatever hivemind raises: rank 0 is told, and starts another
         log.exception("The swarm process ends")
         why = f"{type(error).__name__}: {error}"
     else:

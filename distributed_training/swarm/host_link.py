@@ -19,10 +19,10 @@ import torch
 
 @dataclass(frozen=True)
 class HostConfig:
-    """The first line to a host: all that it needs for its life. Durations are seconds."""
+    """The first line to a swarm process: all that it needs for its life. Durations are seconds."""
 
-    parent: int  # process id of rank 0; the host ends when it is gone
-    tensors: int  # descriptor of the memory file that rank 0 and the host both map
+    parent: int  # process id of rank 0; the swarm process ends when it is gone
+    tensors: int  # descriptor of the memory file that rank 0 and the swarm process map
     shapes: list[list[int]]  # of the tensors in it, float32, one after the other
     sockets: str  # folder of p2pd's Unix sockets
     initial_peers: list[str]
@@ -73,7 +73,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Beat:
-    """The host's event loop turns, and p2pd answers it. ``peers``: others the DHT node knows."""
+    """The event loop turns, and p2pd answers. ``peers``: others that the DHT node has met."""
 
     peers: int
 
@@ -104,7 +104,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ended:
-    """The last line of a host that cannot go on, or could not start."""
+    """The last line of a swarm process that cannot go on, or could not start."""
 
     detail: str
 

@@ -50,7 +50,7 @@ from .host_link import (
 log = logging.getLogger(__name__)
 
 _START_ATTEMPTS, _START_AGAIN = 3, timedelta(seconds=2)
-_LOOK = 0.5  # seconds between two looks at the host
+_LOOK = 0.5  # seconds between two checks of the swarm process
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 _LOG_BYTES = 8 * 1024 * 1024
@@ -88,9 +88,9 @@ class HostKeeper:
         self._folder = folder
         self._launch = launch  # for the first start
         self._port = settings.dht_port  # 0: any, kept from the first start on
-        self._in_use = threading.Lock()  # held by a round, and by whoever starts the host again
+        self._in_use = threading.Lock()  # held by a round, and by a start of the process
         self._closing = threading.Event()
-        self._wake = threading.Event()  # a round waits for a host: now, whatever failed before
+        self._wake = threading.Event()  # a round waits for the process: start it now
         self._failures = 0  # starts that failed, and why the last one did
         self._problem = ""
         self._host: HostProcess | None = None
@@ -140,12 +140,15 @@ class HostKeeper:
             self._in_use.release()
 
     def restart(self) -> None:
-        """End the host with everything it started, and start it again. Raises SwarmUnavailable."""
+        """Start the swarm process again, after its end and that of all that it started.
+
+        Raises SwarmUnavailable.
+        """
         with self._in_use:
             self._start()
 
     def announce(self, ip: str) -> None:
-        """Announce another address of this machine: start the host again, after a round that runs.
+        """Announce another address: start the swarm process again, after a round that runs.
 
         Raises SwarmUnavailable; the keeper's thread goes on trying then.
         """
@@ -196,11 +199,11 @@ class HostKeeper:
             wait = backoff.failed().total_seconds()
 
     def _mend(self) -> bool:
-        """Start a host that ended, or that is alone, again; not while a round uses it.
+        """Start a swarm process that ended, or is alone, again; not while a round uses it.
 
         Whether it was started. Raises SwarmUnavailable.
         """
-        # A round has the host, and would lose its group. The next look is soon enough.
+        # A round uses the process, and would lose its group. The next check is soon enough.
         if not self._in_use.acquire(blocking=False):
             return False
         try:
@@ -287,7 +290,7 @@ class HostKeeper:
             # The private key of the peer; hivemind leaves its mode to the umask.
             Path(config.identity).chmod(0o600)
         self.peer_id, self.visible_maddrs = ready.peer_id, ready.maddrs
-        # Others know us by this address: a host that is started again must come back to it.
+        # Others know us by this address: a process that is started again must come back to it.
         self._port = self._port or listening[0][1]
         log.info(
             "Swarm peer %s, announced as %s. Not checked from outside: run `python -m "
@@ -330,10 +333,10 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
             os.truncate(path, 0)
 
 
-#: Without a sign of life for so long (they come every 2 s) the host is taken for hung.
+#: Without a sign of life for so long (they come every 2 s) the process is taken for hung.
 HANG = 20.0
 _CLOSE = 6.0  # seconds to leave the swarm
-_TENSORS = b"T"  # the first byte to the host: with it comes the descriptor of the tensors
+_TENSORS = b"T"  # the first byte to the process: with it comes the descriptor of the tensors
 
 
 class HostLaunch:
@@ -374,7 +377,7 @@ class HostLaunch:
 
 
 class HostProcess:
-    """A host that does what ``config`` says. :meth:`end` it, whatever became of it.
+    """A swarm process that follows ``config``. :meth:`end` it, whatever became of it.
 
     ``ended`` is set once it is gone or has to be ended; ``why`` says why then.
     """
@@ -468,7 +471,7 @@ class HostProcess:
         self.end()
 
     def end(self, why: str = "") -> None:
-        """Kill the host and p2pd. Idempotent."""
+        """Kill the swarm process and p2pd. Idempotent."""
         self.why = self.why or why
         self.ended.set()
         self._launch.end()

@@ -37,7 +37,7 @@ from distributed_training.protocol.types import (
 from .host_link import Average, Cancel, Failed, RoundOrder, SharedTensors
 from .supervisor import HostKeeper, HostLaunch, HostProcess
 
-#: The host keeps the round's deadline itself; this much later it is taken for hung and killed.
+#: The swarm process keeps a round's deadline itself; this much later it counts as hung.
 _HANG_MARGIN = timedelta(seconds=10)
 #: A transfer shorter than this many seconds says nothing about the bandwidth.
 _SHORTEST_MEASURE = 0.5
@@ -156,7 +156,7 @@ class HivemindSwarm:
         if not self._one_round.acquire(blocking=False):
             raise AllReduceError(AllReduceFault.LOCAL, "a round is already running")
         try:
-            # Before the host hears of the round: cancel() in another thread must find it.
+            # Before the swarm process hears of the round: cancel() in another thread must find it.
             self._cancelled = cancelled
             began = time.monotonic()
             # Before: the average takes the place of our own values.
@@ -180,7 +180,7 @@ class HivemindSwarm:
                         f"{order.min_matchmaking_time:.0f} s (--neuron.min_matchmaking_time)",
                     )
                 host.order(order)
-                if cancelled.is_set():  # maybe before the host had heard of this round
+                if cancelled.is_set():  # maybe before the process had heard of this round
                     self.cancel()
                 answer = self._answer_of(host, order.timeout)
                 if isinstance(answer, Average):
@@ -193,7 +193,7 @@ class HivemindSwarm:
                     raise AllReduceError(
                         AllReduceFault.SWARM_DOWN, f"the swarm process ended: {host.why}"
                     )
-            # The peers are still gathering: the keeper starts the host again, and it joins them.
+            # The peers are still gathering: the keeper starts the process again, and it joins them.
 
     def _order(self, request: RoundRequest, weight: float, timeout: float) -> RoundOrder:
         self._number += 1
