@@ -1,10 +1,13 @@
 """Decide when rounds, scoring and uploads are due, counted in blocks.
 
-Rounds follow the chain's clock, not a machine's: one is due ``bpa`` (blocks per all-reduce) blocks
-after the last. For the first half of that time validators score the uploads of the outer step
-before, then those of the present one. An upload counts only while it is *fresh*: its newest block
-is at most ``bpa / 2`` old, and it was uploaded within the age limit. Source: protocol page,
-sections 2, 3, 6 and 7.
+Miners have different clocks, and the chain's block number is one that all can read. So a round is
+due ``bpa`` (blocks per all-reduce) blocks after the last (protocol page, sections 2 and 6). For the
+first half of that time validators score the uploads of the outer step before, then those of the
+present one (protocol page, section 3).
+
+An upload earns only while it is *fresh*, so that old work does not earn for ever: its newest block
+is at most ``bpa / 2`` old, and its file is younger than the age limit (protocol page, section 7). A
+miner that is found without a fresh upload is scored as if its training had improved nothing.
 
 All functions are pure. A block takes 12 s on the public network, and any time on a local one.
 """

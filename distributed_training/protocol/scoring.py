@@ -2,7 +2,8 @@
 
 A validator measures how much each upload lowers the loss on two kinds of pages: random ones, the
 same for all miners of a pass, and the ones assigned to that miner by its block list. ``random`` is
-a Plackett-Luce rating (openskill 6.1.3) over the relative improvements on the random pages.
+a Plackett-Luce rating over the relative improvements on the random pages: who ranks above others
+gains from them, and more from those that are rated higher (Weng and Lin 2011, by openskill 6.1.3).
 ``assigned`` is a moving average of "improved more on the assigned pages than on the random ones",
 so training on other data lowers it. Their product, floored at 0, is the train score; the total adds
 the all-reduce score, each normalised over all uids.

@@ -4,8 +4,9 @@ A checkpoint lets a miner go on exactly where it was, after a stop or a crash. E
 own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A checkpoint counts when
 all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
 checkpoint before intact. A rank that loads reads the rows it needs from whichever files have them,
-so a checkpoint loads at any number of ranks. Under HSDP (:mod:`.sharding`) each machine writes its
-own copy, and a machine that lacks a part gets it from another.
+so a checkpoint loads at any number of ranks (docs/architecture.md, Decisions). Under HSDP
+(:mod:`.sharding`) each machine writes its own copy, and a machine that lacks a part gets it from
+another.
 
 torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
 that its collectives do not meet training's). It saves no work here: every state is rows of the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import re
@@ -14,20 +15,47 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_section_of_the_protocol_page_that_is_cited_is_there() -> None:
+#: "protocol page, sections 2, 3 and 7", with any white space and the # of a comment in between.
+CITED = re.compile(
+    r"protocol\s+page,?[\s#]*\(?sections?[\s#]+(\d+(?:(?:,|\s+and|\s+to)[\s#]+\d+)*)"
+)
+#: Each teaches one concept, with its source.
+TEACH = [
+    "training/outer_step",
+    "training/error_feedback",
+    "protocol/gradients",
+    "protocol/schedule",
+    "swarm/all_reduce",
+    "training/sharding",
+    "training/checkpoint",
+    "protocol/scoring",
+]
+
+
+def test_every_section_and_document_that_is_cited_is_there() -> None:
     sections = set(re.findall(r"^## (\d+)\. ", (ROOT / "docs" / "protocol.md").read_text(), re.M))
-    sources = [ROOT / "distributed_training", ROOT / "bench", ROOT / "tests", ROOT / "extras"]
+    folders = [ROOT / name for name in ("distributed_training", "bench", "tests", "extras")]
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
     cited = {
         number: path
-        for source in sources
-        for path in source.rglob("*.py")
-        for found in re.findall(
-            r"protocol page,? *\n?[ #]*\(?sections? (\d+(?:(?:, | and )\d+)*)", path.read_text()
-        )
+        for path in paths
+        for found in CITED.findall(path.read_text())
         for number in re.findall(r"\d+", found)
     }
-    assert len(cited) >= 5
+    assert len(cited) >= 7
     assert set(cited) <= sections, {n: p for n, p in cited.items() if n not in sections}
+    code = [path for path in paths if "tests" not in path.parts]
+    named = {name for path in code for name in re.findall(r"\bdocs/[\w-]+\.md", path.read_text())}
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize("module", TEACH)
+def test_a_module_that_teaches_a_concept_names_its_source(module: str) -> None:
+    source = (ROOT / "distributed_training" / f"{module}.py").read_text()
+    text = ast.get_docstring(ast.parse(source)) or ""
+    lesson = text.split("\n\n")[1]
+    assert len(lesson.split()) > 30
+    assert CITED.search(text) or re.search(r"arXiv\s\d{4}\.\d{5}|docs/[\w-]+\.md", text)
 
 
 @pytest.mark.parametrize("package", ["chain", "node", "protocol", "validator", "scoring"])
