@@ -1,4 +1,4 @@
-"""A miner for decentralized training subnets: inner steps, publication, averaging, outer steps.
+"""A miner for decentralized training subnets: inner steps, uploads, averaging, outer steps.
 
 ``docs/architecture.md`` describes its packages and their layers.
 """

@@ -378,7 +378,7 @@ class HttpThread:
                 self._open.add(task)
                 task.add_done_callback(self._open.discard)
             else:
-                # An RST instead of a FIN: no TIME_WAIT entry is left here for junk.
+                # An RST instead of a FIN: an invalid request leaves no TIME_WAIT entry here.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 accepted.close()
                 refused = True

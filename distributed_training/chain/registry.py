@@ -2,7 +2,7 @@
 
 A thread polls with the version it knows and gets what changed; reads never wait for it. A registry
 that is away costs nothing but age. One that came back from an old backup shows an older state, so
-this client writes again what it had written before it believes that state.
+this client writes again what it had written before it takes that state.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class RegistryChain(Chain):
             return self._exchange(path, body)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The registry closed the kept connection while we asked. A write that it took all the
-            # same is signed anew here, and changes nothing the second time.
+            # same is signed again here, and changes nothing the second time.
             return self._exchange(path, body)
 
     def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
@@ -371,6 +371,6 @@ class RegistryChain(Chain):
 def _why(error: Exception) -> str:
     if isinstance(error, (ChainError, Unusable)):
         return str(error)
-    # Its own words name what only the operator can mend: a name, a certificate.
+    # Its own words name what only the operator can fix: a name, a certificate.
     words = f": {error}"[:200] if isinstance(error, httpx.ConnectError) else ""
     return type(error).__name__ + words

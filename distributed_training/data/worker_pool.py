@@ -45,7 +45,7 @@ class WorkerPool:
     def submit(self, block: int) -> None:
         """Give ``block`` to the worker with the least to do."""
         worker = min(self._workers, key=lambda w: len(w.blocks))
-        with contextlib.suppress(OSError):  # it is gone; seen and mended by answers()
+        with contextlib.suppress(OSError):  # it is gone; seen and replaced by answers()
             worker.submit(block)
 
     def answers(self) -> Iterator[Prepared | Failure]:

@@ -42,7 +42,7 @@ from distributed_training.protocol.types import Check
 _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
-_DESCRIPTORS = 1024  # files, shards and connections besides those of the signed server
+_DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
 _TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
 
 

@@ -90,8 +90,8 @@ class BlockList:
         self._steps = 0  # inner steps that ended
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
         self._published: dict[tuple[int, int], dict[int, int]] = {}  # by outer and inner step
-        self._done: dict[int, int] = {}  # block: the last of its steps that was published
-        #: In the list published last, also by a process before this one; None if there is none.
+        self._done: dict[int, int] = {}  # block: the last of its steps that was uploaded
+        #: In the list uploaded last, also by a process before this one; None if there is none.
         self.newest_published: int | None = None
 
     # --- what comes next -----------------------------------------------------------------------

@@ -4,8 +4,9 @@ Threads and processes of rank 0 (signed HTTP server, swarm, uploader, watch of t
 signals) only ever post events; so does the loop with the result of each command. At each boundary
 the controller drains the queue. Every event first goes to the subscribers, who may answer with
 events that follow at once (uploads request a snapshot of the step that just ended); then
-:func:`~.state_machine.decide` returns orders and tasks. Tasks start here; a round of the swarm runs
-in a thread of its own, so the loop never waits for a network. Orders wait for their boundary.
+:func:`~.state_machine.decide` returns commands and tasks. Tasks start here; a round of the swarm
+runs in a thread of its own, so the loop never waits for a network. Commands wait for their
+boundary.
 """
 
 from __future__ import annotations

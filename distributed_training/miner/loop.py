@@ -31,8 +31,8 @@ if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
 
 log = logging.getLogger(__name__)
 
-#: Orders that leave nothing to train: a round, or a wait for something. They are no step's time; a
-#: snapshot, a preview outside of a round, a checkpoint and a wait for data are.
+#: Commands that leave nothing to train: a round, or a wait for something. They are no step's time;
+#: a snapshot, a gradient check outside of a round, a checkpoint and a wait for data are.
 PAUSES = frozenset(
     {
         Order.IDLE,

@@ -167,7 +167,7 @@ class RoundClock:
         if passed >= _MEASURABLE and abs(seconds - passed * pace) > _BLURRED * pace:
             self._seconds_per_block = seconds / passed
         if passed < 0:
-            self._marks.clear()  # a chain that began anew
+            self._marks.clear()  # a chain that began again
         if not self._marks or block - self._marks[-1][0] >= _WINDOW:
             self._marks.append((block, now))
 
@@ -175,6 +175,6 @@ class RoundClock:
 def _passed(last: int | None, block: int) -> int | None:
     """Return ``last``, or None if it lies in the future (a chain set back, a wrong figure).
 
-    A future block would make calls refused and a missed round unseen until the chain reaches it.
+    A future block would make calls refused and hide a missed round until the chain reaches it.
     """
     return None if last is None or last > block else last

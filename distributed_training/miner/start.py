@@ -299,7 +299,7 @@ class Rank:
     def run(self) -> tuple[int, str]:
         """Train until stopped. Return the exit status and, on rank 0, the reason.
 
-        Rank 0 alone gives the miner's status. A rank that ends as ordered has not failed: another
+        Rank 0 alone gives the miner's status. A rank that ends by a command has not failed: another
         status than 0 would have the launcher end rank 0 while it still closes what it has.
         """
         if self.rank_zero is None:
@@ -308,7 +308,7 @@ class Rank:
         self.rank_zero.go_live()
         status = self.loop.run()
         controller = self.rank_zero.controller
-        controller.drain()  # what the last order came to is reported too
+        controller.drain()  # what the last command came to is reported too
         return status, controller.state.stop_reason
 
 

@@ -2,10 +2,10 @@
 
 Everything that happens becomes an *event* in one queue of rank 0: a call from the validator, the
 end of an average, a new global state, a signal, the result of each command. :func:`decide` turns
-the :class:`MinerState` and an event into the next state and what follows: *orders*, which reach all
-ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. Both are answered
-by an event. No process, clock or network is touched here: events carry the time they happened at,
-of ``time.monotonic()``, since a wall clock that is set must move no deadline.
+the :class:`MinerState` and an event into the next state and what follows: *commands*, which reach
+all ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. Both are
+answered by an event. No process, clock or network is touched here: events carry the time they
+happened at, of ``time.monotonic()``, since a wall clock that is set must move no deadline.
 
 =================  ==============================================================================
 mode               meaning
@@ -19,7 +19,7 @@ AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a gl
 FETCHING           the global state is being fetched; inner steps go on, and their result is kept
                    should the fetch fail. No round: our pseudo-gradient is another outer step's
 LOADING            the global state is being loaded; inner steps pause
-STOPPING           the last order was STOP
+STOPPING           the last command was STOP
 =================  ==============================================================================
 """
 
@@ -57,7 +57,7 @@ class Order(enum.IntEnum):
     OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
     LOAD = 5  # the fetched global state; arg: its outer step
     REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
-    SNAPSHOT = 7  # of everything a publication needs; arg: the chain's block
+    SNAPSHOT = 7  # of everything an upload needs; arg: the chain's block
     PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round's pause
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
@@ -92,13 +92,13 @@ class Given(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
-    blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last publication
+    blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last upload
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
 
 
 @dataclass(frozen=True)
 class Command:
-    """One boundary: the order, its number, what it says about data, and what rank 0 adds."""
+    """One boundary: the command, its number, what it says about data, and what rank 0 adds."""
 
     order: Order
     arg: int = 0
@@ -124,7 +124,7 @@ class Event:
     """One of the dataclasses below; none is derived from another."""
 
 
-# --- what an order came to ------------------------------------------------------------------------
+# --- what a command came to ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ class ModeChanged(Event):
 
 @dataclass(frozen=True)
 class SnapshotWanted(Event):
-    """The inner step that just ended is to be published."""
+    """The inner step that just ended is to be uploaded."""
 
 
 @dataclass(frozen=True)

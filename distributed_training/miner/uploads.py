@@ -130,7 +130,7 @@ class Publishing:
             assert problem is not None
             return [ev.SnapshotFailed(problem, kind="blocks")]
         if not self._blocks.list_is_recent():
-            # Trained on earlier blocks alone since the last publication.
+            # Trained on earlier blocks alone since the last upload.
             self._schedule.cancelled(again=True)
             return [ev.SnapshotPutOff()] if self._stale_list_lines() else []
         return [ev.SnapshotWanted()]

@@ -60,7 +60,7 @@ def _visible_ascii(text: str) -> bool:
     return all("!" <= c <= "~" for c in text)
 
 
-MAX_METADATA_BYTES = 64 * 1024  # far above any real one; a bound for what is read from strangers
+MAX_METADATA_BYTES = 64 * 1024  # far above any real one; others' files are read up to it
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 _BASE58 = frozenset("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz")
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, Any
 
 LENGTH_BYTES = 8
-#: Bytes. Of 35,000 tensors; the JSON of a stranger takes up to 25 times as much memory.
+#: Bytes. Of 35,000 tensors; hostile JSON takes up to 25 times as much memory.
 MOST_HEADER = 4 * 1024 * 1024
 _MOST_DIMENSIONS = 16
 _LARGEST = 2**53  # of a size or a place: what any JSON reader keeps exact

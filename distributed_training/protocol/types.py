@@ -153,7 +153,7 @@ class Progress:
     outer_step: int = 0
     inner_step: int = 0  # inner steps done in this outer step
     total_inner_steps: int = 0  # never reset; the schedule counts it
-    blocks: list[int] = field(default_factory=list)  # trained since the last publication
+    blocks: list[int] = field(default_factory=list)  # trained since the last upload
 
     def revision(self, run: int) -> Revision:
         """Return the revision of this progress in ``run``."""

@@ -11,7 +11,7 @@
     --uid N...           whose score (default: of the hotkey that the wallet flags name)
     --all                every miner's
     --others N           so many other miners to rank them among, the best paid first (8)
-    --random-block N...  unseen text of these blocks; without it one block is drawn as validators do
+    --random-block N...  text of these blocks; without it one is drawn as validators do
     --draws N            draw so many blocks: slower, and surer figures (1)
     --sequences N        at most so many sequences a block; 0: all, as validators do
     --passes N           of which rank and share speak; 1: these figures alone (40)

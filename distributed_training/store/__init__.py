@@ -1,1 +1,1 @@
-"""The object store: client, resumable multipart, publisher, upload rules, cleanup, downloads."""
+"""The object store: client, resumable multipart, uploader, upload rules, cleanup, downloads."""

@@ -42,7 +42,7 @@ _MACHINE_ID = Path("/etc/machine-id")
 
 
 class ForeignBucketError(StoreError):
-    """Another miner publishes into this bucket."""
+    """Another miner uploads into this bucket."""
 
 
 def instance_of(folder: Path) -> str:
@@ -232,7 +232,7 @@ def sweep_uploads(
         check_claim(store, instance)
         found = stuck_uploads(store, older_than=older_than)
     except ForeignBucketError:
-        return  # told by whoever tries to publish
+        return  # whoever tries to upload gets the error
     except StoreError as error:
         log.warning("Stuck multipart uploads could not be listed, next try in an hour: %s", error)
         return

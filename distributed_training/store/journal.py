@@ -36,7 +36,7 @@ class UploadRecord:
 
 @dataclass(frozen=True)
 class Submission:
-    """A snapshot to publish. ``preview_delta``: see :func:`~.upload_rules.upload_gate`."""
+    """A snapshot to upload. ``preview_delta``: see :func:`~.upload_rules.upload_gate`."""
 
     folder: Path
     revision: Revision

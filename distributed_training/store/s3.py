@@ -157,7 +157,7 @@ def disk_problem(error: OSError) -> str:
 
 
 class Uplink:
-    """Open, paused while an all-reduce needs the line, or stopped for good. Thread-safe."""
+    """Open, paused while an all-reduce needs the network link, or stopped for good. Thread-safe."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -661,6 +661,6 @@ def _confirm(what: str, data: bytes | Section, etag: str) -> str:
     else:
         sent = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if etag != sent:
-        # Damaged on the way: sending it again is the cure.
+        # Damaged on the way: sending it again helps.
         raise TransientError(f"{what}: the store holds other bytes than those sent")
     return etag

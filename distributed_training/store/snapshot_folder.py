@@ -158,7 +158,7 @@ def prune_snapshots(
     unused_for: timedelta | None = None,
     spare: Collection[Path] = (),
 ) -> int:
-    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will publish; how many.
+    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will upload; how many.
 
     Those taken at an earlier chain block than the snapshot ``before``, and those in which nothing
     was written for ``unused_for``: left by a miner that was killed, or by a disk that was full.

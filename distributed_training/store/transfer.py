@@ -432,7 +432,7 @@ class Sender:
     ) -> None:
         self._uplink = uplink or Uplink()
         self._store = patient(store, until=deadline, uplink=self._uplink)
-        self._once = store  # for what others mend: one attempt
+        self._once = store  # for what others retry: one attempt
         self._journal = journal
         self._part_size = part_size
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
@@ -543,7 +543,7 @@ class Sender:
         except StoreError as error:
             if type(error) is not StoreError:
                 raise
-            return None  # no such id can exist: a damaged journal must not stop publication
+            return None  # no such id can exist: a damaged journal must not stop uploads
 
     def _send_missing(
         self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo]

@@ -150,7 +150,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     best = judged(visible, until, ours)  # if there is no next one
     for i in range(len(taken) - 2, -1, -1):
         best[i] = max(best[i], float((counts[i, i + 1 :] + best[i + 1 :]).max()))
-    # What is published already counts until the first of them is visible.
+    # What is uploaded already counts until the first of them is visible.
     held = np.minimum(np.where(ours, visible, math.inf), counts_until)
     worth = judged(np.full(len(taken), now), held, np.full(len(taken), True)) + best
     return Worth(float(worth[0]), float(worth[1:].max(initial=-math.inf)), resolution)
@@ -165,7 +165,7 @@ def _moments(
     """
     stride = pace.step * max(1, math.ceil((horizon - now) / pace.step / _MOST_MOMENTS))
     later = np.arange(now + pace.step, horizon, stride)
-    again = rounds.next_at + rounds.pause + first  # training's first publishable step after it
+    again = rounds.next_at + rounds.pause + first  # the first step after it for an upload
     suits = (later <= rounds.next_at - pace.lead) | (later >= again)
     return np.concatenate(([now], later[suits])), stride
 
@@ -201,9 +201,9 @@ class _Asked:
 
 
 class UploadSchedule:
-    """Fed with each inner step and each publication report; times are of one monotonic clock.
+    """Fed with each inner step and the report of each upload; times are of one monotonic clock.
 
-    ``minimum_inner_step``: nothing of an outer step is published before it, unless that would come
+    ``minimum_inner_step``: nothing of an outer step is uploaded before it, unless that would come
     too late for validators, who refuse inner step 0 only. ``age_limit``: of a file, ``slack``: how
     long before such a limit things are to happen. ``published_at``: of what the bucket held at the
     start.
@@ -455,7 +455,7 @@ class UploadSchedule:
             consequence = "reset uploads for their old blocks"
         if self._every * self.step_seconds + upload > limit:
             fitting = int((limit - upload) / self.step_seconds)
-            fitting = min(fitting, max(self._minimum, 1))  # so that each round has its publication
+            fitting = min(fitting, max(self._minimum, 1))  # so that each round has its upload
             remedy = (
                 f"give --neuron.upload_steps {fitting} or less"
                 if fitting >= 1

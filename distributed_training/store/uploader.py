@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Paused:
-    """An order to transfers: leave the uplink free, or use it."""
+    """A command to transfers: leave the uplink free, or use it."""
 
     paused: bool
 
@@ -77,7 +77,7 @@ _STEADY = 600.0  # seconds; an uploader that lived so long ended for another rea
 class Uploader:
     """``folder``: for the journal, kept across restarts.
 
-    ``snapshots``: where local snapshots lie that may be deleted once a newer one is published;
+    ``snapshots``: where local snapshots lie that may be deleted once a newer one is uploaded;
     None: they are the caller's to delete.
 
     An uploader that dies is started again and goes on where its journal stands. Raises ValueError,
@@ -123,7 +123,7 @@ class Uploader:
         peer_id: str = "",
         preview_delta: float | None = None,
     ) -> None:
-        """Publish the snapshot in ``folder`` once all ranks' files are there.
+        """Upload the snapshot in ``folder`` once all ranks' files are there.
 
         A newer one supersedes one that waits; each ends in exactly one report. ``peer_id``: empty
         means the last one given.
@@ -142,7 +142,7 @@ class Uploader:
             self._send(PeerId(peer_id))
 
     def pause(self) -> None:
-        """Free the line within a second. Parts under way are sent again after :meth:`resume`."""
+        """Free the uplink within a second. Parts under way are sent again after :meth:`resume`."""
         with self._lock:
             self._paused = True
             self._send(Paused(True))
@@ -162,7 +162,7 @@ class Uploader:
 
     @property
     def busy(self) -> bool:
-        """A publication is under way or waiting (also one gone on with after a restart)."""
+        """An upload is under way or waiting (also one gone on with after a restart)."""
         return self._busy or bool(self._outstanding)
 
     @property

@@ -6,8 +6,8 @@ stay at the store, the journal knows them.
 
     python -m distributed_training.store.uploader_process FD
 
-Three threads work: one publishes, one renews the claim on the bucket, one cleans up. None of them
-waits for another, since a publication, and a cleanup of thousands of stuck uploads, may take long.
+Three threads work: one uploads, one renews the claim on the bucket, one cleans up. None of them
+waits for another, since an upload, and a cleanup of thousands of stuck ones, may take long.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class UploadLoop:
         for held in (self._current, self._waiting):
             if held is not None and held.revision == new.revision:
                 # Found in the journal and sent again by a restart; or the same step once more, by a
-                # miner that went back to a checkpoint: one publication of a step is enough.
+                # miner that went back to a checkpoint: one upload of a step is enough.
                 if new.folder != held.folder:
                     self._forget(new.folder)
                 return
@@ -141,7 +141,7 @@ class UploadLoop:
                     self._publish(submission)
             except StoppedError:
                 break
-            except Exception as error:  # one defect must not end publication for weeks
+            except Exception as error:  # one defect must not end uploads for weeks
                 logging.exception("uploader")
                 if self._current is not None:
                     with contextlib.suppress(OSError):

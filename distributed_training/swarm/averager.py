@@ -90,7 +90,7 @@ class DTGradAverager(ServicerBase):
     async def average(
         self, order: RoundOrder, on_found: Callable[[], None] = lambda: None
     ) -> Average | Failed:
-        """Find a group and average with it, by the order's deadlines. Cancel it to end it early.
+        """Find a group and average with it, by ``order``'s deadlines. Cancel it to end it early.
 
         ``on_found`` is called once a group is found. From then on, unless Average is answered, what
         the tensors hold is not defined.

@@ -2,7 +2,7 @@
 
     python -m distributed_training.swarm.averager_process DESCRIPTOR    (started by rank 0)
 
-DESCRIPTOR is this process's end of a socket: orders come in and answers leave as lines of JSON
+DESCRIPTOR is this process's end of a socket: commands come in and answers leave as lines of JSON
 (:mod:`.host_link`). Standard output and error are hivemind's log. It leads a process group of
 its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
 """

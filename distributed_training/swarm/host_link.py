@@ -53,7 +53,7 @@ class RoundOrder:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Round ``number`` and those before it are not wanted. It may come before the round's order."""
+    """Round ``number`` and those before it are not wanted. It may come before the round itself."""
 
     number: int
 

@@ -386,7 +386,7 @@ class HostProcess:
         self.ended = threading.Event()
         self.why = ""
         self._sockets = config.sockets
-        self.found_group = False  # in the round that was ordered last
+        self.found_group = False  # in the round that was begun last
         self.peers: int | None = None  # others that the DHT node knows
         self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
@@ -422,7 +422,7 @@ class HostProcess:
         self.send(order)
 
     def answer(self, timeout: float) -> Average | Failed | None:
-        """Return the answer to the round that was ordered; None: the process ended.
+        """Return the answer to the round that was begun; None: the process ended.
 
         Raises queue.Empty.
         """

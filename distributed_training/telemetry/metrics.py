@@ -48,7 +48,7 @@ METRICS: Mapping[str, str] = {
     # start, by the launcher
     "starts_refused_in_a_row": "starts that the disk, a port, the driver, the chain, the store or "
     "another node refused since the miner trained last",
-    # publication
+    # uploads
     "last_publication_timestamp_seconds": "when the newest gradient was uploaded",
     "publication_age_seconds": "age of the newest uploaded gradient, the repo age",
     "publication_age_limit_seconds": "age at which validators score it zero",

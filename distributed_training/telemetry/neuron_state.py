@@ -89,7 +89,7 @@ class NeuronState:
 
     @property
     def uploads(self) -> list[str]:
-        """Tags of the revisions that were published, oldest first."""
+        """Tags of the revisions that were uploaded, oldest first."""
         return [
             str(event.get("revision")) for event in self.tables["publication"] if event.get("ok")
         ]

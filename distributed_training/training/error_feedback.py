@@ -249,7 +249,7 @@ _DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs sever
 
 @dataclass(frozen=True)
 class Codec:
-    """Parameters of the published form; the public network's are the defaults."""
+    """Parameters of the uploaded form; the public network's are the defaults."""
 
     topk: int = gradients.TOPK
     target_chunk: int = gradients.TARGET_CHUNK
@@ -281,7 +281,7 @@ Rows = Callable[[int], Tensor]  # parameter index -> a new host tensor of this r
 
 @dataclass
 class Direction:
-    """One rank's part of one direction of a publication, fixed at a step boundary.
+    """One rank's part of one direction of an upload, fixed at a step boundary.
 
     ``parts``: per parameter a function that encodes this rank's rows later, in another thread; or
     the finished code (rank 0; None elsewhere). ``lock`` is held while they run; then ``done``.
@@ -326,7 +326,7 @@ class ErrorFeedback:
         self._shards = shards
         self._stream = stream
         self._in_turn = threading.Lock()  # publications advance EF one after the other
-        self._swap = threading.Lock()  # of ``residual``, by training and by a publication
+        self._swap = threading.Lock()  # of ``residual``, by training and by an upload
         self._loads = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -406,7 +406,7 @@ class ErrorFeedback:
         rows: dict[int, Tensor] = {}  # what remains of those encoded later
 
         def advanced(i: int) -> Tensor:
-            # Read when it runs: the publication before may still have been under way.
+            # Read when it runs: the upload before may still have been under way.
             kept = self.residual or before
             return gradient(i).add_(kept[i], alpha=self.decay)
 

@@ -1,4 +1,4 @@
-"""Another miner's inner optimizer: moments and schedule, from the shards that its ranks published.
+"""Another miner's inner optimizer: moments and schedule, from the shards that its ranks uploaded.
 
 ``inner_optimizer.rankRRRR-of-W.pt`` holds the rows that one rank of W had (protocol page, section
 3). Their number and dtype are the writer's; a moment is put together from all files and cut again

@@ -222,7 +222,7 @@ class MicroBatches:
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
-            # Not timed, but run, for the memory that reducing gradients takes besides.
+            # Not timed, but run, for the memory that reducing gradients also takes.
             self._set_last(True)
             self.sharded.root(ids).backward()
             end_step()

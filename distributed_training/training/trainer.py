@@ -287,7 +287,7 @@ class Trainer:
 
     @property
     def schema(self) -> Schema:
-        """Names and shapes in state-dict order; what peers average and publish."""
+        """Names and shapes in state-dict order; what peers average and upload."""
         return self.sharded.schema
 
     def load_weights(self, path: Path | None) -> None:
@@ -561,7 +561,7 @@ class Trainer:
         """Forget the outer step that was prepared; weights and counters stay. Local."""
         self.outer.roll_back()
 
-    # --- publication ---------------------------------------------------------------------------
+    # --- uploads -------------------------------------------------------------------------------
 
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float

@@ -83,7 +83,7 @@ class Hub:
         for queue in tuple(self._readers):
             if queue.qsize() >= _QUEUED:
                 self._readers.discard(queue)
-                queue.put_nowait(None)  # it comes again and begins anew
+                queue.put_nowait(None)  # it comes again and begins from the start
             else:
                 queue.put_nowait(text)
 
