@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean
 
 from distributed_training.protocol.scoring import RESET, ScoreBoard
@@ -132,25 +131,3 @@ def table(by_seed: Mapping[int, Mapping[str, Result]], base: str) -> list[str]:
 
 def ratio(ours: float, public: float) -> float:
     return ours / public if public > 0 else math.nan
-
-
-def draw(path: Path, by_seed: Mapping[int, Looks]) -> None:
-    """Improvement of each contender, look after look: mean over seeds and miners; a look that finds
-    nothing to score counts as 0."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4))
-    for name in next(iter(by_seed.values())):
-        runs = [looks for found in by_seed.values() for looks in found[name].values()]
-        curve = [100 * mean(look.improvement for look in each) for each in zip(*runs, strict=True)]
-        axes.plot(range(1, len(curve) + 1), curve, label=name, marker=".")
-    axes.set_xlabel("look of the validator")
-    axes.set_ylabel("improvement on random text, %")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize="small", ncols=2)
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110, bbox_inches="tight")
-    pyplot.close(figure)

@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """How much of a validator's time finds an upload that it can score: ours against the public way.
 
     python -m bench.freshness [--rounds 10] [--pause 300] [--late 0 120 600] [--seed 1]
@@ -25,14 +24,10 @@ import argparse
 import itertools
 import math
 import random
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 
@@ -119,6 +114,12 @@ class Miner:
     checked: Callable[[float], None] = lambda seconds: None
     files: list[File] = field(default_factory=list)
     under_way: File | None = None
+
+    def sent(self, now: float) -> None:
+        """Take note of an upload that has ended by ``now``."""
+        if self.under_way is not None and self.under_way.visible_at <= now:
+            self.done(self.under_way, self.under_way.visible_at)
+            self.under_way = None
 
 
 def public_miner() -> Miner:
@@ -217,9 +218,7 @@ def live(world: World, miner: Miner, *, rounds: int, seed: int) -> Score:
             publish(outer, 0, now)
         for inner, (ends, listed) in enumerate(outer.steps, 1):
             now = ends
-            if miner.under_way is not None and miner.under_way.visible_at <= now:
-                miner.done(miner.under_way, miner.under_way.visible_at)
-                miner.under_way = None
+            miner.sent(now)
             busy = miner.under_way is not None
             if miner.decide(outer.number, inner, now, busy, now - listed, clock.next_at()):
                 publish(outer, inner, listed)

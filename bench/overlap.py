@@ -1,8 +1,8 @@
-#!/usr/bin/env python3
 """Whether inner steps that go on while the swarm averages lower the loss.
 
     python -m bench.overlap                          three seeds, two at a time
-    python -m bench.overlap --during 8 --rounds 5    a longer average, fewer rounds
+    python -m bench.overlap --during 8               a longer average
+    python -m bench.overlap --seeds 1 --rounds 1     a quick look
 
 ``--miners`` small models train on parts of one text and take outer steps together, by the product's
 trainer and outer step. A round period has room for ``--steps`` inner steps, an average takes as
@@ -29,14 +29,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.error_feedback import text
-from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer
+from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, text
 
 WAYS = ("paused", "overlapped", "no pause")
 

@@ -1,15 +1,13 @@
-"""The arena's own arithmetic: fields, ratios, and the levers that only it has."""
+"""The arena's own arithmetic: fields, ratios, and the buckets that it shows."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-import torch
 
+from bench.arena import Bucket, Upload
 from bench.arena_field import PUBLIC, Look, results, score_field, table
-from bench.arena_levers import orthogonal, rows_rescaled
-from bench.arena_miner import Bucket, Upload
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.scoring import RESET
@@ -58,32 +56,9 @@ def test_each_contender_is_a_ratio_to_the_field_it_mines_in() -> None:
     assert lines[1].split()[:2] == [PUBLIC, "1.00"] and len(lines) == 3
 
 
-@pytest.mark.parametrize("shape", [(8, 8), (16, 6), (6, 16)])
-def test_muon_s_direction_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    values = torch.linalg.svdvals(orthogonal(matrix))
-    assert float(values.min()) > 0.5 and float(values.max()) < 1.3
-
-
-def test_rescaled_rows_are_as_long_as_those_they_stand_for() -> None:
-    generator = torch.Generator().manual_seed(1)
-    start, current = torch.randn(5, 40, generator=generator), torch.randn(5, 40)
-    rows = 0.8 * (start - current)
-    values, places = rows.abs().topk(4, dim=1)
-    code = (places.to(torch.int16), rows.gather(1, places))
-    vector = (torch.zeros(1, 4, dtype=torch.int16), torch.ones(1, 4))
-    found = rows_rescaled(
-        {"off": [code, vector]}, [start, torch.ones(4)], [current, torch.zeros(4)], 0.8
-    )
-    scaled = found["off"][0]
-    assert scaled is not None and found["off"][1] is vector
-    torch.testing.assert_close(scaled[1].norm(dim=1), rows.norm(dim=1))
-    assert torch.equal(scaled[0], code[0]) and bool((values > 0).all())
-
-
 def test_a_bucket_names_its_newest_upload_and_holds_that_of_the_outer_step() -> None:
     def upload(outer: int, at: float) -> Upload:
-        return Upload(outer, 50, (7, 9), at, at, {}, [], 1.0, content=b"x" * outer)
+        return Upload(outer, 50, at, at, (7, 9), {}, [], 1.0, content=b"x" * outer)
 
     bucket = Bucket("mine", upload(3, 90.0), upload(2, 60.0), now=100.0)
     root = bucket.get(keys.ROOT_METADATA, limit=1000)
