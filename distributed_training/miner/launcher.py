@@ -61,7 +61,7 @@ from distributed_training.miner.run_folder import (
     stop_seconds,
     write_instance,
 )
-from distributed_training.miner.several_nodes import Guest, Host, Plan, join_nodes
+from distributed_training.miner.several_nodes import Guest, Host, Plan, WrongNode, join_nodes
 from distributed_training.miner.watchdog import Watchdog
 from distributed_training.network import keep
 from distributed_training.node.signals import Stopped, StopSignals
@@ -88,8 +88,8 @@ TROUBLE_GRACE = timedelta(seconds=3)
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
-#: Between two tries while the outside refuses.
-LONGEST_PAUSE = timedelta(minutes=5)
+#: Between two tries while the outside refuses. Other nodes wait for a node that does not lead.
+LONGEST_PAUSE, LONGEST_PAUSE_OF_NODE = timedelta(minutes=5), timedelta(minutes=1)
 
 #: Of the last line: other statuses need somebody, since nothing starts the miner again.
 _LEVELS = {ExitStatus.STOPPED: logging.INFO, ExitStatus.FAULT: logging.WARNING}
@@ -112,7 +112,8 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     log_settings(config)
     limit_resources()
     with StopSignals() as signals:
-        outages = Outages(config.run_folder, signals.stop)
+        longest = LONGEST_PAUSE if config.nodes.leads else LONGEST_PAUSE_OF_NODE
+        outages = Outages(config.run_folder, signals.stop, longest)
         return outages.outlast(lambda: _prepare(config, program, signals, outages))
 
 
@@ -120,13 +121,17 @@ class Outages:
     """Retry, with growing pauses, a start that the outside refuses.
 
     The cause may be a disk, a mount, a port, a driver, the chain, the store or another machine. A
-    start may help then and needs nobody, so none of this ends the miner. Each try is a line of the
-    log, and ``launcher.prom`` counts them for an alert.
+    start may help then and needs nobody, so none of this ends the miner: but for a node whose flags
+    or version node 0 has refused for too long (:data:`~.several_nodes.PATIENCE`). Each try is a
+    line of the log, and ``launcher.prom`` counts them for an alert.
     """
 
-    def __init__(self, folder: Path, stop: threading.Event) -> None:
+    def __init__(
+        self, folder: Path, stop: threading.Event, longest: timedelta = LONGEST_PAUSE
+    ) -> None:
         self._stop = stop
-        self._backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_PAUSE)
+        self._wrong_since: float | None = None  # node 0 refuses this node; monotonic
+        self._backoff = Backoff(first=FIRST_WAIT, longest=longest)
         self._metrics = Registry()
         self._folder = folder
 
@@ -136,8 +141,25 @@ class Outages:
             try:
                 return attempt()
             except (ConfigError, OSError) as error:
+                if self._is_for_good(error):
+                    log.error("Stopped with status %d: %s", ExitStatus.BAD_CONFIGURATION, error)
+                    return ExitStatus.BAD_CONFIGURATION
                 if self.wait(str(error)):
                     return ExitStatus.STOPPED
+
+    def _is_for_good(self, error: Exception) -> bool:
+        """Return whether node 0 has refused this node for longer than its patience, in a row."""
+        if not isinstance(error, WrongNode):
+            self._wrong_since = None
+            return False
+        now = time.monotonic()
+        if self._wrong_since is None:
+            self._wrong_since = now
+        return now - self._wrong_since >= error.patience.total_seconds()
+
+    def taken_in(self) -> None:
+        """Note that node 0 takes this node, and that its next refusal is the first again."""
+        self._wrong_since = None
 
     def wait(self, reason: str) -> bool:
         """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
@@ -408,6 +430,7 @@ class _Supervisor:
             plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
             if isinstance(plan, ExitStatus):
                 return plan
+            self._outages.taken_in()
             began = time.monotonic()
             ending = self._run_once(plan)
             if self._steady(began):

@@ -2,11 +2,12 @@
 
 Node 0's launcher listens at ``--rdzv_endpoint``; every other launcher keeps one connection to it.
 It says hello, with its number, its clock and what must be equal; node 0 refuses a node whose
-versions, model or settings of the training differ from its own. Then, five times a second, node 0
-tells all nodes the same, and each answers how it is, in a line of JSON:
+versions, model or settings of the training differ from its own; :data:`PATIENCE` is how long that
+node asks again. Then, five times a second, node 0 tells all nodes the same, and each answers how it
+is, in a line of JSON:
 
     0 -> node   nodes, port (of the :class:`Plan` that runs; nothing: no rank is to run),
-                over (exit status), refused (why)
+                over (exit status), refused (why), kind (of what is wrong)
     node -> 0   ready (no rank runs), failed (port of the plan whose ranks did), leaving (to stop)
 
 A line tells a state, not an event: no word can come too late or twice, and nobody waits for one.
@@ -33,6 +34,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -52,6 +54,11 @@ from distributed_training.health.reach import VARIABLES, address_of, interface_o
 
 log = logging.getLogger(__name__)
 
+#: By kind of what is wrong on a node: how long node 0 may refuse it before it ends with status 2.
+#: Until then a restart of all nodes with other flags is over, in whatever order they are
+#: restarted; and so is an update that fails after half an hour and goes back. What is of no kind
+#: here was learnt from outside, such as a clock, and may be right again at any time.
+PATIENCE = {"flags": timedelta(minutes=3), "version": timedelta(hours=1)}
 #: Clocks further apart than this: log lines and events of nodes could not be put in order.
 CLOCKS_APART = timedelta(seconds=60)
 
@@ -68,6 +75,32 @@ _OF_ONE_NODE = frozenset(
     {"data.cache_dir", "data.workers", "data.connections", "profile.steps", "profile.start"}
 )
 
+_OF_NETWORK = " of the network's file"
+#: What the driver shows decides them where no flag does.
+_OF_MACHINE = ("--nproc_per_node", "--neuron.device")
+
+
+class WrongNode(ConfigError):
+    """Node 0 has other flags or another version. ``patience``: how long that may last."""
+
+    def __init__(self, line: str, patience: timedelta) -> None:
+        super().__init__(line)
+        self.patience = patience
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """The line that names why a node is not taken in; ``kind``: see :data:`PATIENCE`."""
+
+    line: str
+    kind: str = "machine"
+
+    @property
+    def error(self) -> ConfigError:
+        """The error that this raises on the node."""
+        patience = PATIENCE.get(self.kind)
+        return ConfigError(self.line) if patience is None else WrongNode(self.line, patience)
+
 
 def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, str]:
     """Return what must be equal on all nodes, as an operator would write it.
@@ -76,30 +109,47 @@ def facts_of(config: Config, *, ranks: int, remembered: int = 0) -> dict[str, st
     reboot.
     """
     on_gpu = config.miner.device != "cpu" and (visible_gpu_count() or remembered) > 0
+    settings = [
+        setting
+        for setting in schema("miner")
+        if (setting.name in _OF_ALL or setting.places[0][0] in ("training", "data"))
+        and setting.name not in _OF_ONE_NODE
+    ]
+    # Between two releases the number stays. Another default is then no flag that somebody gave.
+    defaults = zlib.crc32(repr([(s.name, s.default) for s in settings]).encode())
+    network = config.network
     facts = {
-        "version": __version__,
+        "version": f"{__version__}+{defaults:08x}",
         "the launchers' language": "2",  # the words above; others are not understood
         "torch": version("torch"),
         "--nproc_per_node": str(ranks),
         "--neuron.device": "cuda" if on_gpu else "cpu",
+        "--network": "the public one" if network is None else network.head.name,
     }
-    for setting in schema("miner"):
-        named = setting.name in _OF_ALL or setting.places[0][0] in ("training", "data")
-        if named and setting.name not in _OF_ONE_NODE:
-            facts[f"--{setting.name}"] = show(config.get(setting.name))
+    for setting in settings:
+        # A node that started later may have read a newer file.
+        of_network = _OF_NETWORK if network is not None and setting.fixed else ""
+        facts[f"--{setting.name}{of_network}"] = show(config.get(setting.name))
     return facts
 
 
-def difference(mine: Mapping[str, str], other: Mapping[str, str]) -> str | None:
-    """Return what is wrong on the ``other`` node in a line; None if nothing is."""
+def difference(mine: Mapping[str, str], other: Mapping[str, str], node: int) -> Refusal | None:
+    """Return what is wrong on the other ``node``; None if nothing is. ``mine``: node 0's."""
     for name in [*mine, *other]:
         here, there = mine.get(name), other.get(name)
         if here != there:
-            return (
-                f"{name} is {there} on this node and {here} on node 0, so the nodes cannot train "
-                "one model together: give all nodes the same flags and versions"
+            return Refusal(
+                f"{name} is {there} on node {node} and {here} on node 0, so the nodes cannot train "
+                "one model together: give all nodes the same flags and versions",
+                _kind(name, of_both=here is not None and there is not None),
             )
     return None
+
+
+def _kind(name: str, *, of_both: bool) -> str:
+    if name in _OF_MACHINE or name.endswith(_OF_NETWORK):
+        return "machine"
+    return "flags" if name.startswith("--") and of_both else "version"
 
 
 @dataclass(frozen=True)
@@ -277,34 +327,35 @@ class Host(_Side):
             threading.Thread(target=self._welcome, args=(line,), name="node", daemon=True).start()
 
     def _welcome(self, line: Line) -> None:
-        try:
-            message = line.read()
-            node, problem = int(message["node"]), self._problem(message)
-            if problem is not None:
-                log.warning("Node %d is refused: %s", node, problem)
-                # An older launcher takes a line of one word for a beat, which says nothing.
-                line.send(refused=problem, time=time.time())
-                while line.read():  # closed with a word of theirs unread, ours would be lost
-                    pass
-        except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-            problem = "a port scanner, or another program"
-        if problem is None:
-            self._follow(node, line)
-        line.close()
+        with contextlib.closing(line):
+            try:
+                message = line.read()
+                node, problem = int(message["node"]), self._problem(message)
+                if problem is not None:
+                    log.warning("Node %d is refused: %s", node, problem.line)
+                    # An older launcher takes a line of one word for a beat, which says nothing.
+                    line.send(refused=problem.line, kind=problem.kind)
+                    while line.read():  # closed with a word of theirs unread, ours would be lost
+                        pass
+            except (OSError, LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+                return  # a port scanner, or another program
+            if problem is None:
+                self._follow(node, line)
 
-    def _problem(self, message: Mapping[str, Any]) -> str | None:
+    def _problem(self, message: Mapping[str, Any]) -> Refusal | None:
         node, apart = int(message["node"]), float(message["time"]) - time.time()
         if not 0 < node < self._settings.most:
-            return (
+            return Refusal(
                 f"--node_rank {node} is node 0's or beyond --nnodes {self._settings.nnodes}, so it "
-                "has no part: give each node a number of its own"
+                "has no part: give each node a number of its own",
+                "flags",
             )
         if abs(apart) > CLOCKS_APART.total_seconds():
-            return (
+            return Refusal(
                 f"the clock of this node is {apart:+.0f} s from node 0's, so logs and events could "
                 "not be put in order: set it (timedatectl set-ntp true)"
             )
-        return difference(self._facts, dict(message["facts"].items()))
+        return difference(self._facts, dict(message["facts"].items()), node)
 
     def _follow(self, node: int, line: Line) -> None:
         """Answer ``node`` and hear it, in turn, until it is gone."""
@@ -337,16 +388,20 @@ class Guest(_Side):
         self._ran = 0  # port of the plan whose ranks run, or ran last
         self._known = False  # node 0 took us in before
         self._gone = ""  # why node 0 is not heard
+        self._refused: ConfigError | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._keep_line, name="nodes", daemon=True).start()
 
     def meet(self, stop: threading.Event) -> Plan | ExitStatus:
-        """Wait for node 0's word. Raises ConfigError if it refuses, or cannot be reached."""
+        """Wait for node 0's word.
+
+        Raises WrongNode, ConfigError if it refuses, or cannot be reached.
+        """
         self._says["ready"] = True
         while not stop.is_set():
             hears = self._hears
-            if "refused" in hears:
-                raise ConfigError(hears["refused"])
+            if self._refused is not None:
+                raise self._refused
             if "over" in hears:
                 return ExitStatus(hears["over"])
             if self._settings.node_rank in hears.get("nodes", ()) and hears["port"] != self._ran:
@@ -381,13 +436,13 @@ class Guest(_Side):
             try:
                 self._follow(socket.create_connection((self._address, self._port), timeout=5))
             except ConfigError as error:
-                self._hears = {"refused": str(error)}
+                self._refused = error
                 return
             except (OSError, ValueError) as error:
                 self._gone, self._hears = f"node 0: {error}", {}
                 self._ran = 0  # a node 0 that started again may choose the same port
                 if not self._known and time.monotonic() - began > patience.total_seconds():
-                    self._hears["refused"] = (
+                    self._refused = ConfigError(
                         f"--rdzv_endpoint {endpoint} was not reached within --rdzv_timeout "
                         f"({error}), so this node has nobody to train with: start node 0, and "
                         "open the port between the nodes in its firewall"
@@ -405,7 +460,9 @@ class Guest(_Side):
             line.send(node=self._settings.node_rank, time=time.time(), facts=dict(self._facts))
             while not self._closed.wait(_BEAT):
                 hears = self._hears = line.read()
-                if "refused" in hears or "over" in hears:
+                if "refused" in hears:  # without a kind: by a launcher of an older version
+                    raise Refusal(str(hears["refused"]), str(hears.get("kind", "version"))).error
+                if "over" in hears:
                     self._closed.set()
                     return
                 self._known, self._gone = True, ""

@@ -179,10 +179,9 @@ def _flags_of_the_guide() -> list[dict[str, str]]:
     ]
 
 
-#: Flags, environment (node_launch.py), and what the wrong node then says. Other differences and
-#: endpoints are in tests/unit/test_miner_nodes.py.
+#: Flags, environment (node_launch.py), and what the wrong node then says again and again. Other
+#: differences and endpoints are in tests/unit/test_miner_nodes.py.
 WRONG: list[tuple[dict[str, str], dict[str, str], str]] = [
-    ({"neuron.seed": "9"}, {}, "--neuron.seed is 9 on this node and 42 on node 0"),
     ({}, {"NODE_CLOCK": "-90"}, "the clock of this node is -90 s from node 0's"),
     ({"rdzv_endpoint": "nowhere.invalid:1"}, {}, "the host cannot be resolved"),
 ]
@@ -196,8 +195,13 @@ def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
         pair = [nodes(f"node{i}", m, **flags[i]) for i, m in enumerate(found)]
         pair[0].start(steps=12)
         wait_for(lambda: "Waiting for node 1" in pair[0].output, "node 0 listens", seconds=60)
+        line = "--neuron.seed is 9 on node 1 and 42 on node 0"
+        pair[1].start(environ={"NODE_PATIENCE": "0"}, **{"neuron.seed": "9"})
+        assert pair[1].wait() == 2, pair[1].output
+        assert f"Stopped with status 2: {line}" in pair[1].output
+        assert f"Node 1 is refused: {line}" in pair[0].output
         for changes, environ, line in WRONG:
-            before = len(pair[1].output) if pair[1].log.exists() else 0
+            before = len(pair[1].output)
             pair[1].start(environ=environ, **changes)
             assert line in pair[1].refused(before)
         assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"

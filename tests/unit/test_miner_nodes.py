@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,12 +24,19 @@ from distributed_training.config.settings import NodesSettings, parse_endpoint
 from distributed_training.health.reach import check_nodes
 from distributed_training.miner import several_nodes
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.several_nodes import Guest, Host, difference, facts_of
+from distributed_training.miner.several_nodes import (
+    PATIENCE,
+    Guest,
+    Host,
+    difference,
+    facts_of,
+)
 from distributed_training.node.failures import NetworkFailure
 from tests.tools.waiting import wait_for
 
 GO = threading.Event()  # never set
-FACTS = {"version": "1", "--neuron.seed": "7"}
+PINNED = "--neuron.learning_rate of the network's file"
+FACTS = {"version": "1", "--nproc_per_node": "2", "--neuron.seed": "7", PINNED: "3"}
 
 
 class World:
@@ -169,22 +177,25 @@ def test_a_launcher_that_is_back_at_once_starts_no_ranks_of_the_plan_that_ends(
 
 
 @pytest.mark.parametrize(
-    ("node", "changes", "line"),
+    ("node", "changes", "line", "kind"),
     [
-        (1, {"version": "2"}, "version is 2 on this node and 1 on node 0"),
-        (1, {"--neuron.seed": "8"}, "--neuron.seed is 8 on this node and 7 on node 0"),
-        (1, {"--nproc_per_node": "4"}, "--nproc_per_node is 4 on this node and None on node 0"),
-        (2, {}, "--node_rank 2 is node 0's or beyond --nnodes 2"),
+        (1, {"version": "2", "--neuron.seed": "8"}, "version is 2 on node 1 and 1 on", "version"),
+        (1, {"--neuron.seed": "8"}, "--neuron.seed is 8 on node 1 and 7 on node 0", "flags"),
+        (1, {"--neuron.new": "4"}, "--neuron.new is 4 on node 1 and None on node 0", "version"),
+        (1, {"--nproc_per_node": "4"}, "--nproc_per_node is 4 on node 1 and 2 on", "machine"),
+        (1, {PINNED: "4"}, f"{PINNED} is 4 on node 1 and 3 on node 0", "machine"),
+        (2, {}, "--node_rank 2 is node 0's or beyond --nnodes 2", "flags"),
     ],
 )
-def test_a_node_that_is_wrong_is_told_and_ends(
-    world: Callable[..., World], node: int, changes: dict[str, str], line: str
+def test_a_node_that_is_wrong_is_told_what_and_for_how_long(
+    world: Callable[..., World], node: int, changes: dict[str, str], line: str, kind: str
 ) -> None:
     here = world("2")
     waiting = here.meet(here.host)
     with pytest.raises(ConfigError, match=line) as error:
         here.meet(here.guest(node, FACTS | changes)).result(50)
     assert "\n" not in str(error.value)
+    assert getattr(error.value, "patience", None) == PATIENCE.get(kind)
     here.meet(here.guest(1)).result(50)
     assert waiting.result(50).nodes == (0, 1), "the others go on"
 
@@ -301,12 +312,22 @@ def test_what_must_be_equal_is_what_decides_the_training() -> None:
         config = load_config("miner", argv, environ={}, dotenv=None, check=False)
         return facts_of(config, ranks=2)
 
-    assert difference(facts(), facts("--data.workers", "7", "--neuron.run_folder", "x")) is None
+    assert difference(facts(), facts("--data.workers", "7", "--neuron.run_folder", "x"), 1) is None
     unequal = {"neuron.learning_rate": "0.5", "data.source": "stdlib", "nnodes": "3"}
     unequal |= {"neuron.global_model_name": "another"}
     for flag, value in unequal.items():
-        line = difference(facts(), facts(f"--{flag}", value))
-        assert line is not None and line.startswith(f"--{flag} is {value} on this node")
+        refusal = difference(facts(), facts(f"--{flag}", value), 1)
+        assert refusal is not None and refusal.kind == "flags"
+        assert refusal.line.startswith(f"--{flag} is {value} on node 1")
+
+
+def test_a_rule_of_the_networks_file_is_no_flag_that_a_node_was_given() -> None:
+    """The founder may publish a newer file between the starts of two nodes."""
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    network: Any = SimpleNamespace(head=SimpleNamespace(name="paper"))
+    facts = facts_of(dataclasses.replace(config, network=network), ranks=2)
+    assert facts["--network"] == "paper"
+    assert {"--neuron.learning_rate of the network's file", "--neuron.seed"} < facts.keys()
 
 
 def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,9 +337,9 @@ def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) 
     for gpus in (1, 0):
         monkeypatch.setattr(several_nodes, "visible_gpu_count", lambda gpus=gpus: gpus)
         found.append(facts_of(config, ranks=1))
-    assert "--neuron.device is cpu on this node and cuda on node 0" in str(difference(*found))
+    assert "--neuron.device is cpu on node 1 and cuda on node 0" in str(difference(*found, 1))
     late = facts_of(config, ranks=1, remembered=1)  # just after a reboot
-    assert difference(found[0], late) is None
+    assert difference(found[0], late, 1) is None
 
 
 def test_the_doctor_says_whether_nodes_can_meet(
