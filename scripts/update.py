@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -38,7 +38,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from distributed_training.common.processes import kill_tree
-from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
 from distributed_training.telemetry.metrics import read_metrics
@@ -82,8 +82,8 @@ class App:
     environment: dict[str, str]
 
     @cached_property
-    def run_folder(self) -> Path:
-        """The run folder by the miner's flags, which are read once.
+    def config(self) -> Config:
+        """The miner's flags, which are read once.
 
         Raises ConfigError.
 
@@ -91,7 +91,7 @@ class App:
         """
         environment, dotenv = self.environment, self.home / ".env"
         with chdir(self.home):  # where the miner finds what they name
-            config = load_config(
+            return load_config(
                 "miner",
                 self.arguments,
                 environ=environment,
@@ -99,11 +99,23 @@ class App:
                 file=OPERATORS_FILE,
                 check=False,
             )
-        return self.home / config.run_folder
 
     def state(self) -> NeuronState:
         """Return the miner's state from its run folder. Raises ConfigError the first time."""
-        return NeuronState(self.run_folder).catch_up()
+        return NeuronState(self.home / self.config.run_folder).catch_up()
+
+    def trains(self, miner: NeuronState, since: float) -> bool:
+        """Return whether an inner step was done after ``since``, by the wall clock.
+
+        Of several nodes only node 0 writes steps; the others have ranks once it took them in.
+        """
+        if self.config.nodes.leads:
+            miner.poll()
+            return bool(miner.steps) and (miner.steps[-1].time or 0.0) > since
+        with suppress(FileNotFoundError):  # a rank that ended meanwhile
+            ranks = miner.folder.glob("pids/rank-*.json")
+            return any(path.stat().st_mtime > since for path in ranks)
+        return False
 
 
 def build_parser() -> Parser:
@@ -450,8 +462,7 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     pm2("start", str(folder / "app.config.js"), "--only", old.name, environ=environment)
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
-        miner.poll()
-        if miner.steps and (miner.steps[-1].time or 0.0) > began:
+        if old.trains(miner, began):
             pm2("save")  # what a reboot brings back
             return ""
         status, restarts = pm2.state(old.name)

@@ -337,7 +337,9 @@ def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) 
     for gpus in (1, 0):
         monkeypatch.setattr(several_nodes, "visible_gpu_count", lambda gpus=gpus: gpus)
         found.append(facts_of(config, ranks=1))
-    assert "--neuron.device is cpu on node 1 and cuda on node 0" in str(difference(*found, 1))
+    assert "--neuron.device is cpu on node 1 and cuda on node 0" in str(
+        difference(found[0], found[1], 1)
+    )
     late = facts_of(config, ranks=1, remembered=1)  # just after a reboot
     assert difference(found[0], late, 1) is None
 

@@ -355,6 +355,19 @@ def test_a_round_that_is_near_is_waited_for(
     assert found.startswith(why) and bool(found) == bool(why)
 
 
+def test_a_node_that_writes_no_steps_trains_once_it_has_ranks(tmp_path: Path) -> None:
+    """Of several nodes only node 0 writes steps: an update of the others went back without end."""
+    flags = "--nnodes 2 --node_rank 1 --rdzv_endpoint 10.0.0.1:1 --neuron.run_folder run"
+    app = update.App("miner", tmp_path, tmp_path, flags.split(), {})
+    miner, rank = app.state(), tmp_path / "run" / "pids" / "rank-0.json"
+    assert not app.trains(miner, since=1000.0)
+    rank.parent.mkdir(parents=True)
+    rank.touch()
+    for written, trains in ((999.0, False), (1001.0, True)):  # the old version's; the new one's
+        os.utime(rank, (written, written))
+        assert app.trains(miner, since=1000.0) is trains
+
+
 def test_a_round_that_ends_is_waited_for_no_longer(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write("state", after="averaging")
