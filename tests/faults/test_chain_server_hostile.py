@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import http_server as http_module
+from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.tools.chain_raw import connect, request, send, status, still_answers
 from tests.tools.chain_world import (
@@ -32,13 +33,19 @@ from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
 QUICK = replace(SETTINGS, read_timeout=timedelta(milliseconds=400))
+SOON = replace(SETTINGS, read_timeout=timedelta(seconds=2))  # time for a request before it
 LONG = 30.0  # seconds; what is not cut off stays as long as one waits
 
 
 @pytest.fixture
-def server():
-    with world(QUICK) as made:
+def server(request: pytest.FixtureRequest):
+    """As a miner's, or with the settings that the test gives: most clients here are in time."""
+    with world(getattr(request, "param", SETTINGS)) as made:
         yield made
+
+
+def settings_of(chosen: ChainSettings) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("server", [chosen], indirect=True, ids=[""])
 
 
 def closed_within(sock: socket.socket, seconds: float) -> bool:
@@ -51,6 +58,7 @@ def closed_within(sock: socket.socket, seconds: float) -> bool:
         return False
 
 
+@settings_of(QUICK)
 def test_a_slow_head_is_cut_off(server: World) -> None:
     with closing(connect(server)) as sock:
         sock.sendall(b"POST /IsAlive HTTP/1.1\r\nhost:")
@@ -65,6 +73,7 @@ def test_a_slow_head_is_cut_off(server: World) -> None:
     still_answers(server)
 
 
+@settings_of(QUICK)
 def test_a_slow_body_is_cut_off(server: World) -> None:
     headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
     with closing(connect(server)) as sock:
@@ -74,6 +83,7 @@ def test_a_slow_body_is_cut_off(server: World) -> None:
     assert server.events == []
 
 
+@settings_of(SOON)
 def test_a_slow_second_request_is_cut_off(server: World) -> None:
     whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
     with closing(connect(server)) as sock:
@@ -86,6 +96,7 @@ def test_a_slow_second_request_is_cut_off(server: World) -> None:
         assert closed_within(sock, LONG)
 
 
+@settings_of(SOON)
 def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
     whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
     with closing(connect(server)) as sock:
@@ -97,6 +108,7 @@ def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
     wait_for(lambda: server.server.counters()["connections"] == 0)
 
 
+@settings_of(QUICK)
 def test_a_connection_opened_for_nothing_counts_against_its_address(server: World) -> None:
     with closing(connect(server)) as sock:
         assert closed_within(sock, LONG)
@@ -160,6 +172,7 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
     assert server_cpu(server) - before < 0.2
 
 
+@settings_of(QUICK)
 def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypatch) -> None:
     looks: list[int] = []
     take = http_module.Exchange._take

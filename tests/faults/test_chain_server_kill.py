@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from distributed_training.common.ports import free_ports
 from tests.tools.chain_world import SETTINGS, VALIDATOR, World, sign
 from tests.tools.waiting import wait_for
 
@@ -29,7 +30,7 @@ def serve(folder: Path, port: int, out: Connection) -> None:
 
 
 @contextmanager
-def server(folder: Path, port: int = 0) -> Iterator[tuple[int, int]]:
+def server(folder: Path, port: int) -> Iterator[tuple[int, int]]:
     """Its port and process id; killed at the end."""
     ours, theirs = mp.Pipe()
     process = mp.get_context("spawn").Process(target=serve, args=(folder, port, theirs))
@@ -50,13 +51,14 @@ def test_a_replay_after_sigkill_is_refused(tmp_path: Path, scheme: str, route: s
         reply = httpx.post(url, content=b"{}", headers=headers, trust_env=False, verify=False)
         return reply.status_code
 
-    with server(tmp_path) as (port, pid):
+    (port,) = free_ports(1)
+    with server(tmp_path, port) as (_, pid):
         # As far ahead as a caller's clock may be: fresh for as long as possible.
         nonce = time.time_ns() + 3 * 10**9
         headers = sign(scheme, VALIDATOR, route, b"{}", nonce=nonce)
         assert call(port, headers) == 200
         os.kill(pid, signal.SIGKILL)
-    with server(tmp_path, port) as (port, _):
+    with server(tmp_path, port):
         assert call(port, headers) == 401
         # Who signs after the start is heard as soon as the allowed difference of clocks has passed.
         wait_for(

@@ -32,7 +32,7 @@ from tests.tools.chain_substrate import LedgerSubstrate
 from tests.tools.chain_world import VALIDATOR
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
 QUICK = timedelta(milliseconds=20)
 SETTINGS = replace(
@@ -41,8 +41,8 @@ SETTINGS = replace(
     fallback_endpoints=(SECOND,),
     poll_interval=QUICK,
     neurons_interval=QUICK,
-    call_timeout=timedelta(milliseconds=200),
-    write_timeout=timedelta(milliseconds=600),
+    call_timeout=timedelta(seconds=1),
+    write_timeout=timedelta(seconds=5),
 )
 
 
@@ -139,7 +139,7 @@ def test_a_silent_chain_costs_readers_nothing(nodes: Nodes) -> None:
     for _ in range(1000):
         nodes.chain.block()
         nodes.chain.uid(nodes.wallet.ss58)
-    assert time.monotonic() - started < 20  # 0.2 s each, had they asked
+    assert time.monotonic() - started < 60  # a second each, had they asked
     with pytest.raises(ChainError, match="no answer"):
         nodes.chain.commit("x")
     nodes.first.silent = nodes.second.silent = False
@@ -340,7 +340,7 @@ def minutes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Ite
 
 def test_a_start_does_not_believe_a_node_that_is_behind(minutes_pass, caplog) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.chain.block() > nodes.first.ledger.height + 400
     assert nodes.chain.uid(nodes.wallet.ss58) == 0 and nodes.chain.uid(VALIDATOR.ss58) is None
     (line,) = caplog.messages
@@ -355,7 +355,7 @@ def test_when_all_nodes_are_behind_the_newest_is_believed(
     minutes_pass, caplog, behind: tuple[float, float], newest: str
 ) -> None:
     nodes = minutes_pass(behind=behind)
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
     line = next(m for m in caplog.messages if "No chain node that answers" in m)
     assert newest in line and "timedatectl" in line and "--subtensor.chain_endpoint" in line
     # Nor is there a dance between two that are as good: the others are asked now and then.
@@ -370,7 +370,7 @@ def test_when_all_nodes_are_behind_the_newest_is_believed(
 
 def test_an_only_node_that_is_behind_is_believed_at_once(minutes_pass, caplog) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0), more=())
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.first.connections == 1 and len(caplog.messages) == 1
 
 
@@ -378,7 +378,7 @@ def test_a_node_whose_client_cannot_be_made_has_nothing_newer(
     minutes_pass,
 ) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
 
 
 def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
@@ -396,7 +396,7 @@ def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
 
 def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) -> None:
     nodes = minutes_pass(behind=(6000.0, 9000.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.chain.uid(nodes.wallet.ss58) is None
     nodes.second.ledger, nodes.second.newest_block_age = nodes.ledger, 0.0
     wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) == 0)
@@ -405,7 +405,7 @@ def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) 
 
 def test_a_node_that_falls_behind_is_left_for_the_next(minutes_pass) -> None:
     nodes = minutes_pass(behind=(0.0, 0.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=5))
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.second.connections == 0
     nodes.first.newest_block_age = 700.0
     wait_for(lambda: nodes.second.connections)

@@ -22,7 +22,7 @@ from tests.tools.chain_node import Node, NodeSubstrate
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(150)
 QUICK = timedelta(milliseconds=20)
 SETTINGS = replace(
     ChainSettings(),

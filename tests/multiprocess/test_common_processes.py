@@ -24,7 +24,7 @@ from distributed_training.common.processes import (
 from tests.tools.waiting import wait_for
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(150),
     pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's"),
 ]
 
@@ -94,7 +94,7 @@ def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Star
 
 def test_who_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
     start("import time; print('ready', flush=True); time.sleep(1)")
-    # Not for all of it: the test has 60 s.
+    # Not for all of it: the test has a limit.
     assert mark.end(settle=timedelta(hours=1), grace=NONE) == []
 
 

@@ -34,6 +34,7 @@ from distributed_training.chain.callers import Admission
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import files
+from distributed_training.common.ports import free_ports
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.service import Limits
@@ -261,7 +262,7 @@ def test_a_server_that_is_away_costs_only_age(
         failures = chain.counters()["failures"]
         wait_for(lambda: chain.counters()["failures"] > failures)
         server.start()
-        wait_for(lambda: chain.age() < timedelta(milliseconds=200), seconds=20)
+        wait_for(lambda: chain.age() < timedelta(milliseconds=200))
     assert caplog.text.count("does not answer") == 1
 
 
@@ -281,8 +282,9 @@ def test_another_registry_is_not_believed(
         strict = RegistryChain(url=server.url, wallet=PEER, master=STRANGER.ss58)
         server.start()
         with closing(strict):
-            assert not strict.wait_ready(timedelta(seconds=1))
-        assert f"founded by {VALIDATOR.ss58}, not by {STRANGER.ss58}" in caplog.text
+            said = f"founded by {VALIDATOR.ss58}, not by {STRANGER.ss58}"
+            wait_for(lambda: said in caplog.text, "the refusal")
+            assert not strict.wait_ready(timedelta(0))
 
 
 class TestKept:
@@ -291,27 +293,25 @@ class TestKept:
     @pytest.mark.slow
     def test_a_kill_loses_no_acknowledged_write(self, tmp_path: Path) -> None:
         folder = tmp_path / "registry"
-        acknowledged, port, block = 0, 0, 0
+        acknowledged, block = 0, 0
+        flags = ("--seconds-per-block", "0.05", "--port", str(free_ports(1)[0]))
         for kill in range(5):
-            flags = ("--port", str(port)) if port else ()
-            with chain_program("--seconds-per-block", "0.05", *flags, folder=folder) as (url, p):
-                port = int(url.rpartition(":")[2])
+            with chain_program(*flags, folder=folder) as (url, p):
                 with chain_of(url, PEER) as chain:
                     chain.register()
                     assert chain.commitment(PEER.ss58) in (
                         (str(acknowledged), str(acknowledged + 1)) if kill else (None,)
                     )
                     assert chain.block() >= block
-                    killer = threading.Timer(0.1 + 0.07 * kill, p.send_signal, [signal.SIGKILL])
-                    killer.start()
-                    try:
-                        for number in range(acknowledged + 1, acknowledged + 10_000):
+                    killer = threading.Timer(0.01 * kill, p.send_signal, [signal.SIGKILL])
+                    with suppress(ChainError):
+                        for number in itertools.count(acknowledged + 1):
                             chain.commit(str(number))
                             acknowledged = number
-                    except ChainError:
-                        pass
+                            if number % 5 == 0 and not killer.ident:
+                                killer.start()
                     block = chain.block()
-        assert acknowledged > 10
+        assert acknowledged >= 25
 
     def test_blocks_never_go_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         charter = store.new_charter(
@@ -512,7 +512,7 @@ def test_a_network_is_founded_and_joined_by_commands(tmp_path: Path) -> None:
         assert program.main(done) == 0
     finally:
         served.terminate()
-        assert served.wait(20) == 0
+        assert served.wait(60) == 0
         served.stdout.close()
 
 
@@ -614,7 +614,7 @@ class TestConnections:
             assert (len(opened) == 1) == kept
 
     def test_one_stays_while_half_of_them_are_free(self, tmp_path: Path) -> None:
-        limits = Limits(idle_timeout=timedelta(seconds=1), max_connections_per_address=4)
+        limits = Limits(idle_timeout=timedelta(seconds=4), max_connections_per_address=4)
         with RegistryServer(tmp_path, limits=limits) as server, ExitStack() as stack:
 
             def ask(line: socket.socket, version: str = "1.1", more: str = "") -> bool:
@@ -625,7 +625,7 @@ class TestConnections:
                 return b"connection: close" not in answer
 
             def opened() -> socket.socket:
-                line = socket.create_connection(("127.0.0.1", server.port), 10)
+                line = socket.create_connection(("127.0.0.1", server.port), 60)
                 return stack.enter_context(line)
 
             first, second, third = opened(), opened(), opened()
@@ -656,7 +656,7 @@ class TestLimits:
             assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
 
     def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
-        limits = Limits(read_timeout=timedelta(seconds=1), max_connections_per_address=200)
+        limits = Limits(read_timeout=timedelta(seconds=3), max_connections_per_address=200)
         with RegistryServer(tmp_path, limits=limits) as server:
             slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
             for one in slow:

@@ -19,6 +19,7 @@ from bittensor._transport.interface import SubstrateConnection
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+from distributed_training.common.ports import free_ports
 from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_substrate import LedgerSubstrate
 
@@ -30,7 +31,7 @@ class Node:
     def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
         self.substrate = LedgerSubstrate(ledger, netuid)
         self.silent = False
-        self.port = 0
+        (self.port,) = free_ports(1)  # no connection gets it between a stop and a start
         self.accepted = 0
         self.methods: list[str] = []
         self._open: set[ServerConnection] = set()
@@ -50,7 +51,6 @@ class Node:
     def start(self) -> None:
         async def start() -> None:
             self._server = await serve(self._talk, "127.0.0.1", self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
 
         self._run(start())
 

@@ -9,20 +9,20 @@ from contextlib import closing
 from tests.tools.chain_world import PEER, World, sign
 
 
-def connect(made: World, source: str = "127.0.0.1", timeout: float = 5.0) -> socket.socket:
+def connect(made: World, source: str = "127.0.0.1", timeout: float = 30.0) -> socket.socket:
     return socket.create_connection(
         ("127.0.0.1", made.server.port), timeout=timeout, source_address=(source, 0)
     )
 
 
-def send(made: World, raw: bytes, source: str = "127.0.0.1", timeout: float = 5.0) -> bytes:
+def send(made: World, raw: bytes, source: str = "127.0.0.1", timeout: float = 30.0) -> bytes:
     """Everything the server says before it closes; nothing when it does not let us in: resets the
     connection."""
     try:
         sock = connect(made, source, timeout)
     except (ConnectionResetError, TimeoutError):
         return b""
-    sock.settimeout(5)
+    sock.settimeout(30)
     with closing(sock):
         try:
             sock.sendall(raw)
@@ -49,7 +49,7 @@ def status(answer: bytes) -> int:
 
 
 def still_answers(made: World) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", made.server.port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", made.server.port, timeout=30)
     connection.request("POST", "/IsAlive", b"{}", sign("btauth", PEER, "/IsAlive", b"{}"))
     assert connection.getresponse().status == 200
     connection.close()

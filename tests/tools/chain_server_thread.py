@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from pathlib import Path
 
+from distributed_training.common.ports import free_ports, listen
 from distributed_training.registry.service import Limits, Service
 from distributed_training.registry.store import Admission, Registry, new_charter
 from tests.tools.chain_world import VALIDATOR
@@ -37,7 +37,7 @@ class RegistryServer:
             most_uids=256,
             admission=admission,
         )
-        self.port = 0
+        (self.port,) = free_ports(1)  # no connection gets it between a stop and a start
         self.registry: Registry | None = None
         self._service: Service | None = None
 
@@ -46,8 +46,7 @@ class RegistryServer:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> RegistryServer:
-        sock = socket.create_server(("127.0.0.1", self.port))
-        self.port = sock.getsockname()[1]
+        sock = listen("127.0.0.1", self.port)
         self.registry = Registry.at(self.folder, self.charter)
         self.charter = self.registry.charter
         self._service = Service(self.registry, sock, self.limits)
