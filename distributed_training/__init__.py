@@ -3,4 +3,4 @@
 ``docs/architecture.md`` describes its packages and their layers.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
