@@ -394,6 +394,7 @@ class GlobalEpoch:
     def _run(self) -> None:
         while not self._closed.is_set():
             self._wake.wait(self._interval)
+            # Cleared before the target is read: one that is set later leads to another turn.
             self._wake.clear()
             if self._closed.is_set():
                 return

@@ -492,6 +492,7 @@ class _Supervisor:
         """Start the ranks; a stop interrupts the seconds of the server's imports."""
         self._signals.interrupts = True
         try:
+            # A stop that came before the line above has interrupted nothing.
             if self._signals.asked_at is not None:
                 raise Stopped
             self._group.start(plan)

@@ -88,6 +88,7 @@ class Ranks:
         if not self._store.check(keys):
             return None
         least = min([own, *(int(self._store.get(key)) for key in keys)])
+        # A store in memory would keep them for ever.
         for key in keys:
             self._store.delete_key(key)
         return least
@@ -138,6 +139,7 @@ def join_ranks(
             world_size=world_size,
             timeout=of_model,
         )
+        # gloo beside NCCL too: a command must not wait for what is queued on the GPU.
         group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     except RuntimeError as error:
         if local == world_size:

@@ -72,6 +72,7 @@ class Watchdog:
         written = None
         with contextlib.suppress(OSError):
             written = path.stat().st_mtime_ns
+        # The file's time is compared with itself alone: a disk may have another clock.
         if path not in self._seen or self._seen[path][0] != written:
             self._seen[path] = written, time.monotonic()
         return time.monotonic() - self._seen[path][1] > self._limit

@@ -100,6 +100,7 @@ def check_claim(store: S3ObjectStore, instance: str) -> None:
 def release_bucket(store: S3ObjectStore, instance: str) -> None:
     """Give the claim up at a clean stop, so that the next machine need not wait."""
     if _owner(store) == instance:
+        # A claim that another made since is deleted too; its next renewal writes it again.
         store.delete([OWNER_KEY])
 
 
@@ -236,6 +237,7 @@ def sweep_uploads(
     except StoreError as error:
         log.warning("Stuck multipart uploads could not be listed, next try in an hour: %s", error)
         return
+    # After the listing: what was begun or taken up meanwhile is spared.
     kept = spare()
     stuck = [upload for upload in found if upload.upload_id not in kept]
     if not stuck:

@@ -137,8 +137,10 @@ class Publication:
         seen = time.monotonic()
         metadata = Metadata.of(revision, submission.peer_id).to_json()
         epoch = keys.epoch_key(revision.outer_step, keys.METADATA)
+        # The root last: it leads readers to the outer step, whose metadata must be there.
         for key in (epoch, keys.ROOT_METADATA):
             self._patient.put(key, metadata)
+        # Only now: a kill before the metadata is written must go on with this upload.
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
 

@@ -199,6 +199,7 @@ class Uplink:
                 self._paused_at = None
 
     def stop(self) -> None:
+        # In this order: whoever waits for the uplink must find it stopped once it opens.
         self._stopped.set()
         self._open.set()
 
@@ -258,6 +259,7 @@ class Section(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = 0) -> int:
         target = offset + (0, self._at, self._size)[whence]
+        # Whoever sends the body again begins at 0, and so must its hash.
         if target == 0:
             self._md5 = _new_hash()
         self._at = target
@@ -402,6 +404,7 @@ class S3ObjectStore:
                 config=Config(
                     request_checksum_calculation=settings.checksum_mode,
                     response_checksum_validation=settings.checksum_mode,
+                    # One attempt: `patient` repeats it, and knows of pauses and deadlines.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
@@ -609,6 +612,7 @@ class S3ObjectStore:
         yield from paginator.paginate(Bucket=self._bucket, **arguments)
 
     def _await_write_interval(self, key: str) -> None:
+        # Reserved under the lock, waited for without it: writes of other keys go on.
         with self._write_lock:
             now = time.monotonic()
             due = max(now, self._last_write.get(key, 0.0) + self._write_interval)

@@ -164,6 +164,7 @@ def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) ->
         except StoreError as error:
             if not error.retryable:
                 raise
+            # A pause breaks off what is under way: no failure. After a stop wait_open raises.
             if uplink.paused or uplink.stopped:
                 continue
             pause = waits.failed().total_seconds()
@@ -237,6 +238,7 @@ def _download(
     part, notes = _part_of(path)
     check_room(path.parent, bytes_missing(info, path), what=info.key)
     done = _ranges_done(notes, part, info)
+    # Not truncated: it holds the ranges of an earlier attempt.
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
     lock = threading.Lock()
     try:
@@ -258,9 +260,11 @@ def _download(
                 )
             view = memoryview(data)
             at = start
+            # A disk that becomes full may take a part of it only.
             while view:
                 written = os.pwrite(handle, view, at)
                 view, at = view[written:], at + written
+            # One at a time: the notes of a slower thread, written later, would forget this range.
             with lock:
                 done.add(start)
                 # Bytes of a range are on disk before it is called done.
@@ -289,6 +293,7 @@ def _download(
         ) from error
     finally:
         os.close(handle)
+    # The file first: notes that outlive their part are ignored, a part without notes is lost.
     part.replace(path)
     notes.unlink(missing_ok=True)
     sync_folder(path.parent)
@@ -479,6 +484,8 @@ class Sender:
     def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
         self._abort_unknown(key)
         upload_id = self._store.create_multipart(key)
+        # On the disk before a part is sent: parts of an upload without a record are paid for, and
+        # nothing goes on with them.
         record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
         self._journal.put(record)
         return record
@@ -521,6 +528,7 @@ class Sender:
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
         info = self._store.head(key)
+        # The answer to Complete may have been lost: the etag shows whether this very file is there.
         if info is not None and info.size == record.size and "-" in info.etag:
             local = self._run([lambda n=n: cut.local(n) for n in cut.numbers])  # type: ignore[misc]
             if info.etag == multipart_etag(local):
@@ -660,6 +668,7 @@ class Sender:
         finally:
             for future in futures:
                 future.cancel()
+            # Those that run still read the file, which the caller closes next.
             wait(futures)
 
     def _keep(self, parts: Collection[PartInfo]) -> None:

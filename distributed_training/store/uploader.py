@@ -132,6 +132,7 @@ class Uploader:
             folder.absolute(), revision, world_size, peer_id or self._peer_id, preview_delta
         )
         with self._lock:
+            # Noted first: if the process has just died, the next one gets it from here.
             self._outstanding[revision] = submission
             self._send(submission)
 
@@ -144,6 +145,7 @@ class Uploader:
     def pause(self) -> None:
         """Free the uplink within a second. Parts under way are sent again after :meth:`resume`."""
         with self._lock:
+            # Also for an uploader that is started again while the round goes on.
             self._paused = True
             self._send(Paused(True))
 
@@ -178,6 +180,7 @@ class Uploader:
         if self._closed.is_set():
             return
         with self._lock:
+            # Under the lock: a launch is over by now, or finds this and starts nothing.
             self._closed.set()
             self._send(Close())
         process = self._process
@@ -192,6 +195,7 @@ class Uploader:
         self._process, self._connection = start_child("distributed_training.store.uploader_process")
         self._send(self._start)
         self._start = replace(self._start, miner_began=None)
+        # Before the submissions: an upload begins at once, and must see both.
         if self._peer_id:
             self._send(PeerId(self._peer_id))
         if self._paused:
@@ -250,6 +254,7 @@ class Uploader:
         match message:
             case PublicationReport():
                 with self._lock:
+                    # Before the report: whoever reads that may submit the same revision again.
                     self._outstanding.pop(message.revision, None)
                 self._reports.put(message)
             case Busy():

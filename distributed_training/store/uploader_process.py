@@ -96,6 +96,8 @@ class UploadLoop:
     def receive(self, message: Any) -> None:
         match message:
             case Paused(paused):
+                # Without the lock, which a thread holds while it sends to rank 0: a round waits for
+                # the uplink.
                 (self._uplink.pause if paused else self._uplink.resume)()
                 return
             case Close():
@@ -209,6 +211,7 @@ class UploadLoop:
             wait = RENEW_EVERY
             try:
                 claim_bucket(self._store, self._instance, take=take)
+                # Once: the claim of a miner that takes the bucket from this one must stand.
                 take = False
             except StoreError as error:
                 wait = _CLAIM_RETRY

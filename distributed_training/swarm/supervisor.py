@@ -176,6 +176,7 @@ class HostKeeper:
         wait = _LOOK
         while True:
             self._wake.wait(wait)
+            # Cleared before the work: a wake-up in the middle of it leads to another turn.
             self._wake.clear()
             if self._closing.is_set():
                 return
@@ -352,6 +353,7 @@ class HostLaunch:
         self._ended = False
         log.parent.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = socket.socketpair()
+        # `theirs` is closed here at last: held open, the stream would never end with the process.
         with theirs, log.open("ab") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(theirs.fileno())],
@@ -390,6 +392,7 @@ class HostProcess:
         self.peers: int | None = None  # others that the DHT node knows
         self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
+        # Several threads send, and no line may be cut by another.
         self._sending = threading.Lock()
         self._launch, self._process = launch, launch.process
         self._connection = launch.connection
@@ -473,6 +476,7 @@ class HostProcess:
     def end(self, why: str = "") -> None:
         """Kill the swarm process and p2pd. Idempotent."""
         self.why = self.why or why
+        # First: no round may begin with a process that is killed now.
         self.ended.set()
         self._launch.end()
         with contextlib.suppress(OSError):

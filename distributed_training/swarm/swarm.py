@@ -132,6 +132,7 @@ class HivemindSwarm:
 
     def cancel(self) -> None:
         """End a running :meth:`average` soon, with AllReduceError(CANCELLED)."""
+        # First: a round that has not reached the swarm process yet looks at it before it waits.
         self._cancelled.set()
         host = self._keeper.host
         if host is not None:
