@@ -350,9 +350,11 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> None:
     """Become, in the fork, the rank that ``environ`` names."""
+    # A session of its own: Ctrl-C at the terminal reaches the launcher alone.
     os.setsid()
     for number in _TERMINAL_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # Ignored first: one that came while they were blocked would end the rank.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
     end_with_starter()
     os.environ.update(environ)

@@ -521,6 +521,7 @@ def _put_in_place(aside: Path, final: Path) -> None:
     old = final.with_name(f".old.{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
+        # A rename does not replace a folder that holds files.
         final.rename(old)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)

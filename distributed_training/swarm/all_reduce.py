@@ -221,6 +221,7 @@ class AllReduce:
         self, stream: Stream, first: wire.Arriving, sums: asyncio.Queue[_Pending | None]
     ) -> None:
         with contextlib.ExitStack() as undo:
+            # Unless all its parts come: no sum may wait for one that failed.
             undo.callback(self.reducer.leave_out, stream.peer)
             async for pending in self._parts_from(stream, first):
                 await sums.put(pending)

@@ -367,6 +367,7 @@ def write_snapshot(
         handle.codes = codes
         if state.rank != 0:
             write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
+    # After the part: rank 0 reads it as soon as this is there.
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
     if state.rank == 0:
         bad_of_ranks = _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
@@ -400,6 +401,7 @@ def write_snapshot(
     if state.rank == 0:
         shutil.rmtree(parts)
     sync_folder(folder)
+    # Last: where this is, the uploader takes the rank's files for whole.
     done = {"rank": state.rank, "world_size": state.world_size, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
 
@@ -478,6 +480,7 @@ def _write_model_rows(
         [(s.name, torch.float32, s.shape) for s in state.shards],
         metadata=keys.SAFETENSORS_METADATA,
     )
+    # Not truncated: all ranks write their rows into this one file.
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         os.ftruncate(handle, layout.size)  # the same size from every rank
