@@ -1,7 +1,7 @@
 """Every kind of process killed in every phase of a miner, in one local subnet that goes on.
 
     python -m bench.kill_table                       the whole table, about half an hour
-    python -m bench.kill_table --kinds rank,p2pd --phases transfer,commit
+    python -m bench.kill_table --kinds p2pd --phases upload --ranks 1     a quick look
 
 In each turn every miner has one process killed with ``kill -9``, each in a phase of its own choice;
 then the next round that everybody takes part in is waited for. A launcher that ends is started
@@ -26,14 +26,11 @@ import contextlib
 import itertools
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import psutil
 from rich.console import Console
@@ -162,7 +159,7 @@ def kill_cells(subnet: LocalSubnet, cells: Sequence[Cell], *, seed: int) -> list
     while waiting:
         miners = subnet.miners
         turn = [Watch(m, waiting.pop()) for m, _ in zip(miners, range(len(waiting)), strict=False)]
-        _kill_each(subnet, turn, chosen)
+        each_in_phase(subnet, turn, lambda watch: _kill(watch, chosen))
         began = subnet.validator.state.outer_step
         whole = kills.clean_round(subnet)
         for watch in turn:
@@ -171,38 +168,48 @@ def kill_cells(subnet: LocalSubnet, cells: Sequence[Cell], *, seed: int) -> list
     return [cell.kill for cell in cells if cell.kill is not None]
 
 
-def _kill_each(subnet: LocalSubnet, turn: Sequence[Watch], chosen: random.Random) -> None:
+def _kill(watch: Watch, chosen: random.Random) -> bool:
+    watch.cell.kill = kill = kill_one(watch.miner, watch.cell.kind, chosen)
+    if kill is not None:
+        kill.phase = watch.cell.phase
+    return kill is not None
+
+
+def each_in_phase(
+    subnet: LocalSubnet, turn: Sequence[Watch], act: Callable[[Watch], bool]
+) -> list[Watch]:
+    """Call ``act`` of each watch in its phase, until it is True; return those it never was of."""
+    waiting, polled = list(turn), 0.0
     deadline = time.monotonic() + TURN.total_seconds()
-    open_, polled = list(turn), 0.0
-    while open_ and time.monotonic() < deadline:
-        for watch in tuple(open_):
-            if watch.there():
-                watch.cell.kill = kill_one(watch.miner, watch.cell.kind, chosen)
-                if watch.cell.kill is not None:
-                    watch.cell.kill.phase = watch.cell.phase
-                    open_.remove(watch)
-        if time.monotonic() - polled > 20 * _LOOK:
+    while waiting and time.monotonic() < deadline:
+        waiting = [watch for watch in waiting if not (watch.there() and act(watch))]
+        if waiting and time.monotonic() - polled > 20 * _LOOK:
             polled = time.monotonic()
             subnet.poll()
-        time.sleep(_LOOK)
+        if waiting:
+            time.sleep(_LOOK)
+    return waiting
 
 
 def show(cells: Sequence[Cell]) -> None:
-    table = Table("killed", *PHASES)
-    for kind in dict.fromkeys(cell.kind for cell in cells):
-        row = {cell.phase: _text(cell) for cell in cells if cell.kind == kind}
-        table.add_row(kind, *(row.get(phase, "") for phase in PHASES))
-    console = Console(width=150)
-    console.print("seconds until told / until the next inner step / rounds until everybody's")
-    console.print(table)
+    print("seconds until told / until the next inner step / rounds until everybody's")
+    show_table([(cell.kind, cell.phase, _text(cell)) for cell in cells])
+
+
+def show_table(cells: Sequence[tuple[str, str, str]]) -> None:
+    """Print rows of phases; ``cells``: what died, in which phase, and what follows."""
+    table = Table("", *PHASES)
+    for row in dict.fromkeys(died for died, _, _ in cells):
+        texts = {phase: text for died, phase, text in cells if died == row}
+        table.add_row(row, *(texts.get(phase, "") for phase in PHASES))
+    Console(width=150).print(table)
 
 
 def _text(cell: Cell) -> str:
     if cell.kill is None:
         return "not met"
-    told, step = cell.kill.told_after, cell.kill.step_after
-    words = ("never" if value is None else f"{value:.1f}" for value in (told, step))
-    return " / ".join([*words, str(cell.rounds)])
+    told, step = (kills.seconds(s) for s in (cell.kill.told_after, cell.kill.step_after))
+    return f"{told} / {step} / {cell.rounds}"
 
 
 def run(
@@ -230,21 +237,21 @@ def run(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--kinds", type=kills.some_of(KINDS), default=list(KINDS))
+    parser.add_argument("--phases", type=kills.some_of(PHASES), default=list(PHASES))
     parser.add_argument("--ranks", default="2,1,1", help="ranks of each miner")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     parser.add_argument("--folder", type=Path, help="keep the logs there")
-    arguments = parser.parse_args()
-    kinds, phases = arguments.kinds.split(","), arguments.phases.split(",")
-    if unknown := [*set(kinds) - set(KINDS), *set(phases) - set(PHASES)]:
-        parser.error(f"{', '.join(unknown)}: there are {', '.join((*KINDS, *PHASES))}")
-    print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        ranks = parse_ranks(arguments.ranks, None)
-        cells, outcome = run(folder, kinds=kinds, phases=phases, ranks=ranks, seed=arguments.seed)
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    with kills.logs_in(options.folder) as folder:
+        cells, outcome = run(
+            folder,
+            kinds=options.kinds,
+            phases=options.phases,
+            ranks=parse_ranks(options.ranks, None),
+            seed=options.seed,
+        )
     kills.show(outcome)
     show(cells)
     return kills.verdict(outcome)

@@ -2,6 +2,7 @@
 
     python -m bench.kills                            30 minutes, a kill every 2 minutes
     python -m bench.kills --minutes 6 --every 15     more in less time
+    python -m bench.kills --minutes 1 --every 15 --ranks 1               a quick look
     python -m bench.kills --kinds "p2pd,data worker" --phases averaging --seed 7
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
@@ -32,9 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from unittest import mock
 
 import psutil
 import torch
@@ -75,6 +74,7 @@ ENDS_RANKS = ("launcher", "fork server", "rank")
 KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
 #: Moments that are waited for before a kill; "any" waits for none.
 PHASES = ("any", "averaging", "uploading")
+SEEN = ("start", "step")  # events
 PHASE_WAIT = timedelta(seconds=90)
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
 _TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
@@ -119,7 +119,6 @@ class Kill:
     kind: str
     pid: int
     phase: str
-    starts: int  # of the miner, before
     told: str = ""  # the first line of the log that follows from it
     told_after: float | None = None
     step_after: float | None = None
@@ -130,9 +129,9 @@ def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
     there = sorted(processes_of(miner).get(kind, ()), key=lambda process: process.pid)
     if not there:
         return None
-    process, state = chosen.choice(there), miner.state
-    phase = "uploading" if in_phase(miner, "uploading") else state.phase
-    kill = Kill(time.time(), miner, kind, process.pid, phase, state.starts)
+    process = chosen.choice(there)
+    phase = "uploading" if in_phase(miner, "uploading") else miner.state.phase
+    kill = Kill(time.time(), miner, kind, process.pid, phase)
     return kill if send(process, signal.SIGKILL) else None
 
 
@@ -146,18 +145,22 @@ def in_phase(miner: Neuron, phase: str) -> bool:
 
 def follow_up(kill: Kill) -> None:
     """Fill in what its miner's log and events say of it."""
-    events = list(read_events(kill.miner.plan.events))
-    since = kill.at
-    if kill.kind in ENDS_RANKS:
-        starts = [e["time"] for e in events if e["kind"] == "start" and e["time"] > kill.at]
-        since = starts[0] if starts else float("inf")
-    steps = [e["time"] for e in events if e["kind"] == "step" and e["time"] > since]
-    kill.step_after = steps[0] - kill.at if steps else None
+    first = first_step(kill.miner, kill.at, restarted=kill.kind in ENDS_RANKS)
+    kill.step_after = first - kill.at if first is not None else None
     for at, line in _warnings(kill.miner.child.log):
         words = TOLD.get(kill.kind)
         if at >= kill.at - 0.001 and words and re.search(words, line):
             kill.told, kill.told_after = line, at - kill.at
             return
+
+
+def first_step(miner: Neuron, since: float, *, restarted: bool) -> float | None:
+    """Return when the first inner step after ``since`` ended, None if there is none; with
+    ``restarted`` the first after the ranks' next start. Times are those of ``time.time()``."""
+    at = {kind: [e["time"] for e in read_events(miner.plan.events, kind)] for kind in SEEN}
+    if restarted:
+        since = next((time for time in at["start"] if time > since), float("inf"))
+    return next((time for time in at["step"] if time > since), None)
 
 
 def _warnings(log: Path) -> Iterator[tuple[float, str]]:
@@ -342,7 +345,7 @@ def run(
     )
     subnet = LocalSubnet(options=prepare(options), stop_grace=timedelta(seconds=40))
     marks: list[Mark] = []
-    with environment(TMPDIR=str(temporary)), subnet:
+    with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
         outcome.kills = killing(subnet)
@@ -378,17 +381,6 @@ def run(
     return outcome
 
 
-@contextlib.contextmanager
-def environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
 def show(outcome: Outcome) -> None:
     console = Console(width=150)
     table = Table("miner", "killed", "phase", "told s", "next step s", "said")
@@ -397,8 +389,8 @@ def show(outcome: Outcome) -> None:
             kill.miner.plan.name,
             f"{kill.kind} ({kill.pid})",
             kill.phase,
-            _seconds(kill.told_after),
-            _seconds(kill.step_after),
+            seconds(kill.told_after),
+            seconds(kill.step_after),
             kill.told[:80],
         )
     console.print(table)
@@ -416,41 +408,53 @@ def show(outcome: Outcome) -> None:
         console.print(f"{name} weights from the global ones: {distance}")
 
 
-def _seconds(value: Any) -> str:
+def seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f}"
+
+
+def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return an argparse type: a list with commas between, of ``known`` alone."""
+
+    def parse(text: str) -> list[str]:
+        if unknown := ", ".join(set(text.split(",")) - set(known)):
+            raise argparse.ArgumentTypeError(f"no {unknown}: there are {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+@contextlib.contextmanager
+def logs_in(folder: Path | None) -> Iterator[Path]:
+    """Make ``folder``; None: one that is removed at the end."""
+    with tempfile.TemporaryDirectory() as temporary:
+        made = folder or Path(temporary)
+        made.mkdir(parents=True, exist_ok=True)
+        yield made
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every", type=float, default=120, help="seconds between two kills")
-    parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--phases", default="any", help=f"of {', '.join(PHASES)}")
+    parser.add_argument("--kinds", type=some_of(KINDS), default=list(KINDS))
+    parser.add_argument("--phases", type=some_of(PHASES), default=["any"])
     parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     parser.add_argument("--folder", type=Path, help="keep the logs there")
-    arguments = parser.parse_args()
-    kinds = arguments.kinds.split(",")
-    if unknown := set(kinds) - set(KINDS):
-        parser.error(f"--kinds {','.join(sorted(unknown))}: there are {', '.join(KINDS)}")
-    phases = arguments.phases.split(",")
-    if unknown := set(phases) - set(PHASES):
-        parser.error(f"--phases {','.join(sorted(unknown))}: there are {', '.join(PHASES)}")
-    print(f"seed {arguments.seed}", flush=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+    options = parser.parse_args()
+    print(f"seed {options.seed}", flush=True)
+    with logs_in(options.folder) as folder:
         outcome = run(
             folder,
             killing=lambda subnet: kill_for(
                 subnet,
-                60 * arguments.minutes,
-                every=arguments.every,
-                kinds=kinds,
-                phases=phases,
-                seed=arguments.seed,
+                60 * options.minutes,
+                every=options.every,
+                kinds=options.kinds,
+                phases=options.phases,
+                seed=options.seed,
             ),
-            ranks=parse_ranks(arguments.ranks, None),
+            ranks=parse_ranks(options.ranks, None),
         )
     show(outcome)
     return verdict(outcome)

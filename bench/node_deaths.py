@@ -26,6 +26,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import os
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -239,7 +241,8 @@ def run(
     network = f"10.{free_ports(1)[0] % 200 + 20}.7"
     with machines(1, network=network, here=True) as (machine,), contextlib.ExitStack() as stack:
         temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="nd-"))
-        stack.enter_context(kills.environment(TMPDIR=temporary))  # short: sockets are made there
+        # Short: sockets are made there.
+        stack.enter_context(mock.patch.dict(os.environ, TMPDIR=temporary))
         options = SubnetOptions(
             folder=folder / "subnet",
             ranks=(1, 1),
