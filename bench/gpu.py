@@ -63,7 +63,6 @@ NEEDS = {
 #: What the parts import, some of it late.
 MODULES = (
     "bench.gpu_parts",
-    "bench.gpu_miner_parts",
     "tests.tools.cuda_checks",
     "distributed_training.health.report",
 )
@@ -103,9 +102,9 @@ def main(argv: Sequence[str]) -> int:
             print(line, flush=True)
         return 0
     if options.child:
-        from bench import gpu_miner_parts
+        from bench import gpu_parts
 
-        return gpu_miner_parts.run(options.child, options.out, options.device, quick=options.quick)
+        return gpu_parts.run(options.child, options.out, options.device, quick=options.quick)
     wanted = options.parts.split(",") if options.parts else [part.name for part in PARTS]
     unknown = set(wanted) - {part.name for part in PARTS}
     if unknown:

@@ -52,9 +52,7 @@ class House:
     users: dict[str, set[str]] = field(default_factory=dict)  # module: those that import it
     flags: int = 0
     functions: dict[str, int] = field(default_factory=dict)  # all lines, by place
-    classes: dict[str, int] = field(default_factory=dict)
     constructors: dict[str, int] = field(default_factory=dict)  # parameters
-    protocols: list[str] = field(default_factory=list)
     broad: list[str] = field(default_factory=list)
 
     @property
@@ -118,9 +116,6 @@ def _scan(house: House, place: str, tree: ast.AST) -> None:
             house.functions[f"{place}:{node.name}"] = _span(node)
         elif isinstance(node, ast.ClassDef):
             name = f"{place}:{node.name}"
-            house.classes[name] = _span(node)
-            if any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases):
-                house.protocols.append(name)
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
                     house.constructors[name] = _parameters(item)
@@ -225,7 +220,6 @@ def rows(house: House) -> Iterator[Row]:
     most = max(house.constructors, key=lambda name: house.constructors[name])
     yield Row("parameters of a constructor", house.constructors[most], "<= 8", most)
     yield Row("broad excepts", len(house.broad), "<= 12")
-    yield Row("Protocol classes", len(house.protocols))
 
 
 def show(now: House, before: House | None) -> None:

@@ -1,8 +1,8 @@
 """Inner steps: ours against the way of the public miner, same model, tokens and process group.
 
-    python bench/inner_step.py --ranks 2 --model tiny --sequence-length 256 --effective 64
-    python bench/inner_step.py --ranks 1 --model 1b --micro-batch 8 --effective 64      # one GPU
-    python bench/inner_step.py --model 4b --only ours --micro-batch auto --profile trace.json
+    python -m bench.inner_step --ranks 2                            about 5 minutes on two cores
+    python -m bench.inner_step --effective 8 --steps 3              a quick look
+    python -m bench.inner_step --ranks 4 --model 1b --micro-batch 8           four GPUs
 
 The baseline is written by us from the protocol page, section 5: FSDP at the root only, everything
 in bf16, bf16 autocast, gradients reduced and ``.item()`` called at every micro-batch, logits whole,
@@ -15,16 +15,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -122,105 +117,123 @@ def set_weights(tensors: Iterable[Tensor]) -> None:
             tensor.normal_(0.0, 0.02)
 
 
-def main() -> int:
+def main() -> None:
     options = parse()
-    if "RANK" not in os.environ:
-        return launch(options.ranks)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run, args=(folder, options), nprocs=options.ranks)
+
+
+def run(rank: int, folder: str, options: argparse.Namespace) -> None:
+    """One of ``options.ranks`` processes."""
+    world = options.ranks
     cuda = torch.cuda.is_available() and options.device != "cpu"
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=dist.FileStore(os.environ["BENCH_STORE"], world),
+        store=dist.FileStore(f"{folder}/store", world),
         rank=rank,
         world_size=world,
         timeout=timedelta(minutes=10),
     )
-    run(options, device, rank, world)
-    dist.destroy_process_group()
-    return 0
-
-
-def run(options: argparse.Namespace, device: torch.device, rank: int, world: int) -> None:
-    config = named_config(options.model)
     say = print if rank == 0 else (lambda *_: None)
-    say(f"torch {torch.__version__}, {world} rank(s), {device_name(device)}")
-    settings = TrainingSettings(
-        local_batch_size_train=options.micro_batch,
-        local_batch_size_train_effective=options.effective,
-        sequence_length=options.sequence_length,
-        compile=options.compile,
-        activation_checkpointing=options.activation_checkpointing,
-        precision=options.precision,
-        warmup_steps=4,
-    )
-    memory: dict[str, int] = {}
     trainer = Trainer(
-        settings=settings, model_config=config, device=device, layout=Layout(rank, world), say=say
+        settings=TrainingSettings(
+            local_batch_size_train=options.micro_batch,
+            local_batch_size_train_effective=options.effective,
+            sequence_length=options.sequence_length,
+            precision=options.precision,
+            warmup_steps=4,
+        ),
+        model_config=named_config(options.model),
+        device=device,
+        layout=Layout(rank, world),
+        say=say,
     )
     trainer.load_weights(None)
     trainer.begin_epoch(0)
-    memory["ours"] = allocated(device)
-    steppers: dict[str, Stepper] = {}
-    if options.only != "ours":
-        steppers["baseline"] = AsThePublicMiner(
-            config,
+    seconds, losses = measure(trainer, options)
+    report(trainer, options, seconds, losses, say)
+    dist.destroy_process_group()
+
+
+def measure(
+    trainer: Trainer, options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Return seconds and losses of each step, but for those that warm up: baseline and ours."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), trainer.device
+    steppers: dict[str, Stepper] = {
+        "baseline": AsThePublicMiner(
+            named_config(options.model),
             device,
             world_size=world,
             low=trainer.sharded.compute_dtype,
             shards=trainer.sharded.shards,
             rate=trainer.schedule.rate,
-        )
-        memory["baseline"] = allocated(device) - memory["ours"]
-    if options.only != "baseline":
-        steppers["ours"] = Ours(trainer)
-    plan = trainer.batch_plan
+        ),
+        "ours": Ours(trainer),
+    }
     seconds: dict[str, list[float]] = {name: [] for name in steppers}
     losses: dict[str, list[float]] = {name: [] for name in steppers}
-    peak: dict[str, int] = {}
     for step in range(options.warm_up + options.steps):
-        batches = tokens(config["vocab_size"], step, plan, options.sequence_length, rank, world)
+        batches = tokens(
+            named_config(options.model)["vocab_size"],
+            step,
+            trainer.batch_plan,
+            options.sequence_length,
+            rank,
+            world,
+        )
         for name, stepper in steppers.items():
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                torch.cuda.reset_peak_memory_stats(device)
+            wait(device)
             dist.barrier()
             started = time.perf_counter()
             losses[name].append(stepper.step(batches))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-                others = sum(m for n, m in memory.items() if n != name)
-                used = torch.cuda.max_memory_allocated(device) - others
-                peak[name] = max(peak.get(name, 0), used)
+            wait(device)
             if step >= options.warm_up:
                 seconds[name].append(time.perf_counter() - started)
+    return seconds, losses
+
+
+def report(
+    trainer: Trainer,
+    options: argparse.Namespace,
+    seconds: dict[str, list[float]],
+    losses: dict[str, list[float]],
+    say: Callable[..., None],
+) -> None:
+    cuda, world = trainer.device.type == "cuda", options.ranks
+    name = torch.cuda.get_device_name() if cuda else "CPU"
     flops = flops_per_token(trainer.sharded.model, options.sequence_length)
-    ceiling = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    ceiling, plan = peak_flops(name) if cuda else None, trainer.batch_plan
     count = plan.effective * options.sequence_length
-    say(f"\n{options.model}: {plan.micro_batch} x {options.sequence_length} tokens, "
-        f"{plan.micro_batches} micro-batches, {options.steps} steps each, alternating")  # fmt: skip
-    for name, values in seconds.items():
+    say(
+        f"torch {torch.__version__}, {world} rank(s), {name}, {torch.get_num_threads()} thread(s) "
+        f"each\n{options.model}: {plan.micro_batch} x {options.sequence_length} tokens, "
+        f"{plan.micro_batches} micro-batches, {options.steps} steps each, alternating"
+    )
+    for way, values in seconds.items():
         median = statistics.median(values)
-        mfu = f"{count * flops / median / ceiling / world:6.1%}" if ceiling else "   n/a"
-        held = f"{peak[name] / 1e9:6.1f} GB" if name in peak else "n/a"
-        say(f"{name:9} {median:8.3f} s/step (of {min(values):.3f}..{max(values):.3f})  "
-            f"{count / median:10.0f} tokens/s  MFU {mfu}  peak memory {held}")  # fmt: skip
-    if len(steppers) == 2:
-        ratio = statistics.median(
-            b / o for b, o in zip(seconds["baseline"], seconds["ours"], strict=True)
+        mfu = f"  MFU {count * flops / median / ceiling / world:.1%}" if ceiling else ""
+        say(
+            f"{way:9} {median:8.3f} s/step (of {min(values):.3f}..{max(values):.3f})  "
+            f"{count / median:10.0f} tokens/s{mfu}"
         )
-        apart = max(abs(b - o) for b, o in zip(losses["baseline"], losses["ours"], strict=True))
-        say(f"ratio {ratio:.2f}x (baseline / ours, median over pairs of steps)")
-        say(f"losses {losses['ours'][0]:.4f} -> {losses['ours'][-1]:.4f}; "
-            f"largest difference of the two curves {apart:.4f}")  # fmt: skip
-    if options.profile and "ours" in steppers:
-        with torch.profiler.profile() as profiler:
-            steppers["ours"].step(batches)
-        if rank == 0:
-            profiler.export_chrome_trace(options.profile)
-            say(f"trace of one step: {options.profile}")
+    ratio = statistics.median(b / o for b, o in zip(*seconds.values(), strict=True))
+    apart = max(abs(b - o) for b, o in zip(*losses.values(), strict=True))
+    say(f"ratio {ratio:.2f}x (baseline / ours, median over pairs of steps)")
+    say(
+        f"losses {losses['ours'][0]:.4f} -> {losses['ours'][-1]:.4f}; "
+        f"largest difference of the two curves {apart:.4f}"
+    )
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def tokens(vocab: int, step: int, plan: Any, length: int, rank: int, world: int) -> list[Tensor]:
@@ -232,47 +245,8 @@ def tokens(vocab: int, step: int, plan: Any, length: int, rank: int, world: int)
     return list(ids[rank::world].split(plan.micro_batch))
 
 
-def allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(x.split(":", 1)[1].strip() for x in lines if x.startswith("model name"))
-    except (OSError, StopIteration):
-        model = "CPU"
-    return f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) per rank"
-
-
-def launch(ranks: int) -> int:
-    """Start this program once per rank; the first failure ends the others."""
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            subprocess.Popen(
-                [sys.executable, *sys.argv],
-                env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))}
-                | os.environ
-                | {"RANK": str(r), "WORLD_SIZE": str(ranks), "BENCH_STORE": f"{folder}/store"},
-            )
-            for r in range(ranks)
-        ]
-        try:
-            while any(p.poll() is None for p in processes):
-                if any(p.poll() for p in processes):
-                    break
-                time.sleep(0.1)
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-        return max(abs(p.wait()) for p in processes)
-
-
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="tiny", choices=("tiny", "125m", "1b", "4b"))
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
@@ -281,17 +255,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--effective", type=int, default=64, help="sequences per step, all ranks")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--compile", default="auto", choices=("auto", "on", "off"))
     parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
-    parser.add_argument(
-        "--activation-checkpointing",
-        default="none",
-        choices=("none", "budget", "selective", "full"),
-    )
-    parser.add_argument("--only", choices=("ours", "baseline"))
-    parser.add_argument("--profile", help="write a torch profiler trace of one of our steps here")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

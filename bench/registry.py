@@ -1,7 +1,7 @@
-#!/usr/bin/env python3
 """What a registry costs when many miners poll it, and how that grows.
 
-    python -m bench.registry [--pollers 1000] [--seconds 30]
+    python -m bench.registry                              about 3 minutes
+    python -m bench.registry --pollers 100 --seconds 8    a quick look
 
 A registry serves as a program with its own limits, with as many neurons as pollers. Each poller has
 an address of its own (127.x.y.z) and asks as the real client does, with the bytes of its requests:
@@ -30,8 +30,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx
 import psutil

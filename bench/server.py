@@ -1,24 +1,17 @@
-"""The signed server beside a training that keeps every core busy, and under attack.
+"""The signed server under attack, beside a training that shares its core.
 
-    python -m bench.server                # everything, about twelve minutes
-    python -m bench.server --seconds 5    # a quick look
-    python -m bench.server --only attacks --attacks chunks forged
+    python -m bench.server                                                 about ten minutes
+    python -m bench.server --seconds 3 --block 1 --attacks chunks forged   a quick look
 
-latency: IsAlive, p50 and p99 (wall time at a caller in another process), while training saturates
-the cores and an upload runs. Goal: p99 <= 250 ms; validators give up at 2.3 s.
-
-throughput: signed calls answered per second of CPU time of the server's process, training off, each
-on a connection of its own. Goal: 500 per second on one core.
-
-attacks: a table. For each attack of ``bench/strangers.py``: a validator that is known calls IsAlive
-20 times a second (p99, goal 50 ms; failures, goal none), the training's step time as a ratio to the
-same steps without the attack (goal 1.05), growth of this process's memory. Windows with and without
-the attack alternate; a ratio is the median of those of neighbouring windows' median steps. On a
-machine that other work keeps busy, wall times of steps say nothing. So a pair of windows counts for
-"step ratio" only if other processes took at most 3 % of the core in both; pairs are added until
-enough count or three times as many were tried, and the table says how many. "By CPU" is the ratio
-that the server's share of the core implies, over all pairs. Training and server share one core, the
-hardest case: one thread of training; the senders have the others, as they would on a network.
+For each attack of ``bench/strangers.py``: a validator that is known calls IsAlive 20 times a second
+(p99, goal 50 ms; failures, goal none), the training's step time as a ratio to the same steps
+without the attack (goal 1.05), growth of this process's memory. Windows with and without the attack
+alternate; a ratio is the median of those of neighbouring windows' median steps. On a machine that
+other work keeps busy, wall times of steps say nothing. So a pair of windows counts for "step ratio"
+only if other processes took at most 3 % of the core in both; pairs are added until enough count or
+three times as many were tried, and the table says how many. "By CPU" is the ratio that the server's
+share of the core implies, over all pairs. Training and server share one core, the hardest case: one
+thread of training; the senders have the others, as they would on a network.
 """
 
 from __future__ import annotations
@@ -27,15 +20,15 @@ import argparse
 import json
 import multiprocessing as mp
 import os
-import signal
 import socket
 import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -45,7 +38,6 @@ import torch
 
 from bench.strangers import ATTACKS, HOTKEYS, RESTARTED, as_sender, hotkey, miner, signed, stranger
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.common.processes import die_with_parent
 from distributed_training.config.loader import Parser
 from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -57,11 +49,11 @@ MOST_TRIES = 3
 
 
 class Training:
-    """Micro-batches of a small decoder block on all cores, in this process, as rank 0 does."""
+    """Micro-batches of a small decoder block on one thread of this process, as rank 0 does."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        torch.set_num_threads(threads)
+        torch.set_num_threads(1)
         self.layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
         self.optimizer = torch.optim.AdamW(self.layer.parameters())
         self.batch = torch.randn(2, 256, 256)
@@ -124,124 +116,40 @@ def validator(port: int, pause: float, arm: Any, done: Any, out: Connection) -> 
     out.send(results)
 
 
-def stream(port: int, seconds: float, start: int, out: Connection) -> None:
-    """Calls one after the other, as fast as they are answered."""
-    answered = 0
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        assert call_is_alive(port, start + answered % 10) > 0
-        answered += 1
-    out.send(answered)
-
-
-def upload(folder: str, port: int, done: Any) -> None:
-    """Reads a file and sends it over loopback, hashing, at low priority: the uploader's load."""
-    import hashlib
-
-    die_with_parent(signal.SIGKILL)
-    os.nice(10)
-    path = Path(folder) / "weights"
-    path.write_bytes(os.urandom(64 << 20))
-    while not done.is_set():
-        with socket.create_connection(("127.0.0.1", port)) as sock, open(path, "rb") as file:
-            while (chunk := file.read(1 << 20)) and not done.is_set():
-                hashlib.md5(chunk, usedforsecurity=False)
-                sock.sendall(chunk)
-
-
-def sink(listening: socket.socket) -> None:
-    while True:
-        try:
-            connection, _ = listening.accept()
-        except OSError:
-            return
-        with connection, suppress(OSError):
-            while connection.recv(1 << 20):
-                pass
-
-
 # --- measurements ---------------------------------------------------------------------------------
 
 
-def summary(results: list[float]) -> dict[str, float]:
-    good = sorted(1e3 * s for s in results if s >= 0) or [float("nan")]
-    return {
-        "calls": len(results),
-        "failed": sum(s < 0 for s in results),
-        "p50_ms": round(statistics.median(good), 1),
-        "p99_ms": round(good[int(0.99 * (len(good) - 1))], 1),
-        "max_ms": round(good[-1], 1),
-    }
-
-
 def served(calls: list[float]) -> tuple[str, str]:
-    told = summary(calls)
-    return f"{told['p50_ms']} / {told['p99_ms']} ms", f"{told['failed']}/{told['calls']}"
+    """Return the cells of latency and failures."""
+    good = sorted(1e3 * s for s in calls if s >= 0) or [float("nan")]
+    p50, p99 = statistics.median(good), good[int(0.99 * (len(good) - 1))]
+    return f"{p50:.1f} / {p99:.1f} ms", f"{sum(s < 0 for s in calls)}/{len(calls)}"
 
 
-def latency(seconds: float) -> dict[str, Any]:
-    server = start_server(SETTINGS)
-    training = Training(os.cpu_count() or 1)
-    done, arm = SPAWN.Event(), SPAWN.Value("i", 0)
-    ours, theirs = SPAWN.Pipe()
-    steps = 0
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as drain:
-        threading.Thread(target=sink, args=(drain,), daemon=True).start()
-        helpers = [
-            SPAWN.Process(target=upload, args=(folder, drain.getsockname()[1], done)),
-            SPAWN.Process(target=validator, args=(server.port, 0.02, arm, done, theirs)),
-        ]
-        for helper in helpers:
-            helper.start()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            training.step()
-            steps += 1
-        done.set()
-        results = ours.recv()
-        for helper in helpers:
-            helper.join(20)
-    server.close()
-    return {**summary(results[0]), "training_steps": steps}
+@dataclass(frozen=True)
+class Window:
+    """``step``: its median seconds; ``cpu``, ``others``: shares of the core that the server and
+    other processes took."""
+
+    step: float
+    cpu: float
+    others: float
+    seconds: float
 
 
-def throughput(seconds: float) -> dict[str, Any]:
-    generous = replace(SETTINGS, requests_per_hotkey=1e6, requests_per_address=1e6)
-    server = start_server(generous)
-    server._trusted.add("127.0.0.1")
-    pipes = [SPAWN.Pipe() for _ in range(2)]
-    callers = [
-        SPAWN.Process(target=stream, args=(server.port, seconds, 10 * i, pipes[i][1]))
-        for i in range(2)
-    ]
-    for caller in callers:
-        caller.start()
-    # CPU time of this process is the server's: nothing else runs in it.
-    before = time.process_time()
-    answered = sum(ours.recv() for ours, _ in pipes)
-    used = time.process_time() - before
-    for caller in callers:
-        caller.join(20)
-    server.close()
-    return {
-        "answered_per_second": round(answered / seconds),
-        "answered_per_cpu_second": round(answered / used),
-    }
+@dataclass(frozen=True)
+class Pair:
+    """A window without the attack, and the one after it with the attack."""
 
+    quiet: Window
+    attacked: Window
+    offered: float  # connections a second
+    memory: int  # bytes, at the end
+    refused: Counter[str]
 
-@dataclass
-class Blocks:
-    """What was measured of one attack, block by block."""
-
-    quiet_steps: list[float] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
-    others: list[float] = field(default_factory=list)  # most of a core that they took in a pair
-    quiet_cpu: list[float] = field(default_factory=list)  # the server's share of a core
-    cpu: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    offered: int = 0
-    memory: list[int] = field(default_factory=list)  # bytes, at the end of each attack's block
-    refused: dict[str, int] = field(default_factory=dict)
+    @property
+    def undisturbed(self) -> bool:
+        return max(self.quiet.others, self.attacked.others) <= DISTURBED
 
 
 class Attacks:
@@ -270,12 +178,11 @@ class Attacks:
         for task in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):
                 os.sched_setaffinity(int(task), {self.core})
-        self.training = Training(1)
+        self.training = Training()
         self.run_block(0, 2.0)  # the validator becomes known
 
-    def run_block(self, arm: int, seconds: float) -> tuple[float, float, float]:
-        """Median step, the server's share of the core and that of other processes; the validator's
-        calls count for ``arm``."""
+    def run_block(self, arm: int, seconds: float) -> Window:
+        """Train for so long; the validator's calls count for ``arm``."""
         self.arm.value = arm
         steps = []
         began, before = time.monotonic(), cpu_seconds()
@@ -285,42 +192,41 @@ class Attacks:
         took = time.monotonic() - began
         others = (core_seconds(self.core) - busy - (time.process_time() - own)) / took
         self.arm.value = -1
-        return statistics.median(steps), (cpu_seconds() - before) / took, others
+        return Window(statistics.median(steps), (cpu_seconds() - before) / took, others, took)
 
     def restart(self) -> None:
         self.server.close()
         self.server = start_server(replace(SETTINGS, axon_port=self.port), self.folder)
 
-    def measure(self, index: int, name: str, seconds: float, blocks: int) -> Blocks:
-        found = Blocks()
-        counters = self.server.counters()
-        while undisturbed(found) < blocks and len(found.steps) < MOST_TRIES * blocks:
-            step, cpu, others = self.run_block(0, seconds)
-            found.quiet_steps.append(step)
-            found.quiet_cpu.append(cpu)
+    def measure(self, index: int, name: str, seconds: float, least: int) -> list[Pair]:
+        """Return pairs of windows, ``least`` of them undisturbed unless others are too busy."""
+        pairs: list[Pair] = []
+        while sum(p.undisturbed for p in pairs) < least and len(pairs) < MOST_TRIES * least:
+            quiet = self.run_block(0, seconds)
             if name == RESTARTED:
                 time.sleep(0.3)  # a call under way
                 self.restart()
-                counters = self.server.counters()
             self.block.value += 1
-            offered, began = sum(o.value for o in self.offered), time.monotonic()
+            offered, refused = sum(o.value for o in self.offered), self._refused()
             self.attack.value = index
-            step, cpu, also = self.run_block(1 + index, seconds)
-            found.others.append(max(others, also))
-            found.steps.append(step)
-            found.cpu.append(cpu)
-            found.seconds += time.monotonic() - began
-            found.offered += sum(o.value for o in self.offered) - offered
-            found.memory.append(psutil.Process().memory_info().rss)
-            for key, count in self.server.counters().items():
-                if key.startswith("refused") and count > counters.get(key, 0):
-                    found.refused[key[8:]] = (
-                        found.refused.get(key[8:], 0) + count - counters.get(key, 0)
-                    )
+            attacked = self.run_block(1 + index, seconds)
+            pairs.append(
+                Pair(
+                    quiet,
+                    attacked,
+                    offered=(sum(o.value for o in self.offered) - offered) / attacked.seconds,
+                    memory=psutil.Process().memory_info().rss,
+                    refused=self._refused() - refused,
+                )
+            )
             self.attack.value = -1
             time.sleep(0.5)
-            counters = self.server.counters()
-        return found
+        return pairs
+
+    def _refused(self) -> Counter[str]:
+        counters = self.server.counters().items()
+        kinds = {key[8:]: int(count) for key, count in counters if key.startswith("refused")}
+        return Counter(kinds)
 
     def close(self) -> dict[int, list[float]]:
         """The validator's calls by arm."""
@@ -349,20 +255,19 @@ def core_seconds(core: int) -> float:
     return sum(int(fields[i]) for i in (1, 2, 3, 6, 7, 8)) / os.sysconf("SC_CLK_TCK")
 
 
-def undisturbed(found: Blocks) -> int:
-    return sum(others <= DISTURBED for others in found.others)
-
-
-def ratio(found: Blocks) -> float:
+def ratio(pairs: Sequence[Pair]) -> float:
     """Of a step's wall time to that of the quiet window beside it; NaN if all were disturbed."""
-    pairs = zip(found.steps, found.quiet_steps, found.others, strict=True)
-    counted = [a / b for a, b, others in pairs if others <= DISTURBED]
+    counted = [pair.attacked.step / pair.quiet.step for pair in pairs if pair.undisturbed]
     return statistics.median(counted) if counted else float("nan")
 
 
-def ratio_by_cpu(found: Blocks) -> float:
+def ratio_by_cpu(pairs: Sequence[Pair]) -> float:
     """What a step would take more if nothing but server and training were on the core."""
-    return (1 - statistics.mean(found.quiet_cpu)) / (1 - statistics.mean(found.cpu))
+    quiet, attacked = (
+        statistics.mean(window.cpu for window in windows)
+        for windows in zip(*((pair.quiet, pair.attacked) for pair in pairs), strict=True)
+    )
+    return (1 - quiet) / (1 - attacked)
 
 
 def attacks(seconds: float, block_seconds: float, wanted: list[str]) -> None:
@@ -383,24 +288,26 @@ def attacks(seconds: float, block_seconds: float, wanted: list[str]) -> None:
     ).format
     print(row(*titles))
     print(row(*("---" for _ in titles)))
-    idle = statistics.mean(cpu for found in measured.values() for cpu in found.quiet_cpu)
+    idle = statistics.mean(pair.quiet.cpu for pairs in measured.values() for pair in pairs)
     print(row("none", "", *served(calls[0]), "1", "", "1", f"{100 * idle:.1f} %", "", ""))
-    for name, found in measured.items():
+    for name, pairs in measured.items():
+        others = [max(pair.quiet.others, pair.attacked.others) for pair in pairs]
         print(
             row(
                 name,
-                round(found.offered / found.seconds),
+                round(statistics.mean(pair.offered for pair in pairs)),
                 *served(calls[1 + list(ATTACKS).index(name)]),
-                f"{ratio(found):.3f}",
-                f"{undisturbed(found)} of {len(found.steps)}",
-                f"{ratio_by_cpu(found):.3f}",
-                f"{100 * statistics.mean(found.cpu):.1f} %",
-                f"{100 * statistics.median(found.others):.0f} %",
-                f"{(found.memory[-1] - found.memory[0]) / 1e6:+.1f} MB",
+                f"{ratio(pairs):.3f}",
+                f"{sum(pair.undisturbed for pair in pairs)} of {len(pairs)}",
+                f"{ratio_by_cpu(pairs):.3f}",
+                f"{100 * statistics.mean(pair.attacked.cpu for pair in pairs):.1f} %",
+                f"{100 * statistics.median(others):.0f} %",
+                f"{(pairs[-1].memory - pairs[0].memory) / 1e6:+.1f} MB",
             )
         )
-    for name, found in measured.items():
-        print(name, json.dumps(found.refused))
+    for name, pairs in measured.items():
+        refused = sum((pair.refused for pair in pairs), Counter[str]())
+        print(name, json.dumps(dict(refused)))
 
 
 def attack(word: str) -> str:
@@ -416,17 +323,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="of each measurement's load")
     parser.add_argument("--block", type=float, default=5.0, help="seconds of a block")
-    parser.add_argument("--only", choices=("latency", "throughput", "attacks"))
+    parser.add_argument("--only", choices=("attacks",), help="there is nothing else")
     parser.add_argument(
         "--attacks", type=attack, nargs="*", default=[], help="words of the names of some"
     )
     options = parser.parse_args(argv)
-    if options.only in (None, "latency"):
-        print("latency", json.dumps(latency(options.seconds)), flush=True)
-    if options.only in (None, "throughput"):
-        print("throughput", json.dumps(throughput(min(20.0, options.seconds))), flush=True)
-    if options.only in (None, "attacks"):
-        attacks(options.seconds, options.block, options.attacks)
+    attacks(options.seconds, options.block, options.attacks)
 
 
 if __name__ == "__main__":
