@@ -10,9 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
 from tests.tools.pm2 import NAME, PM2, ROOT, Pm2, needs_pm2
-from tests.tools.subnet_tools import idle, stop_miner
+from tests.tools.subnet_tools import idle
 from tests.tools.waiting import wait_for
 
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
@@ -102,7 +102,6 @@ class Machine:
         make_repository(self.home)
         (self.home / ".venv").symlink_to(sys.prefix)
         (self.home / "marker.env").touch()
-        self.before: dict[str, Any] = {}  # the last step before pm2 started it
         environ = {
             **subnet.services.environment(self.miner.plan),
             "PYTHONPATH": "",
@@ -112,15 +111,19 @@ class Machine:
         self.pm2 = Pm2(folder / "pm2", environ)
 
     def call_a_round(self) -> bool:
-        """As the validator does. Nobody else is called, so it ends without a group."""
+        """As the validator does. Nobody else is called, so it looks for a group until it ends."""
         assert self.subnet.services is not None
         plan = self.miner.plan
         wallet = self.subnet.services.wallet(self.subnet.validator.plan)
-        request = RoundRequest(wallet.ss58, timeout=timedelta(seconds=8))
+        request = RoundRequest(wallet.ss58, timeout=timedelta(seconds=20))
         hotkey = self.subnet.services.wallet(plan).ss58
         neuron = Neuron(uid=plan.uid, hotkey=hotkey, ip="127.0.0.1", port=plan.axon_port)
         replies = SignedClient(wallet=wallet).sweep_all_reduce([neuron], request)
         return replies[plan.uid] is not None
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return list(read_events(self.miner.plan.events))
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -129,14 +132,14 @@ class Machine:
     def await_steps(self, more: int = 2) -> None:
         wanted = len(self.steps) + more
         self.subnet.wait_until(
-            lambda: len(self.steps) >= wanted, timedelta(seconds=150), f"{more} steps"
+            lambda: len(self.steps) >= wanted, timedelta(seconds=300), f"{more} steps"
         )
 
     def update(
         self, *words: str, setup: str = f"ln -sfn {sys.prefix} .venv", tests: str = "true"
     ) -> subprocess.CompletedProcess[str]:
         process = self.begin_update(*words, setup=setup, tests=tests)
-        out, err = process.communicate(timeout=400)
+        out, err = process.communicate(timeout=600)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def begin_update(
@@ -169,11 +172,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         # rounds that nobody else takes part in
         miner_flags=("--clamp.timeout", "5:1200", *TIMEOUTS),
     )
-    with LocalSubnet(options=idle(options)) as subnet:
+    pauses = folder / "pauses.py"  # pm2 starts the miner, not the subnet
+    pauses.write_text("import signal\nsignal.pause()\n")
+    with LocalSubnet(options=replace(idle(options), miner_script=pauses)) as subnet:
+        subnet.kill_miner(0)
         machine = Machine(folder, subnet)
-        wait_for(lambda: machine.steps or subnet.poll(), "the first steps", 180)
-        assert stop_miner(subnet, 0) == 0
-        machine.before = machine.steps[-1]
         try:
             machine.pm2("start", str(machine.home / "app.config.js"))
             machine.await_steps()
@@ -182,20 +185,9 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
             machine.pm2("kill")
 
 
-def test_under_pm2_it_goes_on_at_the_very_next_step(machine: Machine) -> None:
-    """The subnet started it first, so that pm2's start is a restart that must lose nothing."""
-    steps = machine.steps
-    first = steps[steps.index(machine.before) + 1]
-    assert (first["outer_step"], first["inner_step"]) == (
-        machine.before["outer_step"],
-        machine.before["inner_step"] + 1,
-    )
-    assert list(read_events(machine.miner.plan.events, "start"))[-1]["resumed"]
-    assert machine.pm2.state == ("online", 0)
-
-
 def test_a_doctor_that_fails_leaves_the_miner_alone(machine: Machine) -> None:
     before = machine.pm2.app()
+    assert machine.pm2.state == ("online", 0)
     done = machine.update("v3-doctor")
     assert_left_alone(machine, before, done, "its doctor fails (RuntimeError: the doctor is ill)")
 
@@ -227,7 +219,7 @@ def test_a_full_disk_leaves_the_miner_alone(machine: Machine) -> None:
 
 def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
     before, count = machine.pm2.app(), len(machine.steps)
-    done = machine.update("v4-start", "--first-step", "90s", "--no-doctor")
+    done = machine.update("v4-start", "--first-step", "240s")
     assert done.returncode == 1, done.stdout + done.stderr
     (line,) = done.stderr.splitlines()
     assert "it did not train" in line and "runs again" in line
@@ -239,33 +231,32 @@ def test_a_version_that_does_not_start_is_taken_back(machine: Machine) -> None:
 
 
 def test_an_update_trains_on_where_the_old_version_stopped(machine: Machine) -> None:
-    """It is asked for in the middle of a round, which it waits for."""
+    """A round begins while the new version is tested: its end is waited for."""
     machine.await_steps()
-    rounds = len(list(read_events(machine.miner.plan.events, "round")))
-    over = threading.Event()
-
-    def keep_calling() -> None:
-        while not over.wait(0.5):
-            machine.call_a_round()
-
-    caller = threading.Thread(target=keep_calling)
-    caller.start()
-    update = machine.begin_update("v2")
+    called = machine.home / "called"
+    hold = f"sh -c 'until [ -e {called} ]; do sleep 0.1; done'"
+    update = machine.begin_update("v2", "--no-doctor", tests=hold)
     assert update.stdout is not None
     said = ""
-    while "waiting: " not in said and (line := update.stdout.readline()):
+    while "running its tests" not in said and (line := update.stdout.readline()):
         said += line
-    over.set()
-    caller.join()
+    wait_for(machine.call_a_round, "the call")
+    wait_for(
+        lambda: [e["after"] for e in machine.events if e["kind"] == "state"][-1] == "averaging",
+        "the round",
+    )
+    called.touch()
     out, err = update.communicate(timeout=300)
-    done = subprocess.CompletedProcess(update.args, update.returncode, said + out, err)
-    assert done.returncode == 0, done.stdout + done.stderr
-    # Whether it comes upon a round is chance; what it does then is asked in unit/test_update.py.
-    events = list(read_events(machine.miner.plan.events))
-    (last, *_) = (i for i in reversed(range(len(events))) if events[i]["kind"] == "stop")
-    assert sum(e["kind"] == "round" for e in events[:last]) > rounds
-    states = [e["after"] for e in events[:last] if e["kind"] == "state"]
-    assert [state for state in states if state != "stopping"][-1] != "averaging"
+    assert update.returncode == 0, said + out + err
+    assert "waiting: the miner is averaging" in out
+    ended = [e for e in machine.events if e["kind"] in ("round", "stop")]
+    assert [e["kind"] for e in ended[-2:]] == ["round", "stop"]
+    # It loses nothing: the new version goes on at the very next step.
+    stopped = machine.events.index(ended[-1])
+    before = [e for e in machine.events[:stopped] if e["kind"] == "step"][-1]
+    first = next(e for e in machine.events[stopped:] if e["kind"] == "step")
+    assert first["outer_step"] == before["outer_step"]
+    assert first["inner_step"] == before["inner_step"] + 1
     version = machine.home / "versions" / "v2"
     app = machine.pm2.app()["pm2_env"]
     assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")

@@ -122,7 +122,7 @@ def test_every_flag_with_every_hostile_value(setting: Setting) -> None:
         assert_refused_or_right(setting, result, f"--{setting.name}")
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(setting=st.sampled_from(FLAGS), words=st.lists(texts, max_size=3))
 @example(setting=schema("miner").settings["blacklist.min_stake"], words=["nan"])
 def test_any_flag_with_any_words(setting: Setting, words: list[str]) -> None:

@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 
 #: Keeps one app in a file. Its miner has taken a step when `start` returns.
-PM2 = """#!{python}
+PM2 = """#!{python} -IS
 import json, os, sys, time
 from pathlib import Path
 folder = Path({folder!r})
@@ -63,6 +64,22 @@ printf '#!%s/.venv/bin/python\\n' "$PWD" >.venv/bin/btcli
 echo "$PWD" >.venv/lib/python3.11/site-packages/__editable__.miner.pth
 touch .venv/.installed
 """
+
+
+def _become_update(words: list[str], environ: dict[str, str], said: list[Path]) -> NoReturn:
+    status = 70
+    try:
+        for number, path in enumerate(said, start=1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.environ.update(environ)
+        status = update.main(words)
+    finally:
+        if sys.exc_info()[0] is not None:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 class Machine:
@@ -115,19 +132,16 @@ class Machine:
         tests: str | None = "true",
         **environ: str,
     ) -> subprocess.CompletedProcess[str]:
-        program = ["--pm2", str(self.pm2), "--first-step", "10s", "--no-doctor", *words]
-        return subprocess.run(
-            [sys.executable, str(ROOT / "scripts" / "update.py"), target, *program],
-            env={
-                **os.environ,
-                "DT_UPDATE_SETUP": f"sh -c {shlex.quote(setup)}",
-                **({"DT_UPDATE_TESTS": f"sh -c {shlex.quote(tests)}"} if tests else {}),
-                **environ,
-            },
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        """In a fork: the program would import for longer than it works."""
+        program = [target, "--pm2", str(self.pm2), "--first-step", "10s", "--no-doctor", *words]
+        more = {"DT_UPDATE_SETUP": f"sh -c {shlex.quote(setup)}", **environ}
+        more |= {"DT_UPDATE_TESTS": f"sh -c {shlex.quote(tests)}"} if tests else {}
+        said = [self.folder / name for name in ("out", "errors")]
+        child = os.fork()
+        if child == 0:
+            _become_update(program, more, said)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return subprocess.CompletedProcess(program, status, *(path.read_text() for path in said))
 
     def updated(self, target: str, **how: Any) -> Path:
         done = self.update(target, **how)
