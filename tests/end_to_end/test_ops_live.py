@@ -203,7 +203,7 @@ class Prometheus:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(20)
+        self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +219,15 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         wait_for(lambda: said, "the page")
         address = said[0].removeprefix("page: http://").rstrip("/")
         found = stack.enter_context(closing(Prometheus(folder, address)))
-        wait_for(found.answers, "the first scrape", seconds=60)
-        scraped = "count_over_time(dt_train_outer_step[1m]) >= 4"
+        wait_for(found.answers, "the first scrape")
+        scraped = "count_over_time(dt_round_seconds[1m]) >= 4"  # which the other events leave
         miner.everything_else()
 
         def enough() -> bool:
             miner.train()
             return bool(found.query(scraped))
 
-        wait_for(enough, "some scrapes", seconds=60, every=0.3)
+        wait_for(enough, "some scrapes", every=0.3)
         yield found
 
 
@@ -288,16 +288,16 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
             groups = prometheus.get("rules")["groups"]
             return [r["name"] for g in groups for r in g["rules"] if r["state"] == "firing"]
 
-        wait_for(prometheus.answers, "a scrape before there are figures", seconds=60)
+        wait_for(prometheus.answers, "a scrape before there are figures")
         assert firing() == []
         start = pool.submit(services._registered_again, *waits)
         stack.callback(ledger.register, MINER.ss58)  # or the start would wait on
-        wait_for(lambda: firing() == ["Deregistered"], "the alert", seconds=60)
+        wait_for(lambda: firing() == ["Deregistered"], "the alert")
         scrapes = "count_over_time(dt_registered[5m]) >= 5"
-        wait_for(lambda: prometheus.query(scrapes), "more scrapes", seconds=60)
+        wait_for(lambda: prometheus.query(scrapes), "more scrapes")
         assert firing() == ["Deregistered"], "the series stays while the miner waits"
         ledger.register(MINER.ss58)
         assert start.result(60) == chain.uid(MINER.ss58)
         metrics = Metrics(file=MetricsFile(tmp_path / "metrics.prom"), counts={}, gauges={})
         metrics.write()
-        wait_for(lambda: firing() == [], "the end of the alert", seconds=60)
+        wait_for(lambda: firing() == [], "the end of the alert")
