@@ -165,13 +165,13 @@ def _notes(cluster: Slurm, node: int) -> list[str]:
 def test_every_node_starts_its_own_launcher_again_whatever_ended_it(cluster: Slurm) -> None:
     """As pm2 does: after a kill for want of memory, an abort of NCCL, a rank that was ended."""
     job = _submit_launchers(cluster, node1="KILL TERM ABRT 0 1 137")
-    wait_for(lambda: len(_notes(cluster, 1)) == 7, "the seventh start", seconds=60)
+    wait_for(lambda: len(_notes(cluster, 1)) == 7, "the seventh start")
     assert _notes(cluster, 1) == ["started"] * 7 and _notes(cluster, 0) == ["started"]
     assert cluster.job(job)["JobState"] == "RUNNING"
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
-    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", seconds=60, every=0.5)
+    wait_for(lambda: cluster.job(job)["Restarts"] == "1", "queued again", every=0.5)
     for node in (0, 1):
-        wait_for(lambda n=node: _notes(cluster, n)[-2:] == ["stopped", "started"], "a start", 60)
+        wait_for(lambda n=node: _notes(cluster, n)[-2:] == ["stopped", "started"], "a start")
     cluster.run("scancel", "--signal=TERM", job)
     _ended(cluster, job)
     assert _notes(cluster, 0)[3:] == ["stopped"], "stopped, not started again"
@@ -181,7 +181,7 @@ def test_every_node_starts_its_own_launcher_again_whatever_ended_it(cluster: Slu
 @pytest.mark.parametrize("status", [2, 3])
 def test_what_a_start_cannot_help_ends_the_job_on_all_nodes(cluster: Slurm, status: int) -> None:
     job = _submit_launchers(cluster, node1=f"KILL {status}")
-    wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", "the job's end", 60, every=0.5)
+    wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", "the job's end", every=0.5)
     assert cluster.job(job)["ExitCode"] == f"{status}:0"
     assert _notes(cluster, 0) == ["started", "stopped"]
     assert _notes(cluster, 1) == ["started", "started"]

@@ -61,7 +61,7 @@ class FirstPartLast:
 
     def __call__(self, call: Call) -> None:
         if call.what == "part" and call.count == 0:
-            assert self._others.wait(30)
+            assert self._others.wait(100)
         elif call.what == "part" and call.count == 3:
             self._others.set()
 
@@ -125,7 +125,7 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
 
     def hold(call: Call) -> None:
         if call.what == "part":
-            assert go_on.wait(30)
+            assert go_on.wait(100)
 
     with Shim(server.endpoint, hold) as shim:
         settings, store = through(shim, base, direct.bucket)
@@ -233,7 +233,7 @@ def test_a_part_at_the_store_with_other_bytes_is_not_kept(
     identity = f"{status.st_ino}:{status.st_mtime_ns}"
     journal.put(UploadRecord(store.bucket, "model", upload_id, size, identity, part))
     with Sender(
-        store=store, journal=journal, deadline=time.monotonic() + 30, part_size=part
+        store=store, journal=journal, deadline=time.monotonic() + 100, part_size=part
     ) as sender:
         sender.publish(sender.stage("model", path))
     assert (sender.sent.parts_kept, sender.sent.parts) == (1, 2)

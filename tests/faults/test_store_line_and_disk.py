@@ -223,7 +223,7 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
             return data
 
         store.get_range = get_range  # type: ignore[method-assign]
-        deadline = deadline_in(timedelta(seconds=20))
+        deadline = deadline_in(timedelta(seconds=150))
         with pytest.raises(NoRoomError, match="no room to download model"):
             download(store, "model", disk / "model", limit=10**8, deadline=deadline)
         assert (disk / "model").read_bytes() == b"last good"
