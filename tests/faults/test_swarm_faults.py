@@ -13,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -117,26 +119,28 @@ def test_the_bootstrap_peer_dies_and_the_others_go_on(trio: list[HivemindSwarm])
 
 def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
     """At the start of a peer, and when its host is started again."""
-    with open_swarms(tmp_path, 2, SMALL) as (bootstrap, other):
+    with ExitStack() as stack:
+
+        def start(name: str, **where: Any) -> HivemindSwarm:
+            swarm = open_swarm(tmp_path / name, SMALL, **where)
+            stack.callback(swarm.close)
+            return swarm
+
+        settings = replace(SETTINGS, dht_port=free_ports(1)[0])
+        bootstrap = start("0", settings=settings)
         address = bootstrap.visible_maddrs
+        other = start("1", known=address)
         bootstrap.close()
         peer_id = other.peer_id
         other.restart()  # as after a host that died
-        late = open_swarm(tmp_path / "late", SMALL, address)
-        back = None
-        try:
-            assert other.alive() and not other.joined
-            assert late.alive() and not late.joined
-            settings = replace(SETTINGS, dht_port=int(address[0].split("/")[4]))
-            back = open_swarm(tmp_path / "0", SMALL, settings=settings)
-            assert back.visible_maddrs == address
-            wait_for(lambda: late.joined and other.joined, "the swarm is joined", seconds=60)
-            assert other.peer_id == peer_id
-            assert_good_round(back, other, late)
-        finally:
-            late.close()
-            if back is not None:
-                back.close()
+        late = start("late", known=address)
+        assert other.alive() and not other.joined
+        assert late.alive() and not late.joined
+        back = start("0", settings=settings)
+        assert back.visible_maddrs == address
+        wait_for(lambda: late.joined and other.joined, "the swarm is joined")
+        assert other.peer_id == peer_id
+        assert_good_round(back, other, late)
 
 
 def test_one_initial_peer_that_is_reachable_is_enough(
