@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench.links import ip
-from tests.tools.namespaces import Machine, machines
+from tests.tools.namespaces import Machine, ip, machines
 from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]

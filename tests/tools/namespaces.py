@@ -6,14 +6,17 @@ network, each at a place of another kind.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from bench.links import inside, ip, join, run, shape
+_CLONE_NEWNET = 0x40000000
+_HEADERS = 1600  # bytes a bucket must hold at least: one whole frame
+_QUEUE = "100ms"  # before a network link; packets that would wait longer are lost
 
 
 class Machine:
@@ -168,3 +171,66 @@ def _hide(name: str, router: str, announced: dict[int, int]) -> None:
     run(*at_router, "sysctl", "-qw", "net.ipv4.ip_forward=1")
     rules = (f'iifname "eth0" tcp dport {o} dnat to {here}:{i};' for o, i in announced.items())
     run(*at_router, "nft", _NAT.format(announced=" ".join(rules)))
+
+
+def join(
+    bridge: str, addresses: Mapping[str, str], *, device: str = "eth0", switch: str | None = None
+) -> None:
+    """Give each namespace that there is its address, on a new ``device``, and a line from there to
+    a new ``bridge``, in namespace ``switch`` or on this machine. Its ends there are called after
+    the bridge, and numbered. Raises OSError or subprocess.CalledProcessError."""
+    here = ["-n", switch] if switch else []
+    ip(*here, "link", "add", bridge, "type", "bridge")
+    ip(*here, "link", "set", bridge, "up")
+    for i, (name, address) in enumerate(addresses.items()):
+        there = ["peer", "name", device, "netns", name]
+        ip(*here, "link", "add", f"{bridge}{i}", "type", "veth", *there)
+        ip(*here, "link", "set", f"{bridge}{i}", "master", bridge, "up")
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
+        for each in ("lo", device):
+            ip("-n", name, "link", "set", each, "up")
+
+
+def shape(namespace: str, device: str, rate: float) -> None:
+    """Bound what leaves a namespace by a device to ``rate`` Mbit/s."""
+    # What passes in 4 ms at least, since the kernel's timer is no finer on some machines.
+    burst = max(_HEADERS * 10, int(rate * 1e6 / 8 * 0.004))
+    bucket = f"tbf rate {rate}mbit burst {burst} latency {_QUEUE}".split()
+    run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *bucket)
+
+
+@contextmanager
+def inside(namespace: str) -> Iterator[None]:
+    """This thread, and the processes and threads that it starts, are in the namespace."""
+    with _namespace("/proc/thread-self/ns/net") as home:
+        with _namespace(f"/run/netns/{namespace}") as there:
+            _enter(there)
+        try:
+            yield
+        finally:
+            _enter(home)
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def ip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run("ip", *arguments)
+
+
+@contextmanager
+def _namespace(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _enter(descriptor: int) -> None:
+    """Of the calling thread alone (os.setns comes with Python 3.12)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, _CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
