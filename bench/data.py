@@ -1,18 +1,13 @@
-"""Data: ours against the public miner's way, shards against tokenizing, and pretokenize's cores.
+"""Training does not wait for its data: ours against the public miner's way.
 
-    python bench/data.py                     all of it, about 4 minutes on two cores
-    python bench/data.py --only train
+    python -m bench.data                         about 4 minutes on two cores
+    python -m bench.data --repeat 1 --blocks 2   a quick look
 
-train       A small model trains on blocks from a rows API on loopback, 300 ms latency and 5 %
-            errors. Baseline ``fetch, tokenize, train``: the public miner's way (protocol page,
-            section 5): the table twice, all pages, tokens, then steps; its waits after an error are
-            a second here instead of a minute. Ours is the DataPipeline. Tokens per second and the
-            share of the time that training waited for data.
-shards      One block of the same text after the other, from Parquet through a BPE tokenizer and
-            from shards, without training: tokens per second.
-pretokenize The script's share of all cores.
-
-Arms alternate; medians are compared.
+A small model trains on blocks from a rows API on loopback, 300 ms latency and 5 % errors. Baseline
+``fetch, tokenize, train``: the public miner's way (protocol page, section 5): the table twice, all
+pages, tokens, then steps; its waits after an error are a second here instead of a minute. Ours is
+the DataPipeline. Tokens per second and the share of the time that training waited for data; both
+alternate, medians are compared.
 """
 
 from __future__ import annotations
@@ -22,7 +17,6 @@ import contextlib
 import multiprocessing
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import httpx
 import numpy as np
 import torch
 import torch.distributed as dist
+from tokenizers import ByteLevelBPETokenizer
 
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
@@ -48,7 +41,6 @@ from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
 from tests.tools.support_data import DATASET, RowsServer
 
-ROOT = Path(__file__).resolve().parent.parent
 SEQUENCE, MICRO, EFFECTIVE, VOCABULARY = 256, 4, 16, 8192
 
 
@@ -60,26 +52,17 @@ def corpus() -> dict[str, list[str]]:
     }
 
 
-def make_tokenizer(folder: Path, rows: list[str]) -> Path:
-    """A BPE tokenizer of the kind language models have, learned from ``rows``."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+def make_tokenizer(path: Path, rows: list[str]) -> Path:
+    """Write a BPE tokenizer of the kind language models have, learned from ``rows``."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        rows,
         vocab_size=VOCABULARY,
+        min_frequency=0,
         special_tokens=["<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(rows, trainer)
-    (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "tokenizer_config.json").write_text(
-        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}'
-    )
-    path = folder / "tokenizer.json"
-    path.write_text(tokenizer.to_str(), encoding="utf-8")
+    tokenizer.save(str(path))
     return path
 
 
@@ -194,7 +177,9 @@ def train_on(trainer: Trainer, arm: Any, blocks: range) -> tuple[float, float]:
     return tokens / seconds, waited / seconds
 
 
-def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repeat: int) -> None:
+def compare(
+    folder: Path, tokenizer: Path, options: argparse.Namespace, *, rows: int, workers: int
+) -> None:
     trainer = Trainer(
         settings=TrainingSettings(
             local_batch_size_train=MICRO,
@@ -216,8 +201,8 @@ def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repea
         public = FetchTokenizeTrain(settings, tokenizer)
         ours = Pipeline(settings, tokenizer, folder / f"ours-{rows}-{workers}")
         train_on(trainer, ours, range(1, 3))  # the first steps and the first blocks warm up
-        for i in range(repeat):
-            blocks = range(100 * (i + 1), 100 * (i + 1) + 6)
+        for i in range(options.repeat):
+            blocks = range(100 * (i + 1), 100 * (i + 1) + options.blocks)
             ours.ahead(blocks[0])  # as in a run that has been going on
             found["public"].append(train_on(trainer, public, blocks))
             found["ours"].append(train_on(trainer, ours, blocks))
@@ -226,7 +211,7 @@ def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repea
         {k: statistics.median(v[i] for v in values) for k, values in found.items()} for i in (0, 1)
     )
     print(
-        f"train, 5 pages of {rows} rows a block, {workers} worker(s): fetch-tokenize-train "
+        f"5 pages of {rows} rows a block, {workers} worker(s): fetch-tokenize-train "
         f"{speed['public']:.0f} tokens/s ({100 * wait['public']:.1f} % waiting), ours "
         f"{speed['ours']:.0f} tokens/s ({100 * wait['ours']:.2f} % waiting): "
         f"ratio {speed['ours'] / speed['public']:.2f}",
@@ -234,68 +219,20 @@ def bench_train(folder: Path, tokenizer: Path, *, rows: int, workers: int, repea
     )
 
 
-def read_all(arm: Pipeline, blocks: range) -> float:
-    began, tokens = time.perf_counter(), 0
-    for block in blocks:
-        tokens += sum(batch.numel() for batch in arm.block(block))
-    return tokens / (time.perf_counter() - began)
-
-
-def bench_shards(folder: Path, tokenizer: Path, *, repeat: int) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    rows = [row for table in corpus().values() for row in table] * 12
-    parquet, shards = folder / "parquet", folder / "shards"
-    parquet.mkdir()
-    pq.write_table(pa.table({"text": rows}), parquet / "a.parquet", row_group_size=2000)
-    said = subprocess.run(
-        [
-            sys.executable, str(ROOT / "scripts" / "pretokenize.py"), f"parquet:{parquet}",
-            str(shards), "--tokenizer", str(tokenizer.parent), "--sequence-length", str(SEQUENCE),
-            "--rows-per-shard", "5000",
-        ],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    print("pretokenize:", next(line for line in said.splitlines() if "tokens/s" in line))
-    found: dict[str, list[float]] = {"tokenizing": [], "shards": []}
-    for i in range(repeat):
-        for name, source in (("tokenizing", f"parquet:{parquet}"), ("shards", f"shards:{shards}")):
-            # A page of shards is rows_per_page sequences, one of Parquet that many rows.
-            settings = DataSettings(source=source, pages_per_block=40, rows_per_page=100)
-            path = shards / "tokenizer.json"
-            arm = Pipeline(settings, path, folder / f"{name}-{i}")
-            read_all(arm, range(1, 3))
-            found[name].append(read_all(arm, range(10, 16)))
-            arm.pipeline.close()
-    speed = {name: statistics.median(values) for name, values in found.items()}
-    print(
-        f"shards: from Parquet through the tokenizer {speed['tokenizing'] / 1e6:.2f} M tokens/s, "
-        f"from shards {speed['shards'] / 1e6:.2f} M tokens/s: "
-        f"ratio {speed['shards'] / speed['tokenizing']:.1f}",
-        flush=True,
-    )
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", choices=("train", "shards"))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--repeat", type=int, default=3)
-    args = parser.parse_args()
+    parser.add_argument("--blocks", type=int, default=6, help="of each repetition")
+    options = parser.parse_args()
     torch.set_num_threads(1)  # workers and server have the other core, as they would have theirs
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "tokenizer").mkdir()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
         rows = [row for table in corpus().values() for row in table]
-        tokenizer = make_tokenizer(folder / "tokenizer", rows[:4000])
-        if args.only != "shards":
-            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            bench_train(folder, tokenizer, rows=5, workers=1, repeat=args.repeat)
-            bench_train(folder, tokenizer, rows=2, workers=3, repeat=args.repeat)
-            dist.destroy_process_group()
-        if args.only != "train":
-            bench_shards(folder, tokenizer, repeat=args.repeat)
+        tokenizer = make_tokenizer(Path(folder) / "tokenizer.json", rows[:4000])
+        compare(Path(folder), tokenizer, options, rows=5, workers=1)
+        compare(Path(folder), tokenizer, options, rows=2, workers=3)
+    dist.destroy_process_group()
     return 0
 
 
