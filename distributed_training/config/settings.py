@@ -56,7 +56,7 @@ class GeneralSettings:
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",
     ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
-    """defaults for the public network, with or without what fits GPUs of so much memory (estimated,
+    """defaults for the public network; with what fits GPUs of so much memory (estimated,
     not yet measured), or for a subnet on this machine"""
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"""
@@ -534,24 +534,24 @@ class StoreSettings:
     run: int = flag("neuron.run_number", network="run", ge=1, le=1_000_000)
     """number of the run in the metadata of each upload"""
     upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=1_000_000)
-    """publish at most every so many inner steps"""
+    """upload at most every so many inner steps"""
     minimum_valid_inner_step: int = flag(
         "neuron.minimum_valid_inner_step",
         network="round.minimum_valid_inner_step",
         ge=0,
         le=1_000_000,
     )
-    """first inner step of an outer step to publish; lowered, with a warning, if that is too late"""
+    """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Duration = flag(
         "neuron.repo_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
     )
     """age of gradients.pt from which validators count the bucket as stale"""
     upload_slack: Duration = flag("neuron.upload_slack", 240 * SECOND, ge=0 * SECOND, le=DAY)
-    """a publication should end at least this long before a round or the age limit"""
+    """an upload should end at least this long before a round or the age limit"""
     block_on_preview: bool = flag("neuron.block_on_preview", False)
-    """do not publish a gradient whose own decode does not lower the loss (default: warn only)"""
+    """do not upload a gradient whose own decode does not lower the loss (default: warn only)"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
-    """outer steps kept in the bucket; of local snapshots only the newest published one stays"""
+    """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
     part_size: Bytes = flag("r2.part_size", Bytes(0), ge=Bytes(0), le=Bytes(5 * 2**30))
     """bytes of a multipart upload's parts, at least 5MiB, e.g. 32MiB; 0: by the file's size"""
     concurrency: int = flag("r2.concurrency", 6, ge=1, le=256)
@@ -566,7 +566,7 @@ class StoreSettings:
     )
     """wait for all ranks to have written their files of a snapshot"""
     take_bucket: bool = flag("r2.take_bucket", False)
-    """publish even though another miner claimed this bucket within the last minutes"""
+    """upload even though another miner claimed this bucket within the last minutes"""
 
     @property
     def longest_transfer(self) -> timedelta:
@@ -739,27 +739,27 @@ class TrainingSettings:
     topk_compression: int = flag(
         "neuron.topk_compression", network="compression.top_k", ge=1, le=4096
     )
-    """values kept per row of the published pseudo-gradient"""
+    """values kept per row of the uploaded pseudo-gradient"""
     target_chunk: int = flag("neuron.target_chunk", network="compression.chunk", ge=1, le=4096)
-    """largest chunk side of the published pseudo-gradient's format"""
+    """largest chunk side of the uploaded pseudo-gradient's format"""
     use_dct: bool = flag("neuron.use_dct", network="compression.dct")
-    """publish DCT coefficients; the validators of the public network cannot read them"""
+    """upload DCT coefficients; the validators of the public network cannot read them"""
     momentum_decay: float = flag(
         "neuron.momentum_decay", network="compression.momentum_decay", ge=0, le=1
     )
-    """decay of the error feedback of the published gradient"""
+    """decay of the error feedback of the uploaded gradient"""
     error_feedback: Literal["best", "upload", "off"] = flag("neuron.error_feedback", "best")
-    """what is published of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
-    what earlier uploads left out, as the public miner does; 'off' publishes the largest entries
+    """what is uploaded of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
+    what earlier uploads left out, as the public miner does; 'off' uploads the largest entries
     and forgets the rest; 'best' tries both at each upload, and entries chosen by AdamW's second
-    moment, and publishes what lowers the loss most. Never part of the all-reduce"""
+    moment, and uploads what lowers the loss most. Never part of the all-reduce"""
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
-    """'search': multiply the published values by the factor that lowers the loss on held-out
-    sequences most, as validators apply them; 'plain': publish them as they are, as the public
+    """'search': multiply the uploaded values by the factor that lowers the loss on held-out
+    sequences most, as validators apply them; 'plain': upload them as they are, as the public
     miner does. Needs --neuron.preview_sequences"""
     preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
     """sequences of the miner, over all ranks, that are left out of training, others after each
-    outer step: each gradient to be published is tried on them as validators do; 0: no preview"""
+    outer step: each gradient to be uploaded is tried on them as validators do; 0: no preview"""
     pcgrad: bool = flag("train.pcgrad", False)
     """of several --data.source, project each source's gradient off those it conflicts with
     (gradient surgery); reduces at every micro-batch, one more gradient in memory per source"""
@@ -848,7 +848,7 @@ class ValidatorSettings:
     publication_budget: Duration = flag(
         "validator.publication_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
     )
-    """how long the publication of an outer step is tried again before the step is given up"""
+    """how long the upload of a global state is tried again before the step is given up"""
     inner_optimizer_budget: Duration = flag(
         "validator.inner_optimizer_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
     )

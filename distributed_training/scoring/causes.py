@@ -25,7 +25,7 @@ class Cause(enum.Enum):
     )
     STALE = (
         "total score 0: the newest upload is older than validators allow",
-        "publish more often: lower --neuron.upload_steps, or shorten the upload",
+        "upload more often: lower --neuron.upload_steps, or shorten the upload",
     )
     NO_METADATA = (
         "never judged: the root metadata.json is missing or damaged",
@@ -37,7 +37,7 @@ class Cause(enum.Enum):
     )
     NO_BLOCKS = (
         "reset, as if it ranked last: block_list in config.json is missing or empty",
-        "publish again; every block that was trained on belongs into the list",
+        "upload again; every block that was trained on belongs into the list",
     )
     OLD_BLOCKS = (
         "reset, as if it ranked last: the newest trained block is too old",
@@ -45,7 +45,7 @@ class Cause(enum.Enum):
     )
     BAD_GRADIENT = (
         "reset, as if it ranked last: gradients.pt cannot be used",
-        "publish again with an unchanged miner; the reason names what is wrong in the file",
+        "upload again with an unchanged miner; the reason names what is wrong in the file",
     )
     TOO_SLOW = (
         "validators may give up on it: the bucket answers too slowly",
@@ -69,7 +69,7 @@ class Cause(enum.Enum):
     )
     RANKED_LOW = (
         "train score 0: others' uploads lower the loss more",
-        "publish a better step: --neuron.step_length search, more inner steps before an upload",
+        "upload a better step: --neuron.step_length search, more inner steps before an upload",
     )
 
     @property

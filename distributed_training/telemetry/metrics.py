@@ -53,12 +53,12 @@ METRICS: Mapping[str, str] = {
     "publication_age_seconds": "age of the newest uploaded gradient, the repo age",
     "publication_age_limit_seconds": "age at which validators score it zero",
     "publication_seconds_left": "until then",
-    "publications_total": "publications, successful or not",
+    "publications_total": "uploads, successful or not",
     "publications_failed_total": "of them, failed",
     "snapshots_refused_total": (
         "snapshots that were due and not uploaded, by kind: disk (no room), blocks (none was "
-        "trained), list (all blocks too old), write (the files could not be written), unchecked "
-        "(its gradient could not be checked, that of the upload it would replace was)"
+        "trained), list (all blocks too old), write (the files could not be written); unchecked: "
+        "its gradient could not be checked, that of the upload it would replace was"
     ),
     "uploaded_bytes_total": "bytes uploaded to the bucket",
     "snapshot_ready_seconds": (
