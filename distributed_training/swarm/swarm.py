@@ -177,8 +177,8 @@ class HivemindSwarm:
                 if order.timeout <= order.min_matchmaking_time:
                     raise AllReduceError(
                         AllReduceFault.NO_GROUP,
-                        f"{order.timeout:.0f} s are left, and a group is gathered for "
-                        f"{order.min_matchmaking_time:.0f} s (--neuron.min_matchmaking_time)",
+                        f"the call leaves {order.timeout:.0f} s, less than "
+                        f"--neuron.min_matchmaking_time ({order.min_matchmaking_time:.0f} s)",
                     )
                 host.order(order)
                 if cancelled.is_set():  # maybe before the process had heard of this round
