@@ -2,102 +2,46 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from distributed_training.config.settings import SwarmSettings
-from distributed_training.protocol.types import (
-    AllReduceError,
-    AllReduceResult,
-    RoundRequest,
-)
+from distributed_training.protocol.types import AllReduceResult
 from distributed_training.swarm import HivemindSwarm
+from tests.tools.swarm_world import SETTINGS, Rounds, everybody, open_swarm
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(300),
     pytest.mark.slow,
     pytest.mark.usefixtures("forked_hosts"),
 ]
 
-SCHEMA = [("a", (400, 300)), ("b", (64,))]
-SETTINGS = SwarmSettings(
-    dht_port=0, dht_listen_ip="127.0.0.1", initial_peers=(), run_id="compressed"
-)
-REQUEST = RoundRequest(
-    caller="5V",
-    timeout=timedelta(seconds=7),
-    min_group_size=2,
-    min_matchmaking_time=timedelta(seconds=1.5),
-    request_timeout=timedelta(seconds=1),
-)
 
-
-@contextmanager
-def peers(tmp_path: Path, *compressions: str) -> Iterator[list[HivemindSwarm]]:
-    with ExitStack() as stack:
-        made: list[HivemindSwarm] = []
-        for compression in compressions:
-            known = tuple(made[0].visible_maddrs) if made else ()
-            swarm = HivemindSwarm(
-                settings=replace(SETTINGS, initial_peers=known, compression=compression),
-                schema=SCHEMA,
-                run_folder=tmp_path / str(len(made)),
-            )
-            stack.callback(swarm.close)
-            made.append(swarm)
-        yield made
-
-
-def together(swarms: list[HivemindSwarm]) -> list[AllReduceResult | AllReduceError]:
-    outcomes: dict[int, AllReduceResult | AllReduceError] = {}
-
-    def run(i: int) -> None:
-        try:
-            outcomes[i] = swarms[i].average(REQUEST)
-        except AllReduceError as error:
-            outcomes[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(swarms))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return [outcomes[i] for i in range(len(swarms))]
-
-
-def test_two_peers_in_half_precision(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(3)
-    with peers(tmp_path, "float16", "float16") as swarms:
-        wrote = []
-        for swarm in swarms:
-            for buffer in swarm.buffers:
-                buffer.copy_(torch.randn(buffer.shape, generator=generator))
-            wrote.append([buffer.clone() for buffer in swarm.buffers])
-        for outcome in together(swarms):
-            assert isinstance(outcome, AllReduceResult), outcome
-            assert not outcome.partial
-        for i, (a, b) in enumerate(zip(*wrote, strict=True)):
-            expected = (a + b) / 2
-            for swarm in swarms:
-                assert (swarm.buffers[i] - expected).abs().max() < 2e-3
-            assert not torch.equal(swarms[0].buffers[i], expected), "nothing was compressed"
-
-
-def test_peers_with_other_settings_average_all_the_same(tmp_path: Path) -> None:
+def test_peers_average_in_half_precision_and_with_one_that_does_not(tmp_path: Path) -> None:
     """What travels says how it is compressed."""
-    with peers(tmp_path, "none", "float16") as swarms:
-        for i, swarm in enumerate(swarms):
-            for buffer in swarm.buffers:
-                buffer.fill_(float(i))
-        for outcome in together(swarms):
-            assert isinstance(outcome, AllReduceResult), outcome
-        for swarm in swarms:
-            for buffer in swarm.buffers:
-                assert torch.allclose(buffer, torch.full_like(buffer, 0.5))
+    generator = torch.Generator().manual_seed(3)
+    swarms: list[HivemindSwarm] = []
+    with ExitStack() as stack:
+        for number, compression in enumerate(("float16", "float16", "none")):
+            settings = replace(SETTINGS, compression=compression)
+            known = swarms[0].visible_maddrs if swarms else ()
+            shapes = [(400, 300), (64,)]
+            swarms.append(open_swarm(tmp_path / str(number), shapes, known, settings))
+            stack.callback(swarms[-1].close)
+        for pair in (swarms[:2], swarms[1:]):
+            wrote = []
+            for swarm in pair:
+                for buffer in swarm.buffers:
+                    buffer.copy_(torch.randn(buffer.shape, generator=generator))
+                wrote.append([buffer.clone() for buffer in swarm.buffers])
+            for outcome in Rounds(*pair, request=everybody(pair), fill=False).join().values():
+                assert isinstance(outcome, AllReduceResult) and not outcome.partial, outcome
+            for i, (a, b) in enumerate(zip(*wrote, strict=True)):
+                expected = (a + b) / 2
+                for swarm in pair:
+                    assert (swarm.buffers[i] - expected).abs().max() < 2e-3
+                if pair[1] is swarms[1]:  # the other pair sends a part as it is
+                    assert not torch.equal(pair[0].buffers[i], expected), "nothing was compressed"

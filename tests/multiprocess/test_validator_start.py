@@ -74,7 +74,7 @@ def _config(tmp_path: Path, url: str, store: ObjectStoreServer, master: str) -> 
         "wallet.name": "validator",
         "wallet.hotkey": "default",
         "chain.registry_url": url,
-        "chain.start_timeout": "10",
+        "chain.start_timeout": "30",
         "dht.port": str(port),
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
