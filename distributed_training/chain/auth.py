@@ -143,11 +143,11 @@ def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:
         ):
             raise Refused(Refusal.MALFORMED)
         try:
-            timeout = float(headers.get("timeout", "0"))
+            timeout = float(headers["timeout"]) if "timeout" in headers else None
         except ValueError:
             raise Refused(Refusal.MALFORMED) from None
         # A nonce's age is compared with it, and no comparison with NaN is ever true.
-        if not math.isfinite(timeout) or timeout < 0:
+        if timeout is not None and not (math.isfinite(timeout) and timeout >= 0):
             raise Refused(Refusal.MALFORMED)
     else:
         raise Refused(Refusal.UNSIGNED)

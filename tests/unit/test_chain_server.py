@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -254,6 +255,17 @@ def test_what_the_legacy_signature_does_not_cover_is_bounded(server: World) -> N
         (event.min_matchmaking_time, SETTINGS.clamp_min_matchmaking_time[1]),
     ):
         assert given is not None and given.total_seconds() == bound
+
+
+@pytest.mark.parametrize("body, seconds", [({}, None), ({"timeout": 60}, 60.0)])
+def test_a_legacy_call_without_a_timeout_header_has_the_bodys(
+    server: World, body: dict[str, float], seconds: float | None
+) -> None:
+    headers = sign("legacy", VALIDATOR, "/AllReduce", b"")
+    del headers["timeout"]
+    assert post(server, "/AllReduce", json.dumps(body).encode(), headers).status_code == 200
+    (event,) = server.events
+    assert event.timeout == (None if seconds is None else timedelta(seconds=seconds))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
