@@ -339,7 +339,7 @@ class MissedRounds:
         first, self._known = self._known + 1, seen
         log.warning(
             "The network took outer step %s without this miner: %s. The global state is loaded; "
-            "uploads of the outer step before count nothing",
+            "uploads of the outer step before count for half a round period more",
             seen if seen == first else f"{first} to {seen}",
             self._cause
             if called
