@@ -13,7 +13,7 @@ Node 1 is a network namespace of its own, joined by a bridge to the machine of e
 
 With ``--nnodes 1:2`` node 1 comes back only once node 0 trains alone, and is then taken in.
 
-The phases are those of ``bench/kill_table.py``, as seen on node 0. The table tells for each cell
+The phases are those of ``bench.kill_table``, as seen on node 0. The table tells for each cell
 how long until the first inner step of ranks that were started after it, counted from the death, of
 node 0 from its new start; and how many rounds on the one came that everybody took. After it the two
 nodes must have equal weights, to the bit, both miners those that the validator published, and the

@@ -9,7 +9,7 @@ connection is closed, which HTTP/1.1 allows a server at any time; a server that 
 it instead (``Handlers.idle``), as long as half of the connections it may have are free.
 
 Connections are accepted here, not by asyncio: what :class:`~.callers.Admission` does not let in is
-closed before a task is made for it. Measured by ``bench/server.py``: 2,000 connections a second
+closed before a task is made for it. Measured by ``bench.server``: 2,000 connections a second
 that are refused take 4 to 6 % of a core so, and 19 to 21 % through asyncio's own server.
 """
 

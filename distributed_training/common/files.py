@@ -1,9 +1,9 @@
-"""Durable files: what must not be lost is written under a temporary name, synced and renamed.
+"""Durable files: a file that must not be lost is written under a temporary name and renamed.
 
 After a crash a reader finds the old content or the new, never half of it. The folder is synced too:
 without that the rename itself may be lost with the power. This is the only place that does so.
 
-What a process remembers over a restart is a dataclass in a small JSON file: :func:`write_state`
+A process keeps its state over a restart as a dataclass in a small JSON file: :func:`write_state`
 writes it, :func:`read_state` checks it. All such files are treated alike when a bad disk damaged
 them.
 """

@@ -219,8 +219,8 @@ class RowsApiSource:
             return
         if changed:
             log.warning(
-                "The table of %s leaves out %d configs, which the server still counts or could not "
-                "count: until it is whole, pages may differ from those of the validators",
+                "The table of %s leaves out %d configs whose rows the server has not counted: "
+                "until it is whole, pages may differ from those of the validators",
                 self._dataset,
                 left_out,
             )

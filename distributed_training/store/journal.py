@@ -81,7 +81,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        lost = "what was being uploaded is sent again"
+        lost = "an interrupted upload starts over"
         content = read_state(path, _Content, lost=lost) or _Content({})
         self._uploads = dict(content.uploads)
         self._pending = content.pending.submission() if content.pending else None
