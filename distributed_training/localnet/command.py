@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config.loader import Parser, argument, exit_with, ranged
 from distributed_training.config.types import ConfigError, File, Text
-from distributed_training.localnet.plan import DEFAULT_TIMEOUT, SubnetOptions, parse_ranks
+from distributed_training.localnet.plan import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View
 from distributed_training.node.signals import Stopped, StopSignals
@@ -44,8 +44,7 @@ def build_parser() -> Parser:
     block = ranged(0.01, 60.0)
     add("--seconds-per-block", type=block, default=1.0, help="block time (default 1; public: 12)")
     add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the preset's)")
-    limit = DEFAULT_TIMEOUT.total_seconds()
-    add("--timeout", type=ranged(1.0, 1e6), default=limit, help="seconds for it all")
+    add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="go on until Ctrl-C, and say how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
@@ -74,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             refresh=lambda s: view.update([n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
-            limit = timedelta(seconds=arguments.timeout)
+            given = arguments.timeout
+            limit = timedelta(seconds=given) if given else options.longest
             failure = _run(subnet, view, signals, limit, arguments)
     except ConfigError as error:
         return exit_with(error)

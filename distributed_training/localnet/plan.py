@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from distributed_training.common.ports import free_ports
+from distributed_training.config.presets import PRESETS
 from distributed_training.config.types import ConfigError
 
 # uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
 # uids are spaced wider than any world size that makes sense on one machine.
 UID_SPACING = 11
 VALIDATOR_UID = 200
-DEFAULT_TIMEOUT = timedelta(seconds=300)  # of a whole run
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,12 @@ class SubnetOptions:
     validator_flags: tuple[str, ...] = ()
     miner_script: Path | None = None  # None: the project's neurons
     validator_script: Path | None = None
+
+    @property
+    def longest(self) -> timedelta:
+        """How long a run may take: two minutes, and half as long again as its round periods."""
+        blocks = self.blocks_per_allreduce or int(PRESETS["local"]["neuron.blocks_per_allreduce"])
+        return timedelta(seconds=120 + 1.5 * self.outer_steps * blocks * self.seconds_per_block)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,18 @@ class TestPlan:
             parse_ranks(text, miners)
         assert "\n" not in str(error.value) and "--" in str(error.value)
 
+    @pytest.mark.parametrize(
+        ("steps", "block", "period", "seconds"),
+        [(2, 1.0, None, 300), (4, 1.0, None, 480), (2, 3.0, None, 660), (2, 1.0, 900, 2820)],
+    )
+    def test_a_run_may_take_as_long_as_its_rounds_need(
+        self, tmp_path: Path, steps: int, block: float, period: int | None, seconds: int
+    ) -> None:
+        options = SubnetOptions(
+            tmp_path, outer_steps=steps, seconds_per_block=block, blocks_per_allreduce=period
+        )
+        assert options.longest == timedelta(seconds=seconds)
+
     def test_no_two_miners_share_data(self, tmp_path: Path) -> None:
         """Pages follow from uid + rank, so these sums must all differ."""
         plans = plan_neurons(SubnetOptions(folder=tmp_path, ranks=(4, 4, 4)), tmp_path)
