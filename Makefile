@@ -16,7 +16,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size house pm2 clean
+.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -59,8 +59,8 @@ build/torch-%/.made: | dev
 gpu:
 	@$(or $(wildcard $(PY)),python3) bench/gpu.py $(ARGS)
 
-size house: dev
-	@$(PY) -m bench.house $(ARGS)
+size: dev
+	@$(PY) -m bench.size $(ARGS)
 
 lint: lint-ruff lint-mypy lint-imports lint-prose
 

@@ -12,18 +12,18 @@ by the public miner's, into a bucket of its own. So two ways are compared on the
 
 A validator looks every ``--look`` blocks, by the product's one evaluator: repository, freshness,
 assigned and random text. It begins half a period after the start: before, nobody could have
-uploaded anything, which on the public network was so once. Then, for each contender and miner, a
-field is scored in which this miner mines the contender's way and all others the public way, and one
-in which all others mine our way; Plackett-Luce, the moving average and the totals are the product's
+uploaded anything, which on the public network was so once. Two fields are scored for each contender
+and miner. In both this miner mines the contender's way. In one all others mine the public way, in
+the other our way. Plackett-Luce, the moving average and the totals are the product's
 score board.
 
 ``share``: of the train score, as a ratio to what the same miner gets when everybody mines the same
-way; it cannot be above the number of miners. Time is simulated (a step takes 60 s, an upload 300 s,
-400 blocks between rounds), so nothing here races for this machine's cores, and one contender's
-inner step is as long as another's: that the public miner reduces at each micro-batch, and so steps
-more slowly, is in none of these figures (``bench/inner_step.py`` has it). A subnet of real
-processes is no option here: its miners would share two cores, and whose process ran when would
-decide who trains more.
+way; it cannot be above the number of miners. Time is simulated: a step takes 60 s, an upload 300 s,
+and 400 blocks lie between rounds. So nothing here races for this machine's cores, and one
+contender's inner step is as long as another's. The public miner reduces at each micro-batch and so
+steps more slowly; ``bench.inner_step`` measures that, and none of these figures holds it. A
+subnet of real processes is no option here: its miners would share two cores, and whose process ran
+when would decide who trains more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a validator's looks come to: fields of miners, their shares and totals, a table.
+"""Compute what a validator's looks come to: fields of miners, their shares and totals, a table.
 
 A field is made for each contender and each miner: this miner mines the contender's way, all others
 the ``base`` way. Ratings need some tens of passes to settle, so the looks are repeated.
@@ -19,7 +19,7 @@ UPDATES = 60  # of the ratings, at least
 
 @dataclass(frozen=True)
 class Look:
-    """What a validator made of one upload: (loss before, after) on random and assigned text."""
+    """Hold a judgement of one upload: (loss before, after) on random and assigned text."""
 
     valid: bool
     random: tuple[float, float] = RESET

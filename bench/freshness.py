@@ -1,4 +1,4 @@
-"""How much of a validator's time finds an upload that it can score: ours against the public way.
+"""Measure how much of a validator's time finds an upload to score: ours against the public way.
 
     python -m bench.freshness [--rounds 10] [--pause 300] [--late 0 120 600] [--seed 1]
 
@@ -9,10 +9,9 @@ of the outer step that is judged now, its newest listed block at most half the b
 rounds old, its file at most 4800 s. No model is trained; an hour takes milliseconds.
 
 Files are written before they are sent, and ours wait for the gradient check, which goes on in a
-round. What differs between the two is their decision and four facts of the public code: it
-publishes every fifth inner step that finds the last upload done, and inner step 0, a round kills an
-upload under way instead of pausing it, and it fetches a block when it needs one instead of some
-seconds before.
+round. The two differ in their decision and in four facts of the public code. It publishes every
+fifth inner step that finds the last upload done. It publishes inner step 0. A round kills an upload
+under way instead of pausing it. It fetches a block when it needs it, not before.
 
 *best*: what no schedule can beat that sends as ours does, found by looking back, with every call
 known.
@@ -83,7 +82,7 @@ ROWS = (
 
 @dataclass
 class File:
-    """What a publication put into ``epoch-N``."""
+    """Hold what an upload put into ``epoch-N``."""
 
     outer_step: int
     inner_step: int

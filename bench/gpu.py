@@ -262,7 +262,7 @@ def _cell(result: Mapping[str, Any] | None) -> str:
 
 
 def section(document: str) -> str:
-    """What stands between the marks of docs/performance.md."""
+    """Return what stands between the marks of docs/performance.md."""
     return document.split(BEGIN, 1)[1].split(END, 1)[0].strip()
 
 

@@ -1,4 +1,4 @@
-"""What one micro-batch of a model asks of a GPU, counted without one; for ``bench/gpu_plan.py``.
+"""Count what one micro-batch of a model asks of a GPU, without one; for ``bench.gpu_plan``.
 
 Model and loss run on the meta device, where tensors have shapes and no values, the decoder layers
 through torch.compile's own partitioner. So recomputation, also that of a memory budget, is what a
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
 
 
 def kernels(operations: Sequence[Operation], *, fuse: bool) -> list[Kernel]:
-    """What a GPU would launch; ``fuse``: everything between two products into as few as possible"""
+    """Return what a GPU would launch; ``fuse``: all between two products into as few as possible"""
     last_read = {key: i for i, each in enumerate(operations) for key in each.reads}
     found, start = [], 0
     for end in range(1, len(operations) + 1):

@@ -44,7 +44,7 @@ UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network
 
 
 class Bench:
-    """Where a part runs, and its results: ``path`` is written after each row."""
+    """Know where a part runs, and keep its results: ``path`` is written after each row."""
 
     def __init__(self, path: Path, device: torch.device, *, quick: bool) -> None:
         self.path, self.device, self.quick = path, device, quick
@@ -185,7 +185,7 @@ def largest_micro_batch(model: dict[str, Any], device_bytes: int, *, share: floa
 
 
 def checks(bench: Bench) -> None:
-    """What tests marked ``cuda`` check, without pytest."""
+    """Run what tests marked ``cuda`` check, without pytest."""
     from tests.tools import cuda_checks
 
     failed, wanted = 0, cuda_checks.CHECKS[:: 5 if bench.quick else 1]

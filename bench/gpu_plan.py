@@ -61,7 +61,7 @@ CARDS = (
 
 @dataclass(frozen=True)
 class Case:
-    """How a step is carried out. ``micro_batch`` 0: as ``auto`` finds it."""
+    """Say how a step is carried out. ``micro_batch`` 0: as ``auto`` finds it."""
 
     model: str
     card: Card

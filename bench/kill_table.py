@@ -14,9 +14,9 @@ again, as pm2 would. Phases are seen from outside:
     snapshot      a snapshot's files are being written
     upload        the uploader has them, and has not reported
 
-The table tells for each cell how long until the log told of it, until the next inner step
-(of a miner whose ranks start again, the first after that start), and how many outer steps on the
-one came that everybody took. It ends as ``bench/kills.py`` does: weights, memory, files.
+The table tells for each cell how long until the log told of it, and until the next inner step: of a
+miner whose ranks start again, the first after that start. It also tells how many outer steps later
+everybody took one. It ends as ``bench.kills`` does: weights, memory, files.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Cell:
 
 @dataclass
 class Watch:
-    """What tells a miner's phase from outside."""
+    """Tell a miner's phase from outside."""
 
     miner: Neuron
     cell: Cell
@@ -97,7 +97,7 @@ class Watch:
                 return self._events() and self._publishing()
 
     def _events(self) -> bool:
-        """Read them anew from time to time; True when there are any."""
+        """Read them again from time to time; True when there are any."""
         now = time.monotonic()
         if now - self._read_at > _EVENTS_EVERY:
             self._read_at = now
@@ -124,7 +124,7 @@ class Watch:
         return all((folder / f"rank-{rank}.done.json").exists() for rank in range(ranks))
 
     def _checkpointed(self) -> bool:
-        """Whether a complete checkpoint of the present outer step is there."""
+        """Return whether a complete checkpoint of the present outer step is there."""
         for path in (self.miner.plan.folder / "checkpoints").glob("checkpoint-*"):
             manifests = [
                 read_json_object(path / f"rank-{rank}.json")

@@ -7,9 +7,9 @@
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
 gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
-launcher that ends is started again, as pm2 would. Then the killing stops, and the run is good when
-everybody takes the next outer step, all peers hold the same weights after it, memory, threads,
-descriptors and files are what they were after the first outer step, and the stop leaves nothing.
+launcher that ends is started again, as pm2 would. Then the killing stops. The run is good when
+everybody takes the next outer step, all peers hold the same weights after it, and the stop leaves
+nothing. Memory, threads, descriptors and files must be what they were after the first outer step.
 
 The table tells for each kill the phase it came in, how long until the miner's log told it, and how
 long until the next inner step: of a miner whose ranks start again, the first after that start.
@@ -217,7 +217,7 @@ class Usage:
     megabytes: float = 0  # a page that n processes share counts 1/n in each
 
     def grown(self, before: Usage) -> list[str]:
-        """What is more than after the first outer step, beyond what two moments differ by."""
+        """Return what grew since the first outer step, beyond what two moments differ by."""
         allowed = {
             "processes": before.processes,
             "threads": before.threads + 8,  # those of a publication or a fetch come and go

@@ -14,10 +14,10 @@ Node 1 is a network namespace of its own, joined by a bridge to the machine of e
 With ``--nnodes 1:2`` node 1 comes back only once node 0 trains alone, and is then taken in.
 
 The phases are those of ``bench.kill_table``, as seen on node 0. The table tells for each cell
-how long until the first inner step of ranks that were started after it, counted from the death, of
-node 0 from its new start; and how many rounds on the one came that everybody took. After it the two
-nodes must have equal weights, to the bit, both miners those that the validator published, and the
-next publication must succeed.
+how long until the first inner step of ranks that were started after it. It counts from the death,
+for node 0 from its new start. It also tells how many rounds later everybody took one. After it
+the two nodes must have equal weights, to the bit, both miners those that the validator published,
+and the next publication must succeed.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _bring_back(subnet: TwoNodes, way: str) -> None:
 
 
 class _Log:
-    """What a miner's log says from here on."""
+    """Read what a miner's log says from here on."""
 
     def __init__(self, miner: Neuron) -> None:
         self._path = miner.child.log

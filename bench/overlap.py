@@ -1,4 +1,4 @@
-"""Whether inner steps that go on while the swarm averages lower the loss.
+"""Measure whether inner steps that go on while the swarm averages lower the loss.
 
     python -m bench.overlap                          three seeds, two at a time
     python -m bench.overlap --during 8               a longer average

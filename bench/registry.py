@@ -1,4 +1,4 @@
-"""What a registry costs when many miners poll it, and how that grows.
+"""Measure what a registry costs when many miners poll it, and how that grows.
 
     python -m bench.registry                              about 3 minutes
     python -m bench.registry --pollers 100 --seconds 8    a quick look
@@ -155,7 +155,7 @@ class Poller:
 
 
 def _known(body: bytes) -> State:
-    """What a poller remembers; its own work for the rows is not this bench's."""
+    """Return what a poller remembers; its own work for the rows is not this bench's."""
     return State(**json.loads(body.partition(b', "rows"')[0].rstrip(b"}") + b"}"))
 
 
@@ -172,7 +172,7 @@ async def write(chain: RegistryChain, uids: int, stop: float) -> None:
 
 
 def serve(folder: Path, count: int, seconds: float, **poller: bool) -> tuple[Measured, float]:
-    """What ``count`` pollers measured, and the registry's share of one core."""
+    """Return what ``count`` pollers measured, and the registry's share of one core."""
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--folder", str(folder))
     command = [sys.executable, "-m", "distributed_training.registry", "serve", *flags]

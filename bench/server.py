@@ -3,7 +3,7 @@
     python -m bench.server                                                 about ten minutes
     python -m bench.server --seconds 3 --block 1 --attacks chunks forged   a quick look
 
-For each attack of ``bench/strangers.py``: a validator that is known calls IsAlive 20 times a second
+For each attack of ``bench/outsiders.py``: a validator that is known calls IsAlive 20 times a second
 (p99, goal 50 ms; failures, goal none), the training's step time as a ratio to the same steps
 without the attack (goal 1.05), growth of this process's memory. Windows with and without the attack
 alternate; a ratio is the median of those of neighbouring windows' median steps. On a machine that
@@ -153,7 +153,7 @@ class Pair:
 
 
 class Attacks:
-    """The server and the training on the first core, strangers and the validator on the others."""
+    """The server and the training on the first core, outsiders and the validator on the others."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -245,7 +245,7 @@ def cpu_seconds() -> float:
 
 
 def core_seconds(core: int) -> float:
-    """What all processes and the kernel have taken of a core (proc(5): user, nice, system, irq,
+    """Return what processes and the kernel have taken of a core (proc(5): user, nice, system, irq,
     softirq, steal)."""
     fields = next(
         line.split()
@@ -262,7 +262,7 @@ def ratio(pairs: Sequence[Pair]) -> float:
 
 
 def ratio_by_cpu(pairs: Sequence[Pair]) -> float:
-    """What a step would take more if nothing but server and training were on the core."""
+    """Return what a step would take more if nothing but server and training were on the core."""
     quiet, attacked = (
         statistics.mean(window.cpu for window in windows)
         for windows in zip(*((pair.quiet, pair.attacked) for pair in pairs), strict=True)

@@ -1,4 +1,4 @@
-"""How long a start takes: ``make run`` to the first inner step, ``kill -9`` to the next one.
+"""Time a start: ``make run`` to the first inner step, ``kill -9`` to the next one.
 
     python -m bench.start                        about 2 minutes at rest
     python -m bench.start --ranks 2,1 --kills 3

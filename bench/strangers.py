@@ -1,8 +1,8 @@
-"""What strangers send to the signed server: the senders of ``bench/server.py``.
+"""Send what unknown callers may send to the signed server; for ``bench.server``.
 
 Traffic goes to 127.0.0.0/8 only and ends with the bench. Each sender is bounded in rate and in
 connections and never waits for an answer, so that what is offered does not depend on how the server
-takes it. Strangers come from other loopback addresses than the validator, as they would on a
+takes it. Outsiders come from other loopback addresses than the validator, as they would on a
 network; each block of the measurement brings new ones, who are not yet known for what they are.
 """
 

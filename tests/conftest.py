@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Set up what holds for every test."""
 
 from __future__ import annotations
 

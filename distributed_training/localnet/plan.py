@@ -37,7 +37,7 @@ class SubnetOptions:
 
     @property
     def longest(self) -> timedelta:
-        """How long a run may take: two minutes, and half as long again as its round periods."""
+        """The longest time of a run: two minutes, and half as long again as its round periods."""
         blocks = self.blocks_per_allreduce or int(PRESETS["local"]["neuron.blocks_per_allreduce"])
         return timedelta(seconds=120 + 1.5 * self.outer_steps * blocks * self.seconds_per_block)
 

@@ -1,4 +1,4 @@
-"""What every chain does: memory, registry over HTTP, Subtensor through the SDK's own seam."""
+"""Test what every chain does: memory, registry over HTTP, Subtensor through the SDK's own seam."""
 
 from __future__ import annotations
 

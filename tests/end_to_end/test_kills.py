@@ -1,4 +1,4 @@
-"""``kill -9`` of processes of running miners: told at once, mended, everybody in the next round.
+"""``kill -9`` of processes of running miners: told at once, repaired, everybody in the next round.
 
 The short one kills two in a row. The long ones are a rank that is stopped, ``bench/kills.py`` for
 six minutes, and the table of ``bench/kill_table.py``: every kind of process in every phase.

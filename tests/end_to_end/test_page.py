@@ -380,7 +380,7 @@ def test_it_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
 
 
 def focused(browser: Any) -> str:
-    """The text of what has the focus, in one script: the page may draw it anew in between."""
+    """The text of what has the focus, in one script: the page may draw it again in between."""
     return str(browser.execute_script("return document.activeElement.innerText"))
 
 

@@ -1,4 +1,4 @@
-"""A founder and three joiners in places of their own, under kills of every process, and a stranger.
+"""A founder and three joiners in places of their own, under kills of every process, and a outsider.
 
 ``DT_SITES_STEPS`` (12): outer steps that they take together. ``DT_SITES_SEED``: of the kills;
 "none" for no kills. Three steps without kills take seven minutes, twelve with them half an hour.
@@ -67,7 +67,7 @@ def addresses(machine: Machine) -> list[str]:
 
 @dataclass
 class Standing:
-    """What the validator's ledger may not lose: uids, ratings, and successful rounds."""
+    """Hold what the validator's ledger may not lose: uids, ratings, and successful rounds."""
 
     path: Path
     rounds: int = 0
@@ -126,7 +126,7 @@ class Run:
         return all(step in outer_steps(folder) for folder in self.folders.values())
 
     def settled(self, step: int) -> bool:
-        """Whether all miners train from the weights that the validator published."""
+        """Return whether all miners train from the weights that the validator published."""
         miners = [NeuronState(self.folders[who]).catch_up() for who in JOINERS]
         for miner in miners:
             miner.close()
@@ -139,7 +139,7 @@ class Run:
         yield from ((kind, who) for kind in MINER_KINDS for who in JOINERS)
 
     def kill(self, kind: str, whose: str, chosen: random.Random) -> bool:
-        """Whether there was such a process."""
+        """Return whether there was such a process."""
         there: list[psutil.Process] = []
         with suppress(psutil.Error):
             there = self.running(kind, whose)
@@ -253,7 +253,7 @@ def come_uninvited(network: Founded) -> Program:
 
 
 def knock(network: Founded, url: str) -> None:
-    """Ask registry and miners for what only members get, with the stranger's signature."""
+    """Ask registry and miners for what only members get, with the outsider's signature."""
     machine = network.machines["stranger"]
     wallets = network.folder / "stranger" / ".bittensor" / "wallets"
     wallet = load_wallet(ChainSettings(wallet_path=str(wallets)))
@@ -282,7 +282,7 @@ def knock(network: Founded, url: str) -> None:
 
 
 def got_nothing(run: Run, stranger: Program) -> None:
-    """No group of the stranger's peer, which was in the DHT, and its id in no round's group."""
+    """No group of the outsider's peer, which was in the DHT, and its id in no round's group."""
     peer_id = re.findall("^peer (.+)", stranger.said, re.M)[0]
     known = [int(n) for n in re.findall(r"^alone, (\d+) peers", stranger.said, re.M)]
     print(f"the stranger looked for a group {len(known)} times and saw up to {max(known)} peers")

@@ -1,4 +1,4 @@
-"""Floods at the signed server: who is shut out, who is served, what is kept of strangers."""
+"""Floods at the signed server: who is shut out, who is served, what is kept of outsiders."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_flood_from_everywhere_leaves_validators_in(monkeypatch) -> None:
 
 
 def flood(made: World) -> None:
-    """Strangers use up what they share."""
+    """Outsiders use up what they share."""
     numbers = iter(range(10_000))
     wait_for(
         lambda: (

@@ -1,4 +1,4 @@
-"""What strangers send to the signed server: no event, no 5xx and no held connection comes of it."""
+"""Test that hostile calls to the signed server cause no event, no 5xx and no held connection."""
 
 from __future__ import annotations
 
@@ -323,7 +323,7 @@ FUZZ = settings(
     body=st.binary(max_size=200),
 )
 def test_fuzzed_headers(fuzzed: World, changes, scheme: str, body: bytes) -> None:
-    """A stranger's signature under a validator's name, then headers changed at random."""
+    """A outsider's signature under a validator's name, then headers changed at random."""
     headers: dict[str, str] = {}
     if scheme != "none":
         headers = sign(scheme, STRANGER, "/AllReduce", body)
@@ -359,7 +359,7 @@ def test_fuzzed_bytes(fuzzed: World, raw: bytes) -> None:
     route=st.sampled_from(["/IsAlive", "/AllReduce"]),
 )
 def test_fuzzed_bodies_of_a_validator(fuzzed: World, body: bytes, route: str) -> None:
-    """Signed by whom it says; whatever the body holds, the event is within bounds."""
+    """Signed by its sender; whatever the body holds, the event is within bounds."""
     answer = send(fuzzed, request(route, sign("btauth", VALIDATOR, route, body), body))
     assert status(answer) in (200, 400), answer
     while fuzzed.events:

@@ -1,4 +1,4 @@
-"""What may happen to an upload: cut, refused, paused, damaged. The object ends up whole, or a line
+"""Test uploads that are cut, refused, paused or damaged. The object ends up whole, or a line
 says why not. The real server, with a proxy before it that enforces R2's rules."""
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def trio(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[HivemindSwar
 
 
 def in_transfer(swarms: list[HivemindSwarm]) -> Callable[[], bool]:
-    """Whether a value at one end of some peer's tensors is an average already."""
+    """Return whether a value at one end of some peer's tensors is an average already."""
     ends = [(s.buffers[i], i + 0.0) for s in swarms for i in (0, -1)]
     before = [float(buffer.view(-1)[-1 if i else 0]) for buffer, i in ends]
 

@@ -1,4 +1,4 @@
-"""A process of the swarm is killed or hangs: noticed, told in a line, mended before the next round.
+"""A process of the swarm is killed or hangs: noticed, logged, repaired before the next round.
 
 And many rounds in a row leave nothing behind: no files, descriptors, threads, processes.
 """

@@ -1,4 +1,4 @@
-"""What the fork server imports leaves it fit to be forked."""
+"""Test that what the fork server imports leaves it fit to be forked."""
 
 from __future__ import annotations
 

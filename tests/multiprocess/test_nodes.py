@@ -170,7 +170,7 @@ def two(nodes: Nodes) -> Iterator[Callable[..., list[Node]]]:
 
 
 def _flags_of_the_guide() -> list[dict[str, str]]:
-    """What docs/several-machines.md has people type on each node."""
+    """Return what docs/several-machines.md has people type on each node."""
     page = (ROOT / "docs" / "several-machines.md").read_text()
     found = [line.split() for line in page.splitlines() if line.startswith("python neurons/miner")]
     return [
@@ -245,7 +245,7 @@ def _all_ended_well(nodes: list[Node], *, steps: int) -> None:
 
 
 class Again:
-    """How soon training goes on. Within 60 s, or about the time that a busy machine took for the
+    """Time until training goes on: within 60 s, or about the time that a busy machine took for the
     first start: a node that comes back imports everything once more."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ def test_the_rest_goes_on_and_takes_the_node_in_again(
 
 @pytest.mark.long
 def test_three_launchers_go_on_without_one_and_take_it_in_again(nodes: Nodes) -> None:
-    """``--nnodes 2:3``: the two that are left connect to each other anew, and so do all three."""
+    """``--nnodes 2:3``: the two that are left connect to each other again, and so do all three."""
     endpoint = f"127.0.0.1:{free_ports(1)[0]}"
     own = {"nnodes": "2:3", "node_wait": "5", "rdzv_endpoint": endpoint, "nproc_per_node": "1"}
     three = [nodes(f"node{i}", node_rank=str(i), **own) for i in range(3)]
@@ -422,7 +422,7 @@ def test_a_node_without_its_checkpoints_has_the_state_from_node_0(
 def test_with_a_copy_on_each_node_neither_disk_is_needed(
     two: Callable[..., list[Node]], nodes: Nodes
 ) -> None:
-    """Each node has a copy over two ranks. Nothing is held back for previews: a new disk has no
+    """Each node has a copy over two ranks. Nothing is kept for previews: a new disk has no
     such sequences, and others are taken."""
     plain = {"neuron.preview_sequences": "0"}
     pair = two(**plain, nproc_per_node="2")

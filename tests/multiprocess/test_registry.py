@@ -288,7 +288,7 @@ def test_another_registry_is_not_believed(
 
 
 class TestKept:
-    """What a kill, a restart, a backup or a clock must not take."""
+    """Test what a kill, a restart, a backup or a clock must not take."""
 
     @pytest.mark.slow
     def test_a_kill_loses_no_acknowledged_write(self, tmp_path: Path) -> None:
@@ -618,7 +618,7 @@ class TestConnections:
         with RegistryServer(tmp_path, limits=limits) as server, ExitStack() as stack:
 
             def ask(line: socket.socket, version: str = "1.1", more: str = "") -> bool:
-                """Whether it may be used again."""
+                """Return whether it may be used again."""
                 line.sendall(f"GET /health HTTP/{version}\r\nhost: x\r\n{more}\r\n".encode())
                 answer = line.recv(4096)
                 assert answer.startswith(b"HTTP/1.1 200 OK\r\n")

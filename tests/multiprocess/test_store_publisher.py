@@ -97,7 +97,7 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
 def test_an_outage_does_not_fill_the_disk_with_snapshots(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
-    """What was not published is not kept, or the disk check would block every later snapshot."""
+    """Snapshots not uploaded are not kept, or the disk check would block every later one."""
     settings = settings_for(server)
     store = new_bucket(server, settings)
     store._client.delete_bucket(Bucket=store.bucket)

@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_peers_average_in_half_precision_and_with_one_that_does_not(tmp_path: Path) -> None:
-    """What travels says how it is compressed."""
+    """Each message names its compression."""
     generator = torch.Generator().manual_seed(3)
     swarms: list[HivemindSwarm] = []
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a peer of the swarm promises, with real hivemind peers over loopback."""
+"""Test what a peer of the swarm promises, with real hivemind peers over loopback."""
 
 from __future__ import annotations
 

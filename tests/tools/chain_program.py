@@ -1,4 +1,4 @@
-"""A registry as a program of its own, open to all, founded by the master or whom ``master`` is."""
+"""A registry as a program of its own, open to all, founded by ``master`` or the usual one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chain_program(
 
 
 def url_of(process: subprocess.Popen[str]) -> str:
-    """Where it serves, once it does."""
+    """Return the address of a program that serves, once it does."""
     assert process.stdout is not None
     url = ""
     for line in process.stdout:

@@ -1,6 +1,6 @@
 """Signed requests of both schemes as bytes on disk, each with what must become of it.
 
-    python -m tests.tools.chain_vectors        # sign them anew (signatures are randomized)
+    python -m tests.tools.chain_vectors        # sign them again (signatures are randomized)
 
 ``now`` is the server's clock. Whatever the code that signs or verifies turns into, these requests
 were signed by bittensor 11.3 (btauth) and from the facts page (legacy), and their fate is the same.

@@ -1,4 +1,4 @@
-"""What the chain room's tests share: development keys, requests of both schemes, a poll helper."""
+"""Share among the tests of the chain: development keys, requests of both schemes, a poll helper."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold of every path that only a GPU takes; ``tests/unit/test_cuda.py`` runs them there.
+"""Check every path that only a GPU takes; ``tests/unit/test_cuda.py`` runs the checks there.
 
 Plain functions of a device and an empty folder, without pytest, so that bench/gpu.py can run them
 on a machine that has torch and little else. On a CPU the same code takes the CPU's paths.
@@ -64,7 +64,7 @@ def close(one: list[float], two: list[float], atol: float) -> None:
 
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
-    """What makes the host wait for the GPU is an error."""
+    """Make a wait of the host for the GPU an error."""
     if device.type == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:

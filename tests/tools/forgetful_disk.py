@@ -20,7 +20,7 @@ Tree = dict[str, "Tree | bytes"]  # a folder: its entries
 
 @dataclass
 class ForgetfulDisk:
-    """What of ``root`` is on the disk for certain, by POSIX: a file's bytes once it was synced, a
+    """Track which of ``root`` is surely on the disk, by POSIX: a file's bytes once it was synced, a
     folder's entries once the folder was.
 
     Each of ``losses`` is one way in which the disk may come back, each of ``at_end`` one after the

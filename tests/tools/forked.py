@@ -49,7 +49,7 @@ def prepare() -> None:
 class Program:
     """``script`` with ``arguments``, as ``python script`` would run it, in a session of its own.
 
-    ``environ``: besides this process's. ``log``: takes all that it writes; its standard error
+    ``environ``: added to this process's. ``log``: takes all that it writes; its standard error
     goes to ``errors``, if that is given. ``folder``: that it runs in.
     """
 

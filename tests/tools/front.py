@@ -1,4 +1,4 @@
-"""What a founder has in front of services on loopback: ``front.py CERTIFICATE IP:PORT=LOCAL...``.
+"""Stand in front of a founder's services on loopback: ``front.py CERTIFICATE IP:PORT=LOCAL...``.
 
 Whoever connects to IP:PORT is passed on to port LOCAL; the last way speaks TLS, as the Caddy of
 ``ops/Caddyfile`` does for the registry.

@@ -14,7 +14,7 @@ from distributed_training.protocol.payload import GradientMetadata
 def build_payload(
     codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]], metadata: GradientMetadata
 ) -> dict[str, Any]:
-    """What ``torch.save`` is to write. ``codes``: parameter name -> (idxs, vals)."""
+    """Return what ``torch.save`` is to write. ``codes``: parameter name -> (idxs, vals)."""
     payload: dict[str, Any] = {"metadata": asdict(metadata)}
     for name, (idxs, vals) in codes.items():
         # A copy: of a view the file would hold the whole storage.

@@ -1,4 +1,4 @@
-"""Files of this project as a stranger, a crash or a bad disk leaves them, and who reads them.
+"""Files of this project as a outsider, a crash or a bad disk leaves them, and who reads them.
 
 :data:`READERS` names every reader of a file that others write or that a kill may damage. Each is
 called with a path; it may raise what it promises (``refuses``) and nothing else.
@@ -102,7 +102,7 @@ def _done(path: Path) -> Any:
 
 
 def _journal(path: Path) -> Any:
-    """What a start of the uploader does with it."""
+    """Return what a start of the uploader does with it."""
     from distributed_training.config.settings import StoreSettings
     from distributed_training.store.uploader import Start
     from distributed_training.store.uploader_process import UploadLoop
@@ -509,7 +509,7 @@ def _with_table(data: bytes, table: bytes, place: int) -> bytes:
 
 
 def outcome(reader: Reader, path: Path) -> str:
-    """What the start makes of the file: "read", or the text of a refusal. Raises what no reader
+    """Return what the start makes of it: "read", or the text of a refusal. Raises what no reader
     may raise."""
     try:
         reader.read(path)

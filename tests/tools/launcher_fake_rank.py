@@ -1,4 +1,4 @@
-"""What a rank does towards the launcher, without training. FAKE_MODE picks what goes wrong."""
+"""Act as a rank towards the launcher, without training. FAKE_MODE picks what goes wrong."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Machines of one test: network namespaces joined by a bridge, each with one address.
 
-:func:`machines` are beside each other. :func:`sites` are founder, joiners and a stranger of one
+:func:`machines` are beside each other. :func:`sites` are founder, joiners and a outsider of one
 network, each at a place of another kind.
 """
 
@@ -20,7 +20,7 @@ _QUEUE = "100ms"  # before a network link; packets that would wait longer are lo
 
 
 class Machine:
-    """One namespace. ``address`` is that of its only interface besides loopback."""
+    """One namespace. ``address`` is that of its only interface but loopback."""
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
@@ -35,7 +35,7 @@ class Machine:
         return inside(self.name)
 
     def unplug(self) -> None:
-        """What it sends and what is sent to it is lost from here on, without a word."""
+        """Lose all that it sends and is sent from here on, without a word."""
         ip("-n", self.name, "link", "set", "eth0", "down")
 
     def plug(self) -> None:

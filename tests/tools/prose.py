@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-CODE = ("distributed_training", "extras", "neurons", "scripts")
+CODE = ("distributed_training", "extras", "neurons", "scripts", "bench", "tests")
 DOCUMENTS = ("*.md", "docs/*.md", "ops/*.md")
 LONGEST = 30  # words of a sentence; a colon or semicolon ends it too
 OPENING = re.compile(r"(What|Who|Whom|Whose|Where|Whether|Which|How|Why)\b")

@@ -1,4 +1,4 @@
-"""What tests do to a local subnet that runs."""
+"""Act on a local subnet that runs."""
 
 from __future__ import annotations
 

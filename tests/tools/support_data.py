@@ -21,7 +21,7 @@ DATASET = "some/dataset"
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to one request instead of a good answer.
+    """Name what happens to one request instead of a good answer.
 
     ``status`` with ``retry_after``; or ``cut`` the body in the middle; or ``drip`` it out over so
     many seconds; or send ``body`` as it is; or ``hang`` up without an answer.

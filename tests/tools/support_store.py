@@ -1,4 +1,4 @@
-"""What the store's tests share: a server, buckets, snapshots."""
+"""Share among the store's tests: a server, buckets, snapshots."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def publish(
     journal: Path,
     revision: Revision = Revision(RUN, 4, 10),
 ) -> PublicationReport:
-    """What ``folder`` holds as ``revision``, by the instance "me" from a journal at ``journal``."""
+    """Upload ``folder`` as ``revision``, by the instance "me" from a journal at ``journal``."""
     publication = Publication(store, Journal(journal), settings, "me")
     return publication.run(Submission(folder, revision, 1, PEER_ID))
 

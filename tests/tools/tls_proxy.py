@@ -95,7 +95,7 @@ def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _shakes_hands(port: int, authority: Path) -> bool:
-    """Whether there is a certificate already: it is made after the port is open."""
+    """Return whether there is a certificate already: it is made after the port is open."""
     context = ssl.create_default_context(cafile=str(authority))
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as raw:
         context.wrap_socket(raw, server_hostname="localhost").close()

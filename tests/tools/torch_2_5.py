@@ -1,8 +1,8 @@
 """Reads a file as torch 2.5.1 does with ``weights_only`` and the public validators' allow-list.
 
-Facts from that version's ``_weights_only_unpickler.py``: which names a file may use, which pickle
-operations it knows, and that an object of an allow-listed class gets its state as ``__dict__``
-unless the class has ``__setstate__`` (DeviceMesh, DTensorSpec and Shard have none there).
+Facts from that version's ``_weights_only_unpickler.py``: which names a file may use, and which
+pickle operations it knows. An object of an allow-listed class gets its state as ``__dict__`` unless
+the class has ``__setstate__`` (DeviceMesh, DTensorSpec and Shard have none there).
 """
 
 from __future__ import annotations

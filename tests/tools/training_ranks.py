@@ -250,7 +250,7 @@ def rebase(folder: Path) -> None:
 
 
 def preview(folder: Path) -> None:
-    """What is published is the best of what was tried, what it says is what applying the published
+    """Check that the best try is uploaded, and that its figures are those of applying the uploaded
     file gives, and it leaves no trace in training."""
     made, other = (
         trainer(rank=RANK, world_size=WORLD, preview_sequences=4 * WORLD - 1) for _ in range(2)

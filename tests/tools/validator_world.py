@@ -312,7 +312,7 @@ class TwinClient:
 
 
 class Events:
-    """What the validator wrote to its events file."""
+    """Hold what the validator wrote to its events file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

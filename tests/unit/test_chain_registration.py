@@ -1,4 +1,4 @@
-"""Whether a hotkey is still ours alone: deregistered, moved, mined twice, or merely reorganized."""
+"""Test whether a hotkey is still ours alone: deregistered, moved, mined twice, reorganized."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ class Fork:
         self._kept = dict(ledger.entries), dict(ledger.commitments), ledger.height
 
     def reorganize(self) -> None:
-        """What was written since is gone; other blocks stand in its place."""
+        """Drop what was written since; other blocks stand in its place."""
         entries, commitments, height = self._kept
         self._ledger.entries, self._ledger.commitments = dict(entries), dict(commitments)
         self._ledger.advance(height - 1 - self._ledger.height)

@@ -1,4 +1,4 @@
-"""Who may call the signed server, over HTTP, for both schemes."""
+"""Test who may call the signed server, over HTTP, for both schemes."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def test_a_round_that_is_not_due_is_the_masters_alone(
 
 
 def test_an_is_alive_turned_into_an_all_reduce_starts_nothing(server: World) -> None:
-    """What somebody between validator and miner can do: send the signed headers elsewhere."""
+    """Somebody between validator and miner may send the signed headers elsewhere."""
     server.due = False
     headers = sign("legacy", VALIDATOR, "/IsAlive", ALIVE)
     _refused(server, post(server, "/AllReduce", REDUCE, headers), 403, "not_due")

@@ -76,7 +76,7 @@ def refusal_or_config(kind: str, argv: list[str], environ: dict[str, str]) -> st
 
 
 def holds(setting: Setting, value: Any) -> bool:
-    """Whether ``value`` is one that ``setting`` declares; not by pydantic, which is on trial."""
+    """Return whether ``setting`` declares ``value``; not by pydantic, which is on trial."""
     if value is None:
         return setting.optional
     if isinstance(value, bool):
@@ -107,7 +107,7 @@ def assert_refused_or_right(setting: Setting, result: str | Config, source: str)
 
 
 def kind_of(setting: Setting) -> str:
-    """What reads it: of flags that differ only in their bounds, one is tried with everything."""
+    """Return its reader: of flags that differ only in bounds, one is tried with everything."""
     bare = re.sub(r"(ge|le)=[^)]*", "", repr(sorted(map(repr, setting.parts))))
     return f"{bare}, {setting.choices}, {setting.optional}"
 

@@ -1,4 +1,4 @@
-"""What comments cite exists."""
+"""Test that what comments and documents cite exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documents tell people to type exists, and their links lead somewhere."""
+"""Test that commands in the documents exist and that links lead somewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which block comes next: ahead of need, in order, and where it was after a restart."""
+"""Test which block comes next: ahead of need, in order, and where it was after a restart."""
 
 from __future__ import annotations
 

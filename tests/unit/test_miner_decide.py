@@ -333,7 +333,7 @@ def test_a_call_in_each_mode_starts_a_round_or_is_repeated_or_ignored() -> None:
 def test_a_start_from_the_disk_joins_no_round_before_the_bucket_was_seen(
     seen: int, mode: Mode, follows: tuple[Task, ...]
 ) -> None:
-    """What it holds may be of an outer step that is long over: it trains, and nothing else."""
+    """Its state may be of an outer step that is long over: it trains, and nothing else."""
     call = ev.AllReduceCalled(CALL, 1000.0)
     disk = state(Mode.AWAITING_GLOBAL, unseen=True, unpublished=True)
     assert decide(disk, call, RULES) == (disk, ())

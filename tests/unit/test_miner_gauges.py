@@ -1,4 +1,4 @@
-"""What is measured of the machine and of the validators' limits."""
+"""Test what is measured of the machine and of the validators' limits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_machine_is_measured_rank_by_rank(
 
 
 class Card:
-    """What a GPU tells: the second one cannot measure its power, the third fell off the bus."""
+    """Report as a GPU does: the second one cannot measure its power, the third fell off the bus."""
 
     def __init__(self, index: int) -> None:
         self.index = index

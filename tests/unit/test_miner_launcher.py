@@ -35,7 +35,7 @@ LONG = launcher.STEADY.total_seconds() + 5
 
 
 class Played:
-    """What comes of each start of the ranks, in order: after how many seconds, and how."""
+    """Hold what comes of each start of the ranks, in order: after how many seconds, and how."""
 
     def __init__(self) -> None:
         self.left: list[tuple[float, ExitStatus | str]] = []
@@ -329,7 +329,7 @@ def test_a_node_that_stays_wrong_ends_when_a_restart_or_update_of_all_is_over(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What it was refused for before ranks ran, or before node 0 was away, counts no more."""
+    """Refusals before ranks ran, or before node 0 was away, count no more."""
     wrong, away = Refusal("--neuron.seed is 9 on node 1", kind).error, ConfigError("not reached")
     limit = PATIENCE[kind].total_seconds()
     answers = [(0, wrong), (limit - 1, wrong), (1, None), (0, wrong), (limit - 1, wrong)]

@@ -1,4 +1,4 @@
-"""What a miner's own bucket tells it at a start, after a process that published before."""
+"""Test what a miner's own bucket tells it at a start, after a process that published before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a first start gets the inner optimizer from."""
+"""Test where a first start gets the inner optimizer from."""
 
 from __future__ import annotations
 

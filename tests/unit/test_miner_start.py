@@ -1,4 +1,4 @@
-"""What a start does when the global state cannot be had."""
+"""Test what a start does when the global state cannot be had."""
 
 from __future__ import annotations
 

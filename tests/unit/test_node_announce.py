@@ -1,4 +1,4 @@
-"""What a reorganization takes off the chain is put back by the miner itself."""
+"""Test that the miner puts back what a reorganization takes off the chain."""
 
 from __future__ import annotations
 

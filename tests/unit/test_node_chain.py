@@ -1,4 +1,4 @@
-"""How a node finds its place on the subnet."""
+"""Test how a node finds its place on the subnet."""
 
 from __future__ import annotations
 

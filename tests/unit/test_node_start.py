@@ -136,7 +136,7 @@ def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> None:
-    """``--neuron.run_folder $UNSET`` would begin anew in the default folder."""
+    """``--neuron.run_folder $UNSET`` would begin again in the default folder."""
     for flags in (["--neuron.run_folder", ""], ["--neuron.run_folder="]):
         config = load_config("miner", flags, environ={}, dotenv=None, check=False)
         (line,) = [line for line in problems(config) if "run_folder" in line]

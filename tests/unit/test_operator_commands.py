@@ -1,4 +1,4 @@
-"""What operators' commands say of what cannot work, at once and in one line."""
+"""Test what operators' commands say of what cannot work, at once and in one line."""
 
 from __future__ import annotations
 

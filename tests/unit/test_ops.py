@@ -1,4 +1,4 @@
-"""What operators' monitoring is given: every name exists, every alert fires when it should."""
+"""Test what operators' monitoring is given: every name exists, every alert fires when it should."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must not be lost outlives the loss of power at any moment."""
+"""Test that what must not be lost outlives the loss of power at any moment."""
 
 from __future__ import annotations
 

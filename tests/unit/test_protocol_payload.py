@@ -1,4 +1,4 @@
-"""gradients.pt: what we write others can read, and what strangers wrote is checked."""
+"""gradients.pt: what we write others can read, and what outsiders wrote is checked."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ esac
 
 
 def setup(folder: Path, *sets: str, **environ: str) -> list[str]:
-    """What pip was asked for, a line each."""
+    """Return what pip was asked for, a line each."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
     done = subprocess.run(

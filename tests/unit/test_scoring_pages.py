@@ -1,4 +1,4 @@
-"""Which text an upload is judged on."""
+"""Test which text an upload is judged on."""
 
 from __future__ import annotations
 

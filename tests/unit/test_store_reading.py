@@ -1,4 +1,4 @@
-"""What a peer published is read: whole, checked, bounded, also after an interruption."""
+"""Test that a peer's upload is read whole, checked and bounded, also after an interruption."""
 
 from __future__ import annotations
 

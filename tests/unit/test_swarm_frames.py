@@ -29,7 +29,7 @@ COMPRESSIONS = [wire.NONE, runtime_pb2.CompressionType.FLOAT16]
 
 
 def hiveminds(message: Any) -> bytes:
-    """What hivemind writes for a message."""
+    """Return what hivemind writes for a message."""
 
     class Writer:
         data = b""
@@ -56,7 +56,7 @@ def ramp(count: int) -> torch.Tensor:
 def received(
     data: bytes, act: Callable[[Stream], Coroutine[Any, Any, Any]], *, piece: int = 1 << 20
 ) -> Any:
-    """What ``act`` makes of a stream on which a peer sends ``data``, in pieces, and ends."""
+    """Return what ``act`` makes of a stream on which a peer sends ``data``, in pieces, and ends."""
 
     async def run() -> Any:
         ours, theirs = socket.socketpair()

@@ -26,7 +26,7 @@ NOBODY = "RuntimeError: failed to connect to bootstrap peers"
 
 
 class Host:
-    """What a HostProcess is to its keeper. ``outcome`` of the start: maddrs, or why it failed."""
+    """Act as a HostProcess for its keeper. ``outcome`` of the start: maddrs, or why it failed."""
 
     pid = 1
 

@@ -1,4 +1,4 @@
-"""How often a peer without a group asks the DHT for others."""
+"""Test how often a peer without a group asks the DHT for others."""
 
 from __future__ import annotations
 

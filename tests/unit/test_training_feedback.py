@@ -251,7 +251,7 @@ def test_a_preview_runs_on_as_many_sequences_whatever_the_ranks(
 
 
 def test_the_average_does_not_depend_on_what_is_published(tmp_path: Path) -> None:
-    """Where training happens, nothing is compressed or scaled."""
+    """Nothing is compressed or scaled where training happens."""
     sent: list[list[Tensor]] = []
     for changes in ({}, {"error_feedback": "upload", "step_length": "plain"}):
         made = trainer(**changes)

@@ -1,4 +1,4 @@
-"""What training does on a GPU, as far as a machine without one can tell: its code on the CPU."""
+"""Test what training does on a GPU, as far as a machine without one can: its code on the CPU."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def write(
 def test_of_a_storage_that_all_moments_share_each_reads_its_own_part(
     donor: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stranger's file of one storage would else be read whole for each moment."""
+    """A outsider's file of one storage would else be read whole for each moment."""
 
     def share(content: dict[str, Any]) -> None:
         state = content["optimizer_state_dict"]["state"]

@@ -775,7 +775,7 @@ def test_a_stop_gives_the_snapshot_up_before_its_checkpoint_waits_for_the_copies
 def test_a_snapshot_that_failed_holds_no_copies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chained: str
 ) -> None:
-    """What torch.save raises on a full disk has the disk's error as its context."""
+    """The error of torch.save on a full disk has the disk's error as its context."""
     made = trainer()
     train(made, 0, 1)
 

@@ -204,7 +204,7 @@ def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> Non
 
 
 def test_a_version_whose_tests_failed_is_tried_again_with_setup(machine: Machine) -> None:
-    """What was wrong may be how it was set up."""
+    """Its setup may have been wrong."""
     new = frozenset({"v2.new"})
     assert "its tests failed" in machine.refused("v2", more=new, tests="exit 1")
     folder = machine.updated("v2", setup=f"{SETUP}\ntouch again")

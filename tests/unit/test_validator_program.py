@@ -55,7 +55,7 @@ def root_logger() -> Any:
 
 
 class Outside:
-    """What ``parts.connect`` would bring in, as twins."""
+    """Bring in what ``parts.connect`` would bring in, as twins."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.world = World(tmp_path / "unused", settings())

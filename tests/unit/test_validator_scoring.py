@@ -1,4 +1,4 @@
-"""How the validator judges uploads: repository, resets, arithmetic, scores and weights."""
+"""Test how the validator judges uploads: repository, resets, arithmetic, scores and weights."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Count what a reader of this repository has to hold in mind. Run by `make size`.
 
-    python -m bench.house              # the working tree
-    python -m bench.house OTHER_TREE   # another checkout beside it, for before and after
+    python -m bench.size              # the working tree
+    python -m bench.size OTHER_TREE   # another checkout beside it, for before and after
 
 Lines of code leave out blanks, comments and docstrings. The goals are those the project set itself:
 fewer files and lines, more comments, and no denser code, which the medians show.
@@ -40,8 +40,8 @@ _SILENT = frozenset(
 
 
 @dataclass
-class House:
-    """What was counted in one tree."""
+class Tree:
+    """Hold what was counted in one tree."""
 
     code: Counter[str] = field(default_factory=Counter)  # lines of code by room
     files: dict[str, int] = field(default_factory=dict)  # lines of code by file
@@ -110,54 +110,54 @@ def _parameters(function: ast.FunctionDef) -> int:
     return len(arguments.posonlyargs + arguments.args + arguments.kwonlyargs) - 1  # without self
 
 
-def _scan(house: House, place: str, tree: ast.AST) -> None:
+def _scan(found: Tree, place: str, tree: ast.AST) -> None:
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            house.functions[f"{place}:{node.name}"] = _span(node)
+            found.functions[f"{place}:{node.name}"] = _span(node)
         elif isinstance(node, ast.ClassDef):
             name = f"{place}:{node.name}"
             for item in node.body:
                 if isinstance(item, ast.FunctionDef) and item.name == "__init__":
-                    house.constructors[name] = _parameters(item)
+                    found.constructors[name] = _parameters(item)
         elif isinstance(node, ast.ExceptHandler) and _is_broad(node):
-            house.broad.append(f"{place}:{node.lineno}")
+            found.broad.append(f"{place}:{node.lineno}")
 
 
-def _room(path: Path) -> str:
+def _package(path: Path) -> str:
     if path.parts[0] != "distributed_training":
         return path.parts[0]
     return path.parts[1] if len(path.parts) > 2 else "distributed_training"
 
 
-def measure(tree: Path) -> House:
+def measure(tree: Path) -> Tree:
     """Read every Python file of ``tree`` that is the project's. Raises SyntaxError, OSError."""
-    house = House()
+    found = Tree()
     for top in PRODUCT:
         for path in sorted((tree / top).rglob("*.py")):
             place = path.relative_to(tree)
             source = path.read_text()
             parsed = ast.parse(source)
             code, comments, docstrings = lines_of(source, parsed)
-            house.code[_room(place)] += len(code)
-            house.files[str(place)] = len(code)
-            house.comments += comments
-            house.docstrings += docstrings
+            found.code[_package(place)] += len(code)
+            found.files[str(place)] = len(code)
+            found.comments += comments
+            found.docstrings += docstrings
             lines = [line.strip() for line in source.splitlines()]
-            house.widths += [n for c in code if (n := len(lines[c - 1])) > _ANY_LINE]
-            _scan(house, str(place), parsed)
+            found.widths += [n for c in code if (n := len(lines[c - 1])) > _ANY_LINE]
+            _scan(found, str(place), parsed)
             for imported in _imports(parsed, place):
-                house.users.setdefault(imported, set()).add(str(place))
-            house.flags += _flags(parsed) if "config" in place.parts else 0
+                found.users.setdefault(imported, set()).add(str(place))
+            found.flags += _flags(parsed) if "config" in place.parts else 0
     for top in OTHERS:
         counts = [
             len(lines_of(source, ast.parse(source))[0])
             for path in sorted((tree / top).rglob("*.py"))
             if (source := path.read_text())
         ]
-        house.others[top] = (sum(counts), len(counts))
-    modules = {name.removesuffix(".py").replace("/", ".") for name in house.files}
-    house.users = {name: found for name, found in house.users.items() if name in modules}
-    return house
+        found.others[top] = (sum(counts), len(counts))
+    modules = {name.removesuffix(".py").replace("/", ".") for name in found.files}
+    found.users = {name: found for name, found in found.users.items() if name in modules}
+    return found
 
 
 def _imports(tree: ast.AST, place: Path) -> Iterator[str]:
@@ -197,32 +197,32 @@ class Row:
         )
 
 
-def rows(house: House) -> Iterator[Row]:
-    yield Row("lines of code", house.total, "<= 23000")
-    yield Row("files with code", sum(count > 0 for count in house.files.values()), "<= 140")
+def rows(found: Tree) -> Iterator[Row]:
+    yield Row("lines of code", found.total, "<= 23000")
+    yield Row("files with code", sum(count > 0 for count in found.files.values()), "<= 140")
     for top, goal in (
         ("extras", ""),
         ("tests", "<= 22000"),
         ("bench", "<= 3000"),
         ("examples", ""),
     ):
-        lines, files = house.others.get(top, (0, 0))
+        lines, files = found.others.get(top, (0, 0))
         yield Row(f"lines of {top}", lines, goal, f"{files} files")
-    yield Row("comments per 100 lines", round(100 * house.comments / house.total, 1), ">= 5")
-    yield Row("docstrings per 100 lines", round(100 * house.docstrings / house.total, 1))
-    single = [name for name, found in house.users.items() if len(found) == 1]
+    yield Row("comments per 100 lines", round(100 * found.comments / found.total, 1), ">= 5")
+    yield Row("docstrings per 100 lines", round(100 * found.docstrings / found.total, 1))
+    single = [name for name, found in found.users.items() if len(found) == 1]
     yield Row("modules with one user", len(single))
-    yield Row("flags shown", house.flags)
-    longest = max(house.functions, key=lambda name: house.functions[name])
-    yield Row("longest function, all lines", house.functions[longest], "<= 70", longest)
-    yield Row("median function, all lines", statistics.median(house.functions.values()))
-    yield Row("median line of code, characters", statistics.median(house.widths))
-    most = max(house.constructors, key=lambda name: house.constructors[name])
-    yield Row("parameters of a constructor", house.constructors[most], "<= 8", most)
-    yield Row("broad excepts", len(house.broad), "<= 12")
+    yield Row("flags shown", found.flags)
+    longest = max(found.functions, key=lambda name: found.functions[name])
+    yield Row("longest function, all lines", found.functions[longest], "<= 70", longest)
+    yield Row("median function, all lines", statistics.median(found.functions.values()))
+    yield Row("median line of code, characters", statistics.median(found.widths))
+    most = max(found.constructors, key=lambda name: found.constructors[name])
+    yield Row("parameters of a constructor", found.constructors[most], "<= 8", most)
+    yield Row("broad excepts", len(found.broad), "<= 12")
 
 
-def show(now: House, before: House | None) -> None:
+def show(now: Tree, before: Tree | None) -> None:
     table = Table("", "now", "goal", "where", title="The size of the code")
     if before is not None:
         table.add_column("before")
