@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -42,7 +42,7 @@ from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exi
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
 from distributed_training.telemetry.metrics import read_metrics
-from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.neuron_state import NeuronState, written_at
 
 APP = "distributed_training_miner"
 _ROUND_NEAR = timedelta(minutes=3)  # a round due so soon is waited for
@@ -112,10 +112,8 @@ class App:
         if self.config.nodes.leads:
             miner.poll()
             return bool(miner.steps) and (miner.steps[-1].time or 0.0) > since
-        with suppress(FileNotFoundError):  # a rank that ended meanwhile
-            ranks = miner.folder.glob("pids/rank-*.json")
-            return any(path.stat().st_mtime > since for path in ranks)
-        return False
+        ranks = miner.folder.glob("pids/rank-*.json")
+        return any((written_at(path) or 0.0) > since for path in ranks)
 
 
 def build_parser() -> Parser:

@@ -73,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             refresh=lambda s: view.update([n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
-            given = arguments.timeout
-            limit = timedelta(seconds=given) if given else options.longest
+            limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
             failure = _run(subnet, view, signals, limit, arguments)
     except ConfigError as error:
         return exit_with(error)

@@ -114,7 +114,7 @@ class Ledger:
                     yield
                     self._score()
                     self.version += 1
-            except BaseException:
+            except BaseException:  # Ctrl-C too: half a change must not be served
                 vars(self).update(before)
                 raise
             finally:

@@ -199,7 +199,7 @@ class Registry(Ledger):
         try:
             self._db = _open(folder / FILE)
             self._begin()
-        except BaseException:
+        except BaseException:  # Ctrl-C too: the lock would keep the next start out
             self._lock_file.close()
             raise
 
@@ -301,7 +301,7 @@ class Registry(Ledger):
             changed = {uid: part for uid, part in parts.items() if part != self._seen.get(uid)}
             self._store_changes(gone, changed)
             self._db.execute("COMMIT")
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C too: no later write may join this transaction
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):

@@ -230,14 +230,15 @@ class NeuronState:
         named = [self.folder / "instance.json", *self.folder.glob("pids/rank-*.json")]
         written = [*named, *self.folder.glob("pids/rank-*.beat")]
         written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
-        signs = [moment for path in written if (moment := _written_at(path)) is not None]
+        signs = [moment for path in written if (moment := written_at(path)) is not None]
         last = max(signs, default=None)
         silent = last is not None and time.time() - last > _SILENT_SECONDS
         gone = silent and any(p.exists() for p in named) and not any(map(_runs, named))
         return {"last_sign": last, "gone": gone}
 
 
-def _written_at(path: Path) -> float | None:
+def written_at(path: Path) -> float | None:
+    """Return when a file was last written, in seconds since the epoch; None if it is gone."""
     with contextlib.suppress(OSError):
         return path.stat().st_mtime
     return None
@@ -248,7 +249,7 @@ def _runs(path: Path) -> bool:
 
     One that began after the file was written has the same pid by chance.
     """
-    written = _written_at(path)
+    written = written_at(path)
     try:
         pid = int(json.loads(path.read_bytes())["pid"])
         return written is not None and psutil.Process(pid).create_time() <= written + _CLOCK_STEP

@@ -1,4 +1,4 @@
-"""A founder and three joiners in places of their own, under kills of every process, and a outsider.
+"""A founder and three joiners in places of their own, under kills of each process, and an outsider.
 
 ``DT_SITES_STEPS`` (12): outer steps that they take together. ``DT_SITES_SEED``: of the kills;
 "none" for no kills. Three steps without kills take seven minutes, twelve with them half an hour.

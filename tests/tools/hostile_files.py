@@ -1,4 +1,4 @@
-"""Files of this project as a outsider, a crash or a bad disk leaves them, and who reads them.
+"""Files of this project as an outsider, a crash or a bad disk leaves them, and who reads them.
 
 :data:`READERS` names every reader of a file that others write or that a kill may damage. Each is
 called with a path; it may raise what it promises (``refuses``) and nothing else.

@@ -1,6 +1,6 @@
 """Machines of one test: network namespaces joined by a bridge, each with one address.
 
-:func:`machines` are beside each other. :func:`sites` are founder, joiners and a outsider of one
+:func:`machines` are beside each other. :func:`sites` are founder, joiners and an outsider of one
 network, each at a place of another kind.
 """
 

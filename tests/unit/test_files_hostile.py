@@ -1,4 +1,4 @@
-"""Whatever a outsider, a kill or a bad disk makes of a file: refused in one line, or set aside, in
+"""Whatever an outsider, a kill or a bad disk makes of a file: refused in one line, or set aside, in
 bounded time and memory, at this start and at the next."""
 
 from __future__ import annotations
