@@ -10,7 +10,6 @@ from bench.arena import Bucket, Upload
 from bench.arena_field import PUBLIC, Look, results, score_field, table
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata, parse_config
-from distributed_training.protocol.scoring import RESET
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -34,13 +33,6 @@ def test_a_field_of_equals_shares_alike_and_a_better_miner_gets_more() -> None:
     assert better[23] > max(0.5, shares[23])
     worse, totals = score_field({**equal, 23: looks(0.02, 23)})
     assert worse[23] == 0.0 and totals[23] == pytest.approx(0.25 / 4)
-
-
-def test_what_is_never_found_earns_nothing() -> None:
-    field = {uid: looks(0.1, uid) for uid in (1, 12, 23)}
-    field[23] = [Look(False, RESET, RESET, "no epoch-0/gradients.pt")] * 20
-    shares, totals = score_field(field)
-    assert shares[23] == 0.0 and totals[23] == 0.0
 
 
 def test_each_contender_is_a_ratio_to_the_field_it_mines_in() -> None:

@@ -114,15 +114,6 @@ def test_what_is_missing_is_named_in_one_line_before_the_first_part(
     assert not (tmp_path / "out").exists() and not done.stdout
 
 
-def test_what_the_parts_import_and_is_not_listed_is_named_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(gpu, "MODULES", ("json", "no_such_package"))
-    assert "No module named 'no_such_package'" in (gpu.problem_of_imports() or "")
-    monkeypatch.setattr(gpu, "MODULES", ("json",))
-    assert gpu.problem_of_imports() is None
-
-
 @pytest.mark.long
 @pytest.mark.timeout(560)
 def test_every_part_runs_at_toy_size_with_the_listed_packages_alone(tmp_path: Path) -> None:

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from bench.gpu_count import Operation, Trace, kernels, trace
-from bench.gpu_plan import CARDS, Case, Step, traffic
+from bench.gpu_count import Trace, trace
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory
-from distributed_training.training.memory_plan import MemoryPlan, named_config
+from distributed_training.training.memory_plan import named_config
 from tests.tools.training_world import tiny
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,41 +42,6 @@ def test_flops_are_those_counted_by_hand() -> None:
         2 * rows * (of_a_layer - hidden * between) + 4 * 2 * 32 * 32 * hidden
     )
     assert every.saved < found.saved / 3
-
-
-def test_what_lies_between_two_products_is_one_kernel() -> None:
-    a, b, c, d, e = range(5)
-    operations = [
-        Operation("product", 8.0, {a: 10}, {b: 20}),
-        Operation("fused", 0.0, {b: 20}, {c: 20}),  # c is read in the next one alone
-        Operation("fused", 0.0, {c: 20, b: 20}, {d: 20}),
-        Operation("product", 8.0, {d: 20}, {e: 5}),  # e is read by nobody: a result
-    ]
-    found = kernels(operations, fuse=True)
-    assert [(each.kind, each.bytes) for each in found] == [
-        ("product", 30),
-        ("fused", 40),
-        ("product", 25),
-    ]
-    assert len(kernels(operations, fuse=False)) == 4
-
-
-def test_a_step_is_bound_by_what_takes_longest() -> None:
-    parts = {"compute": 2.0, "memory": 1.0, "reduction": 0.5, "optimizer": 0.5}
-    found = Step(2, False, parts, host=3.0, mfu_seconds=2.0)
-    assert (found.bound, found.seconds, found.mfu) == ("compute", 4.0, 0.5)
-    late = Step(2, False, parts, host=8.0, mfu_seconds=2.0)
-    assert (late.bound, late.mfu) == ("launches", 0.25)
-
-
-def test_bytes_beside_the_trace_are_those_of_the_formula() -> None:
-    plan = MemoryPlan(True, keep_unsharded=True, sync_every=False, offload_optimizer=True,
-                      bytes_needed=0, note="")  # fmt: skip
-    case = Case("1b", CARDS[0], gpus=4)
-    n = case.shape.parameters
-    found = traffic(case, plan, micro_batches=3)
-    assert found["reduction"] == (n * (30 + 16 + 14), 0, 0.75 * n * 6)
-    assert found["optimizer"] == (10 * n, 2 * n, 0)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.training.trainer import Trainer
-from tests.tools.training_world import sequences, tiny, train, trainer, whole_weights
+from tests.tools.training_world import sequences, tiny, trainer, whole_weights
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
@@ -25,14 +25,6 @@ def step(made: Trainer, batches: list[tuple[Tensor, int]]) -> Any:
     for batch, domain in batches:
         report = made.add_micro_batch(batch, domain=domain)
     return report
-
-
-def test_one_domain_is_plain_training() -> None:
-    plain, surgery = trainer(), trainer(pcgrad=True)
-    for one, two in zip(train(plain, 0, 4), train(surgery, 0, 4), strict=True):
-        assert two.loss == pytest.approx(one.loss, abs=1e-5)
-        assert two.grad_norm == pytest.approx(one.grad_norm, rel=1e-4)
-        assert two.note == ""
 
 
 def test_the_gradient_is_that_of_the_published_algorithm_in_one_process(

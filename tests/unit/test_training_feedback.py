@@ -239,28 +239,3 @@ def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
     one, two = delta(made, 99, "one"), delta(other, 77, "two")
     assert one != pytest.approx(two, abs=1e-5)
     assert delta(made, 77, "three") == pytest.approx(two, abs=1e-7)
-
-
-@pytest.mark.parametrize(("ranks", "micro_batch", "expected"), [(1, 2, 16), (4, 2, 4), (8, 16, 1)])
-def test_a_preview_runs_on_as_many_sequences_whatever_the_ranks(
-    ranks: int, micro_batch: int, expected: int
-) -> None:
-    made = trainer(preview_sequences=32)
-    made.world_size, made.micro_batch_size = ranks, micro_batch
-    assert made.preview_micro_batches == expected
-
-
-def test_the_average_does_not_depend_on_what_is_published(tmp_path: Path) -> None:
-    """Nothing is compressed or scaled where training happens."""
-    sent: list[list[Tensor]] = []
-    for changes in ({}, {"error_feedback": "upload", "step_length": "plain"}):
-        made = trainer(**changes)
-        made.hold_back(sequences(99, count=4))
-        train(made, 0, 2)
-        publish(made, tmp_path / str(len(sent)), 2)
-        buffers = [torch.zeros(shape) for _, shape in made.schema]
-        made.write_pseudo_gradient(buffers)
-        made.prepare_outer_step(buffers)
-        made.commit_outer_step()
-        sent.append([*buffers, *made.outer.current()])
-    assert all(torch.equal(a, b) for a, b in zip(*sent, strict=True))

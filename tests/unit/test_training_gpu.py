@@ -23,22 +23,17 @@ from distributed_training.training.error_feedback import HostCopies
 from distributed_training.training.micro_batches import (
     DeviceBudget,
     KnownSize,
-    facts_of,
     find_micro_batch,
     measured_micro_batch,
 )
 from distributed_training.training.model import (
-    ChunkedLoss,
     fused_logit_gradient,
-    hf_config,
-    linear_cross_entropy,
     logit_gradient,
-    sdpa_kernel_name,
 )
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.trainer import StepMeter
 from tests.tools.device_stand_in import OnDevice
-from tests.tools.training_world import sequences, tiny, train, trainer
+from tests.tools.training_world import sequences, train, trainer
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
@@ -106,12 +101,6 @@ def test_the_gpus_attention_is_causal_and_gives_the_same_losses(as_on_a_gpu: Non
     assert ours == pytest.approx(theirs, abs=1e-5)
 
 
-def test_the_line_names_the_kernel_that_torch_chooses() -> None:
-    config = hf_config(tiny())
-    name = sdpa_kernel_name(config, torch.device("cpu"), torch.bfloat16)
-    assert name in ("FLASH_ATTENTION", "MATH")
-
-
 def test_the_form_of_the_loss_that_is_compiled_is_the_eager_one() -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(7, 50).bfloat16(), torch.randint(0, 50, (7, 1))
@@ -120,19 +109,6 @@ def test_the_form_of_the_loss_that_is_compiled_is_the_eager_one() -> None:
     )
     assert float(one) == pytest.approx(float(other), rel=1e-6)
     assert torch.equal(gradient, fused)
-
-
-def test_chunks_of_a_batch_are_equally_long() -> None:
-    seen: list[int] = []
-
-    def watched(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        seen.append(len(logits))
-        return logit_gradient(logits, target)
-
-    hidden = torch.randn(33, 8, requires_grad=True)
-    weight, labels = torch.randn(10, 8), torch.zeros(33, dtype=torch.int64)
-    linear_cross_entropy(hidden, weight, labels, chunk=10 * 20, of_logits=watched)
-    assert seen == [17, 16]  # not 20 and 13: each length is compiled for
 
 
 def test_tf32_is_for_a_float32_computation_and_never_for_the_rotary_embedding(
@@ -251,32 +227,6 @@ def test_one_rank_without_room_stops_the_search_of_all() -> None:
     assert found == 2 and card.tried == [1, 2]
 
 
-def test_a_compiled_block_is_compiled_for_one_size_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the search's sizes still known, the step's would be compiled for any size."""
-    resets: list[int] = []
-    monkeypatch.setattr(torch._dynamo, "reset", lambda: resets.append(1))
-    made = trainer()
-    made.step.compiled = True
-    made.step.seconds_per_sequence(1, 32)
-    made.step.seconds_per_sequence(2, 32)
-    assert len(resets) == 2
-
-
-def test_blocks_and_loss_are_compiled_for_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self, *args, **how: asked.append(how), raising=True
-    )
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **how: asked.append(how) or real(f, **how))
-    trainer(compile="on", compile_mode="max-autotune")
-    ChunkedLoss(chunk=1, compiled=True)
-    probe, *blocks, loss = asked
-    assert probe == {}
-    assert blocks == [{"dynamic": False, "mode": "max-autotune-no-cudagraphs"}] * 2
-    assert loss == {"dynamic": False}
-
-
 @pytest.mark.parametrize("compile", ["on", "off"])
 def test_only_a_compiler_keeps_to_a_budget_of_activations(
     compile: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -290,18 +240,6 @@ def test_only_a_compiler_keeps_to_a_budget_of_activations(
     assert functorch_config.activation_memory_budget == (0.5 if compile == "on" else 1.0)
     trainer()  # the next one in this process is free of it
     assert functorch_config.activation_memory_budget == 1.0
-
-
-def test_ranks_plan_with_the_smallest_machines_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans that differ would leave ranks in collectives that others do not call."""
-    assert (sharding._least(None), sharding._least(5)) == (1 << 62, 5)
-
-    def reduce(number: torch.Tensor, kind: Any) -> None:
-        assert kind == torch.distributed.ReduceOp.MIN
-        number.clamp_(max=3)
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
-    assert (sharding._least(None), sharding._least(5)) == (3, 3)
 
 
 def test_what_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
@@ -378,16 +316,6 @@ def test_auto_takes_no_size_that_wastes_data_or_changes_the_step(
     assert measured_micro_batch(step, settings, say=said.append) == largest
 
 
-def test_what_an_older_trial_found_is_measured_again(tmp_path: Path) -> None:
-    """It had no reduction and no optimizer step, so its size may not fit."""
-    made = trainer()
-    facts = facts_of(made.sharded, made.settings)
-    older = {name: value for name, value in facts.items() if name != "measured"}
-    path = tmp_path / "micro-batch.json"
-    KnownSize(path, older).measured(8)
-    assert KnownSize(path, facts).fastest is None
-
-
 def test_auto_is_measured_once(tmp_path: Path) -> None:
     first = trainer(local_batch_size_train="auto", run_folder=tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -426,23 +354,6 @@ def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
     loads = list(copies._loads(some, taken))
     sizes = [sum(len(source) for source, _ in load) for load in loads]
     assert sum(sizes) == 45 + 64 + 1 + 21 and all(size == stage for size in sizes[:-1])
-
-
-def test_an_offloaded_optimizer_has_two_places_on_the_device() -> None:
-    from distributed_training.training import inner_optimizer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inner_optimizer, "OFFLOAD_BUCKET", 5000)
-        optimizer = trainer(offload_optimizer="on").optimizer
-    assert len(optimizer._buckets) > 3 and len(optimizer._places) == 2
-    before = [place.data_ptr() for place in optimizer._places]
-    for number in range(len(optimizer._buckets)):
-        memory = optimizer._places[number % 2].untyped_storage().data_ptr()
-        for host, place in optimizer._moments(number):
-            assert place.untyped_storage().data_ptr() == memory
-            assert place.shape == host.shape
-    optimizer.step([torch.randn(p.shape) for p in optimizer._params], 1e-3)
-    assert [place.data_ptr() for place in optimizer._places] == before
 
 
 def test_an_offloaded_step_ends_when_the_host_copies_are_whole(

@@ -14,7 +14,7 @@ from distributed_training.miner import newcomer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Progress
 from distributed_training.training.collectives import row_range
-from distributed_training.training.inner_state import MOMENTS, take_over
+from distributed_training.training.inner_state import take_over
 from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import train, trainer
 
@@ -56,33 +56,6 @@ def write(
             spoil(content)
         torch.save(content, folder / keys.inner_optimizer(rank, count))
     return folder
-
-
-def test_of_a_storage_that_all_moments_share_each_reads_its_own_part(
-    donor: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A outsider's file of one storage would else be read whole for each moment."""
-
-    def share(content: dict[str, Any]) -> None:
-        state = content["optimizer_state_dict"]["state"]
-        kinds = [(name, kind) for name in state for kind in MOMENTS]
-        flat = torch.cat([state[name][kind].reshape(-1) for name, kind in kinds])
-        begin = 0
-        for name, kind in kinds:
-            shape = state[name][kind].shape
-            state[name][kind] = flat[begin : begin + shape.numel()].view(shape)
-            begin += shape.numel()
-
-    read: list[int] = []
-    real = torch.frombuffer
-    monkeypatch.setattr(
-        torch, "frombuffer", lambda data, **how: read.append(len(data)) or real(data, **how)
-    )
-    made = trainer()
-    assert take_over(made, write(donor, tmp_path / "shards", 1, spoil=share)) is not None
-    assert all(map(torch.equal, made.optimizer.exp_avg, donor.optimizer.exp_avg))
-    size = (tmp_path / "shards" / keys.inner_optimizer(0, 1)).stat().st_size
-    assert sum(read) < size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -51,28 +51,3 @@ def test_any_losses_give_a_bounded_factor_that_was_tried(values: list[float], fi
         assert found.loss == min(finite) == tried[found.factor]
     else:
         assert found == Found(1.0, math.inf, len(tried))
-
-
-@pytest.mark.parametrize("best", [100.0, 300.0, 900.0])
-def test_a_step_that_wants_hundreds_of_times_its_values_gets_them(best: float) -> None:
-    found = best_factor(valley(best, 1.0))  # type: ignore[arg-type]
-    assert found.loss < -0.93 and found.evaluations <= 16
-    assert best_factor(valley(best, 1.0), first=found.factor).evaluations <= 5  # type: ignore[arg-type]
-
-
-def test_a_loss_that_only_grows_takes_the_shortest_step() -> None:
-    assert best_factor(lambda factor: factor).factor == SMALLEST
-
-
-def test_ranks_that_see_the_same_losses_try_the_same_factors() -> None:
-    def run() -> list[float]:
-        tried: list[float] = []
-
-        def loss(factor: float) -> float:
-            tried.append(factor)
-            return (factor - 3) ** 2
-
-        best_factor(loss, first=2.0)
-        return tried
-
-    assert run() == run() and len(run()) <= 6

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from distributed_training.config.settings import TrainingSettings
@@ -33,8 +33,6 @@ from distributed_training.training.model import (
     hf_config,
     linear_cross_entropy,
     parameter_schema,
-    plain_name,
-    schema_of,
     tied_names,
 )
 from distributed_training.training.nesterov import (
@@ -43,8 +41,6 @@ from distributed_training.training.nesterov import (
     nesterov_sgd,
     save_outer_optimizer,
 )
-from distributed_training.training.sharding import checkpoint_activations
-from distributed_training.training.snapshot import write_safetensors
 from distributed_training.training.throughput import flops_per_token, peak_flops
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,18 +88,6 @@ def test_schedule_slows_down_for_a_while_and_compounds() -> None:
     other = CosineSchedule(1.0, 0, 10**9)
     other.load_state_dict(schedule.state_dict())
     assert other.rate(21) == schedule.rate(21)
-
-
-def test_published_scheduler_state_is_that_of_lambda_lr() -> None:
-    real = torch.optim.lr_scheduler.LambdaLR(
-        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
-    ).state_dict()
-    ours = CosineSchedule(1.0, 1, 10).published_state(0)
-    assert set(ours) == set(real) - {"_is_initial"}
-    with pytest.raises(ValueError, match=r"--neuron\.warmup_steps"):
-        CosineSchedule(1.0, 10, 10)
-    with pytest.raises(ValueError, match=r"--neuron\.learning_rate"):
-        CosineSchedule(0.0, 1, 10)
 
 
 def test_nesterov_has_the_bits_of_torch() -> None:
@@ -250,19 +234,6 @@ def test_row_ranges_are_those_of_torch_chunk(rows: int, world: int) -> None:
         assert torch.arange(start, stop).tolist() == chunk.tolist()
 
 
-def test_schema_is_the_state_dict_without_wrappers() -> None:
-    config = local_llama_config()
-    schema = parameter_schema(config)
-    model = build_meta_model(config)
-    assert [n for n, _ in schema] == list(model.state_dict())
-    checkpoint_activations(model, "full")
-    assert schema_of(model) == schema
-    assert plain_name("_orig_mod.a._checkpoint_wrapped_module.w") == "a.w"
-    assert all(p.is_meta for p in model.parameters())
-    assert not any(b.is_meta for b in model.buffers())
-    assert 1e6 < sum(math.prod(s) for _, s in schema) < 2.5e6
-
-
 def test_tied_weights_appear_once() -> None:
     config = local_llama_config() | {"tie_word_embeddings": True}
     names = [n for n, _ in parameter_schema(config)]
@@ -294,11 +265,3 @@ def test_flops_per_token_by_hand() -> None:
     model = build_meta_model(config)
     params = sum(p.numel() for p in model.parameters()) - 264 * 192
     assert flops_per_token(model, 128) == 6 * params + 12 * 4 * 192 * 128
-
-
-def test_safetensors_written_by_hand_read_by_the_library(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3, 5), "b": torch.arange(7), "none": torch.empty(0, 4)}
-    write_safetensors(tmp_path / "x.safetensors", tensors)
-    back = load_file(tmp_path / "x.safetensors")
-    assert set(back) == set(tensors)
-    assert all(torch.equal(back[k], v) and back[k].shape == v.shape for k, v in tensors.items())
