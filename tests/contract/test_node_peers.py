@@ -18,7 +18,6 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
-    ObjectMissingError,
     PreconditionError,
     S3ObjectStore,
     StoreError,
@@ -59,19 +58,6 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
     return lambda: _store(server)
 
 
-def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) -> None:
-    reader = _reader(make())
-    assert reader.head("epoch-0/none") is None
-    assert reader.get("epoch-0/none", limit=5) is None
-    for call in (
-        lambda: reader.read("epoch-0/none", limit=5),
-        lambda: reader.open("epoch-0/none"),
-        lambda: reader.download("epoch-0/none", tmp_path / "x", limit=5),
-    ):
-        with pytest.raises(ObjectMissingError, match="epoch-0/none"):
-            call()
-
-
 def test_objects_come_whole(
     make: Callable[[], S3ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,14 +86,6 @@ def test_more_than_allowed_is_not_read(make: Callable[[], S3ObjectStore], tmp_pa
         with pytest.raises(IntegrityError, match="more than"):
             call()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_read_key_reads_and_cannot_write(server: ObjectStoreServer) -> None:
-    _store(server).put("shared", b"x")
-    reader = _store(server, read_only=True)
-    assert BucketReader(reader).get("shared", limit=1) == b"x"
-    with pytest.raises(StoreError, match="refused"):
-        reader.put("shared", b"y")
 
 
 def test_wrong_keys_and_no_server_are_told_without_secrets(server: ObjectStoreServer) -> None:

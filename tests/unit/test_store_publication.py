@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -33,7 +32,7 @@ from distributed_training.store.s3 import (
     Uplink,
     endpoint_of,
 )
-from distributed_training.store.snapshot_folder import FileRecord, check_files, prune_snapshots
+from distributed_training.store.snapshot_folder import prune_snapshots
 from distributed_training.store.uploader import Close, Start
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import (
@@ -124,22 +123,6 @@ def test_a_snapshot_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> 
     store = MemoryObjectStore()
     assert "an earlier version wrote it" in run(store, tmp_path / "s").reason
     assert store.list_objects() == []
-
-
-def test_of_a_snapshot_no_tensor_is_read_before_it_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """12 bytes a parameter: each reading of a 4B model's took minutes of every publication."""
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=2)
-    records = {name: FileRecord(name, path.stat().st_size, None) for name, path in files.items()}
-    opened, real = [], io.open
-    monkeypatch.setattr(
-        io, "open", lambda file, *more, **how: opened.append(file) or real(file, *more, **how)
-    )
-    extras, bad = check_files(tmp_path / "s", records, REVISION)
-    assert extras.inner_step == REVISION.inner_step and bad is None
-    # Of the gradients the table of contents and the pickle: see read_pt.
-    assert [Path(file).name for file in opened] == [keys.CONFIG, keys.GRADIENTS]
 
 
 def test_gradients_of_another_step_than_the_snapshots_are_not_sent(tmp_path: Path) -> None:
@@ -298,32 +281,6 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     assert not (tmp_path / "3.45.90").exists()
 
 
-def test_the_daemon_sweeps_again_and_again_and_spares_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uploader_process, "SWEEP_EVERY", timedelta(seconds=0.1))
-    store = MemoryObjectStore(clock=lambda: time.time() - 2 * 3600)
-    mine, stuck = store.create_multipart("epoch-3/a"), store.create_multipart("epoch-3/b")
-    path = tmp_path / "uploads.json"
-    Journal(path).put(UploadRecord("bucket", "epoch-3/a", mine, 9, "sha256", 5))
-    start = Start(SETTINGS, "bucket", tmp_path, None)
-    daemon = uploader_process.UploadLoop(start, store, lambda message: None)
-    thread = threading.Thread(target=daemon.run, daemon=True)
-    thread.start()
-
-    def only_mine() -> bool:
-        return [u.upload_id for u in store.list_multiparts()] == [mine]
-
-    try:
-        wait_for(only_mine, what="the sweep at the start")
-        assert store.create_multipart("epoch-3/c") not in (mine, stuck)
-        wait_for(only_mine, what="the next sweep")
-    finally:
-        daemon.receive(Close())
-        thread.join(5)
-    assert not thread.is_alive()
-
-
 @pytest.mark.timeout(200)
 def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -413,84 +370,27 @@ def test_a_pause_takes_nothing_from_the_time_of_a_publication(
     assert_published(store, REVISION, files)
 
 
-class Slow:
-    """A store at which each part, and each range, takes ``seconds``; other requests take none."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-        real, self.later, self.seconds = time.monotonic, 0.0, seconds
-        monkeypatch.setattr(time, "monotonic", lambda: real() + self.later)
-
-    def before(self, operation: str, key: str) -> None:
-        if operation in ("upload_part", "get_range"):
-            self.later += self.seconds
-
-
-@pytest.mark.parametrize("resumed", [False, True])
 def test_a_long_upload_says_once_a_minute_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, resumed: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """33 MB in seven parts; a resumed one begins with two of them there."""
+    """33 MB in seven parts."""
     caplog.set_level("INFO")
-    slow, sent = Slow(monkeypatch, seconds=35), 0
+    real, later = time.monotonic, 0.0
 
     def before(operation: str, key: str) -> None:
-        nonlocal sent
-        slow.before(operation, key)
-        sent += operation == "upload_part"
-        if resumed and sent == 3 and operation == "upload_part":
-            sent = 100
-            publication.uplink.stop()
-            raise TransientError("the process is gone")
+        nonlocal later
+        later += 35.0 * (operation == "upload_part")
 
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
     write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
-    settings = dataclasses.replace(
-        SETTINGS, file_deadline=timedelta(hours=1), concurrency=1, part_size=5 * 2**20
-    )
-    publication = Publication(store, Journal(tmp_path / "uploads.json"), settings, "me")
-    submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
-    if resumed:
-        with pytest.raises(StoppedError):
-            publication.run(submission)
-        caplog.clear()
-        publication = Publication(store, Journal(tmp_path / "uploads.json"), settings, "me")
-    assert publication.run(submission).ok
+    hour = timedelta(hours=1)
+    assert run(store, tmp_path / "s", file_deadline=hour, concurrency=1, part_size=5 * 2**20).ok
     said = [r.getMessage() for r in caplog.records if "MB/s" in r.getMessage()]
-    assert [text.split(",")[0].split(" of ")[0] for text in said] == (
-        ["Uploading 5.3.50: 21.0", "Uploading 5.3.50: 31.5"]
-        if resumed
-        else ["Uploading 5.3.50: 10.5", "Uploading 5.3.50: 21.0", "Uploading 5.3.50: 31.5"]
-    )
+    assert [text.split(",")[0].split(" of ")[0] for text in said] == [
+        f"Uploading 5.3.50: {sent}" for sent in (10.5, 21.0, 31.5)
+    ]
     assert said[-1].endswith(" of 33.5 MB, 0.1 MB/s, less than a minute left"), said
-
-
-def test_a_short_upload_says_nothing_of_how_far_it_is(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
-    assert run(MemoryObjectStore(), tmp_path / "s", part_size=5 * 2**20).ok
-    assert "Uploading" not in caplog.text
-
-
-def test_the_time_of_a_publication_follows_the_age_limit() -> None:
-    """Until then what is published counts, so a bad answer must not throw it away."""
-    assert StoreSettings().longest_transfer == timedelta(seconds=4800)
-    assert StoreSettings(age_limit=timedelta(hours=3)).longest_transfer == timedelta(hours=3)
-    given = StoreSettings(file_deadline=timedelta(minutes=40))
-    assert given.longest_transfer == timedelta(minutes=40)
-
-
-@pytest.mark.parametrize("hour", [-1, 1])
-def test_a_clock_set_by_an_hour_deletes_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hour: int
-) -> None:
-    """Of those that training writes now: the uploader does not know them yet."""
-    (tmp_path / "4.5.7").mkdir()
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() + 3600 * hour)
-    unused_for = 2 * StoreSettings().longest_transfer  # what the daemon gives
-    assert prune_snapshots(tmp_path, unused_for=unused_for) == 0
 
 
 def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:

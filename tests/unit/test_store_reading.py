@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import shutil
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
@@ -124,52 +122,12 @@ def test_a_poisoned_object_is_refused_and_the_last_good_state_stays(
     assert {name: (good / name).read_bytes() for name in MINER_FILES} == held
 
 
-def test_a_pickle_that_would_run_code_does_not(
-    published: MemoryObjectStore, tmp_path: Path
-) -> None:
-    marker = tmp_path / "ran"
-
-    class Evil:
-        def __reduce__(self) -> tuple:
-            return os.system, (f"touch {marker}",)
-
-    torch.save({"metadata": Evil()}, tmp_path / "evil.pt")
-    published.put("epoch-3/gradients.pt", (tmp_path / "evil.pt").read_bytes())
-    remote(published).fetch(3, tmp_path / "g", [keys.GRADIENTS])
-    assert not marker.exists()
-
-
 def test_sizes_are_bounded_before_reading(
     published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bucket_reader, "MOST_BYTES", 1000)
     with pytest.raises(StateUnavailable, match="more than the 1000 allowed"):
         remote(published).fetch(3, tmp_path / "g", MINER_FILES)
-
-
-def test_an_interrupted_download_goes_on(tmp_path: Path) -> None:
-    reads: list[str] = []
-
-    def before(operation: str, key: str) -> None:
-        if operation == "get_range":
-            reads.append(key)
-            if broken and len(reads) > 2:
-                raise TransientError("cut")
-
-    broken = True
-    store = MemoryObjectStore(before=before)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=9000)
-    data = (tmp_path / "s" / keys.MODEL).read_bytes()
-    store.put("epoch-3/model.safetensors", data)
-    store.put("epoch-3/metadata.json", Metadata.of(REVISION, PEER_ID).to_json())
-    with pytest.raises(StoreError, match="cut"):
-        remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
-    broken = False
-    reads.clear()
-    folder = remote(store).fetch(3, tmp_path / "g", [keys.MODEL])
-    assert (folder / keys.MODEL).read_bytes() == data
-    ranges = -(-len(data) // (16 * 1024 * 1024))
-    assert len(reads) == ranges - 2
 
 
 def patient_reader(store: MemoryObjectStore) -> BucketReader:
@@ -221,26 +179,6 @@ class Ranges:
             if len(self.keys) >= self.most:
                 raise StoreError("the connection is gone")
             self.keys.append(key)
-
-
-def test_a_state_given_up_at_its_end_does_not_block_the_next_one(
-    tmp_path: Path, small_disk: SmallDisk
-) -> None:
-    store, folder = MemoryObjectStore(), small_disk.folder
-    ranges = Ranges(store)
-    for outer_step in (4, 5, 6):
-        publish_state(store, outer_step)
-    patient_reader(store).fetch(4, folder)
-    patient_reader(store).fetch(5, folder)
-    ranges.most = len(ranges.keys) * 3 // 2 - 1
-    with pytest.raises(StoreError, match="connection is gone"):
-        patient_reader(store).fetch(6, folder)
-    assert [path.name for path in folder.glob(".epoch-*")] == [".epoch-6.5.6.0"]
-    ranges.most = math.inf
-    files = publish_state(store, 7)
-    fetched = patient_reader(store).fetch(7, folder)
-    assert all((fetched / name).read_bytes() == data for name, data in files.items())
-    assert not list(folder.glob(".epoch-*"))
 
 
 def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
@@ -312,12 +250,6 @@ def test_a_download_says_when_it_begins_and_ends_and_once_a_minute_how_far_it_is
     caplog.clear()
     remote(store).fetch(56, tmp_path)
     assert caplog.text == "", "it is there"
-    key, until = keys.epoch_key(56, keys.MODEL), time.monotonic() + 3600
-    transfer.download(store, key, tmp_path / "m", limit=2**30, deadline=until, concurrency=1)
-    assert re.fullmatch(
-        rf"Downloading {key}: \d\.\d of 2\.1 MB, 0\.0 MB/s, (\d min|less than a minute) left",
-        caplog.messages[0],
-    )
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -14,15 +13,12 @@ from pathlib import Path
 import pytest
 
 from distributed_training.config.settings import StoreSettings
-from distributed_training.data.dataset_server import PageCache
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import cleanup
 from distributed_training.store.journal import Submission
 from distributed_training.store.uploader import Close, PeerId, Start
 from distributed_training.store.uploader_process import UploadLoop
-from distributed_training.swarm.swarm import PastNorms
-from distributed_training.telemetry.events import EventLog
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import PEER_ID, write_snapshot
 from tests.tools.waiting import wait_for
@@ -117,24 +113,6 @@ def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
         "instance",
         "uploads.json",
     }
-
-
-def test_lines_of_weeks_take_a_bounded_place(tmp_path: Path) -> None:
-    norms = PastNorms(tmp_path / "norms.json", run_id="run")
-    cache = PageCache(tmp_path / "pages", limit_bytes=50_000)
-    with EventLog(tmp_path / "events.jsonl", retention_bytes=40_000) as events:
-        for number in range(3000):
-            events.write("inner_step", loss=2.5, inner_step=number)
-            if number % 10 == 0:
-                norms.add(float(number))
-                cache.put(str(number), os.urandom(500).hex())
-        cache.sweep()
-    left = Left.of(tmp_path)
-    assert left.bytes < 45_000 + 50_000 + 1000
-    assert {name for name in left.files if not name.startswith("pages/")} == {
-        *("events.jsonl", "events.jsonl.1", "norms.json"),
-    }
-    assert len(json.loads((tmp_path / "norms.json").read_text())["norms"]) == 5
 
 
 def test_two_machines_with_one_copied_run_folder_are_told_apart(
