@@ -177,15 +177,6 @@ def test_the_time_without_our_hotkey_begins_again_when_it_was_shown() -> None:
         assert play(watched, timedelta(minutes=1)) == []
 
 
-def test_a_reorganization_is_no_deregistration() -> None:
-    watched = Watched()
-    for _ in range(3):
-        watched.ledger.deregister(MINER.ss58)
-        assert watched.looks(1) == []
-        watched.ledger.register(MINER.ss58, uid=watched.uid)
-        assert watched.looks(1) == []
-
-
 def test_a_new_uid_is_followed() -> None:
     watched = Watched()
     watched.ledger.register(MINER.ss58, uid=41)
@@ -246,20 +237,6 @@ def test_what_a_reorganization_took_back_is_written_again(before, caplog) -> Non
     assert watched.looks() == [Change.DOUBLE]
 
 
-def test_a_node_behind_for_one_read_changes_nothing() -> None:
-    watched = Watched()
-    fork = Fork(watched.ledger)
-    watched.write()
-    assert watched.looks() == []
-    now = Fork(watched.ledger)
-    for _ in range(4):
-        fork.reorganize()
-        assert watched.looks(1) == []
-        now.reorganize()
-        assert watched.looks(1) == []
-    assert watched.lost == []
-
-
 def test_two_miners_that_keep_putting_back_theirs_are_told_apart_from_reorganizations() -> None:
     watched = Watched()
     other = MemoryChain(hotkey=MINER.ss58, ledger=watched.ledger)
@@ -273,20 +250,6 @@ def test_two_miners_that_keep_putting_back_theirs_are_told_apart_from_reorganiza
         assert watched.lost == ["endpoint"] * times
     other.serve("5.6.7.8", 8091)
     assert watched.looks() == [Change.DOUBLE]
-
-
-def test_a_reorganization_a_day_is_none_too_many() -> None:
-    watched = Watched()
-    watched.chain.serve("9.9.9.9", 1)
-    watched.looks()
-    watched.write()
-    assert watched.looks() == []
-    for _ in range(5):
-        watched.now += 86_400
-        me = watched.ledger.entries[watched.uid]
-        watched.ledger.entries[watched.uid] = replace(me, ip="9.9.9.9", port=1)
-        assert watched.looks() == []
-    assert watched.lost == ["endpoint"] * 5
 
 
 class Rarely(MemoryChain):

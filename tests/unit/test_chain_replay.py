@@ -63,14 +63,6 @@ def save(memory: NonceMemory, file: Path, *, clean: bool) -> None:
     KeptFile(file).save(Kept(memory.highest, clean))
 
 
-def test_a_call_is_accepted_once() -> None:
-    memory = Clocks().memory()
-    assert memory.use("a", START) and not memory.use("a", START) and memory.used("a", START)
-    assert memory.use("a", START, "another uuid")
-    assert memory.use("b", START)
-    assert memory.use("a", START - 5 * NS)  # late
-
-
 @PROPERTY
 @given(
     st.lists(
@@ -99,16 +91,6 @@ def test_no_call_is_accepted_twice_whatever_the_clock_does(events: list[tuple[st
         elif accepted:
             nonce = accepted[value % len(accepted)]
             assert not (clocks.fresh(nonce) and memory.use("a", nonce))
-
-
-def test_a_clock_that_goes_an_hour_back_and_forth_shuts_nobody_out() -> None:
-    clocks = Clocks()
-    memory = clocks.memory()
-    for step in (0, -3600, 3600, 3600, -3600):
-        clocks.wall += step * NS
-        for _ in range(100):
-            clocks.pass_(10)
-            assert memory.use("a", clocks.wall)
 
 
 def test_the_memory_is_bounded_by_time_and_by_number(monkeypatch) -> None:
@@ -166,13 +148,6 @@ def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path:
     later = clocks.memory(file)
     clocks.pass_(AGE + SKEW)
     assert later.use("a", clocks.wall)
-
-
-def test_a_disk_that_is_full_stops_nothing(tmp_path: Path, caplog) -> None:
-    (tmp_path / "file").write_text("")
-    kept = KeptFile(tmp_path / "file" / "callers.json")
-    kept.save(Kept(-1, clean=True))
-    assert "replayed" in caplog.text and "kept out by a flood" in caplog.text
 
 
 def test_the_file_is_written_when_it_changes(tmp_path: Path) -> None:
@@ -265,12 +240,3 @@ def _as_fields(content: bytes) -> dict[str, Any]:
     fields = json.loads(content)
     fields = {name: fields[name] for name in ("highest", "clean")}
     return {**fields, "validators": tuple(json.loads(content).get("validators", ()))}
-
-
-@pytest.mark.parametrize("make", ["folder", "dangling link"])
-def test_what_is_no_file_is_no_crash(tmp_path: Path, make: str) -> None:
-    path = tmp_path / "state.json"
-    path.mkdir() if make == "folder" else path.symlink_to(tmp_path / "nowhere" / "file")
-    memory = Clocks().memory(path)
-    save(memory, path, clean=False)
-    assert memory.use("a", START + 60 * NS)

@@ -82,11 +82,6 @@ def test_one_read_without_our_hotkey_ends_nobody(monkeypatch: pytest.MonkeyPatch
     assert joined(Behind(stale=3, ledger=ledger), monkeypatch) == uid
 
 
-def test_two_reads_without_our_hotkey_are_believed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"is not registered on subnet 38.*btcli"):
-        joined(Behind(stale=0, ledger=subnet()), monkeypatch)
-
-
 def test_a_uid_that_the_networks_file_does_not_have_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -105,15 +100,6 @@ def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.M
         joined(chain, monkeypatch)
     uid = chain.ledger.register(MINER.ss58)
     assert joined(chain, monkeypatch) == uid
-
-
-def test_a_chain_that_is_read_once_only_is_asked_again_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chain = Behind(stale=10**6, ledger=subnet())
-    chain.frozen = True
-    with pytest.raises(NetworkFailure, match="read once"):
-        joined(chain, monkeypatch)
 
 
 @pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
