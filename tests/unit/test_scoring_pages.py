@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -53,17 +51,6 @@ def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
     found = to_sequences(np.arange(tokens, dtype=np.int32), 32)
     assert found.shape == (count, 32) and found.dtype == torch.int64
     assert found.flatten().tolist() == list(range(count * 32))
-
-
-def test_the_data_rooms_tokenizer_fits(tmp_path: Path) -> None:
-    from distributed_training.data.corpus import StdlibSource
-    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-
-    path, eos = build_tokenizer("bytes", tmp_path)
-    source = StdlibSource()
-    reader = _reader(source, tokenizer=TextTokenizer(path, eos_id=eos), sequence_length=256)
-    found = reader(7, 1234)
-    assert found.shape[0] >= 8 and int(found.max()) == eos
 
 
 def test_the_first_pages_of_each_rank_are_read() -> None:

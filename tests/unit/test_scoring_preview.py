@@ -120,21 +120,6 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
                     assert fields[f"{name}_{figure}"] == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_sign_of_assigned_minus_random_agrees_with_a_validators(world: World) -> None:
-    """Validators draw another random block; what decides must not hang on that."""
-    world.validator.score()
-    agree = []
-    for block in range(10):
-        scored = {e["uid"]: e for e in world.events.of("upload_scored")}
-        for uid, row in rows_of(preview(world, blocks=(10_000 + block, 20_000 + block))).items():
-            event = scored[uid]
-            wins = (event["assigned_before"] - event["assigned_after"]) > (
-                event["random_before"] - event["random_after"]
-            )
-            agree.append(row.assigned_wins == wins)
-    assert sum(agree) >= 0.9 * len(agree)
-
-
 # --- bad input ------------------------------------------------------------------------------------
 
 
@@ -174,7 +159,6 @@ def _runs_code(world: World, miner: TwinMiner) -> None:
     miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
 
 
-NAME = "model.layers.0.self_attn.q_proj.weight"
 SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "no commitment": (
         lambda world, miner: world.chain_ledger.commitments.pop(miner.hotkey),
@@ -187,17 +171,9 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
         lambda world, miner: miner.bucket.objects.pop(keys.ROOT_METADATA),
         Cause.NO_METADATA,
     ),
-    "damaged root": (_put(keys.ROOT_METADATA, b"{"), Cause.NO_METADATA),
     "inner step 0": (
         _put(keys.ROOT_METADATA, Metadata(5, 0, 0, "").to_json()),
         Cause.INNER_STEP_ZERO,
-    ),
-    "inner step 0 and stale": (
-        lambda world, miner: (
-            miner.bucket.put(keys.ROOT_METADATA, Metadata(5, 0, 0, "").to_json()),
-            miner.bucket.age(5000),
-        ),
-        Cause.STALE,  # which costs all of the score, not only a judgement
     ),
     "no blocks": (
         _put("epoch-0/config.json", ConfigExtras((), 5).merge_into(MODEL_CONFIG)),
@@ -208,18 +184,11 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
         Cause.OLD_BLOCKS,
     ),
     "oversized": (_put("epoch-0/gradients.pt", bytes(10**7)), Cause.BAD_GRADIENT),
-    "oversized config": (_put("epoch-0/config.json", bytes(10**7)), Cause.BAD_GRADIENT),
     "oversized root": (_put(keys.ROOT_METADATA, bytes(10**7)), Cause.UNREACHABLE),
     "runs code": (_runs_code, Cause.BAD_GRADIENT),
-    "no metadata": (_payload(lambda p: p.pop("metadata")), Cause.BAD_GRADIENT),
     "no names of ours": (
         _payload(lambda p: [p.pop(k) for k in list(p) if k != "metadata"]),
         Cause.MAKES_IT_WORSE,  # it changes nothing
-    ),
-    "nan": (_payload(lambda p: p[NAME + "vals"].fill_(float("nan"))), Cause.BAD_GRADIENT),
-    "another model": (
-        _payload(lambda p: p.update({NAME + "idxs": torch.zeros(1, 1, 9, dtype=torch.int16)})),
-        Cause.BAD_GRADIENT,
     ),
     "huge norm": (_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)), Cause.NOT_FINITE),
     "harmful": (lambda world, miner: miner.publish(factor=-30.0), Cause.MAKES_IT_WORSE),
@@ -253,49 +222,23 @@ def test_alone_a_miner_has_no_rank(world: World) -> None:
     assert "rank" not in report.summary_line(row, found.compared).split(";")[0]
 
 
-def test_many_buckets_that_hang_take_their_timeout_together(world: World) -> None:
-    hang = threading.Event()
-
-    def forever(called: str, key: str) -> None:
-        hang.wait(30)
-
-    for uid in (3, 42):
-        world.miners[uid].bucket._before = forever
-    began = time.monotonic()
-    rows = rows_of(preview(world, timeout=3.0))
-    took = time.monotonic() - began
-    hang.set()
-    assert took < 25 and rows[17].random is not None
-    assert all(rows[uid].cause is Cause.TOO_SLOW for uid in (3, 42))
-
-
-def test_names_that_the_model_lacks_are_passed_over(world: World) -> None:
-    def rename(payload: dict[str, Any]) -> None:
-        for suffix in ("idxs", "vals"):
-            payload["other.weight" + suffix] = payload.pop(NAME + suffix)
-
-    _payload(rename)(world, world.miners[17])
-    row = rows_of(preview(world))[17]
-    assert row.cause in (None, Cause.BAD_GRADIENT, Cause.ASSIGNED_NOT_BETTER)
-
-
-@pytest.mark.parametrize("operation", ["head", "get", "get_range"])
-def test_a_bucket_that_hangs_costs_its_named_timeout(world: World, operation: str) -> None:
+def test_buckets_that_hang_cost_one_named_timeout(world: World) -> None:
     """Not an error, no end: a store that accepts the connection and says nothing."""
     before, hang = rows_of(preview(world)), threading.Event()
+    for uid, operation in ((17, "head"), (42, "get_range")):
 
-    def forever(called: str, key: str) -> None:
-        if called == operation:
-            hang.wait(30)
+        def forever(called: str, key: str, operation: str = operation) -> None:
+            if called == operation:
+                hang.wait(30)
 
-    world.miners[17].bucket._before = forever
+        world.miners[uid].bucket._before = forever
     began = time.monotonic()
     rows = rows_of(preview(world, timeout=3.0))
     assert time.monotonic() - began < 25
     hang.set()
-    assert rows[17].cause is Cause.TOO_SLOW and "3 s" in rows[17].reason
-    for uid in (3, 42):
-        assert rows[uid].judgement == before[uid].judgement
+    for uid in (17, 42):
+        assert rows[uid].cause is Cause.TOO_SLOW and "3 s" in rows[uid].reason
+    assert rows[3].judgement == before[3].judgement
 
 
 def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
@@ -310,23 +253,6 @@ def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
 
 
 # --- what is judged -------------------------------------------------------------------------------
-
-
-def test_the_outer_learning_rate_is_read_without_the_momentum(world: World) -> None:
-    assert world.validator.round()
-    size = len(world.bucket.objects["epoch-1/outer_optimizer.pt"][0])
-    read = 0
-    original = world.bucket.get_range
-
-    def counted(key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        nonlocal read
-        data = original(key, start, length, etag=etag)
-        read += len(data) if "outer_optimizer" in key else 0
-        return data
-
-    world.bucket.get_range = counted  # type: ignore[method-assign]
-    assert judged_of(world).learning_rate == 0.8
-    assert 0 < read < size + 2 * 64 * 1024
 
 
 def test_weights_are_fetched_once_an_outer_step(world: World) -> None:

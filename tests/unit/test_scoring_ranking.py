@@ -15,7 +15,6 @@ from distributed_training.scoring.score_preview import (
     Interval,
     chance_assigned_wins,
     rank,
-    t_quantile,
 )
 
 
@@ -27,14 +26,6 @@ def judgement(uid: int, gain: float, *, assigned: float, spread: float = 0.0) ->
     before = [5.0, 5.0]
     pair = [comparison(before, [5.0 - g - spread, 5.0 - g + spread]) for g in (gain, assigned)]
     return Judgement(uid, 0, *pair)
-
-
-@pytest.mark.parametrize(
-    ("freedom", "expected"),
-    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (15, 2.131), (100, 1.984)],
-)
-def test_students_t(freedom: int, expected: float) -> None:
-    assert t_quantile(freedom) == pytest.approx(expected, rel=0.005)
 
 
 def test_an_interval_holds_the_truth_19_times_out_of_20() -> None:
@@ -93,7 +84,3 @@ def test_many_passes_tell_who_is_paid() -> None:
     assert found[1].share > 0.8 and found[3].assigned < 0.1
     assert sum(s.share for s in found.values()) == pytest.approx(1.0)
     assert found[1].assigned > 0.8
-
-
-def test_alone_there_is_no_rank_to_lose() -> None:
-    assert rank([judgement(1, 0.3, assigned=0.4)])[1].rank == 1

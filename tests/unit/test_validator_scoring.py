@@ -16,9 +16,7 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
-from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import load_payload
+from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import DataUnavailable, Repository, inspect
 from distributed_training.validator import scorer
@@ -110,15 +108,6 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
     assert judgement.assigned.losses == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
 
 
-def test_evaluation_leaves_no_trace_in_what_follows(world: World) -> None:
-    world.train_and_publish()
-    weights = world.validator.state.weights
-    expected = world.validator._held_out_loss(weights)
-    world.validator.score()
-    assert world.validator._held_out_loss(weights) == expected
-    assert all(map(torch.equal, weights, world.publisher.weights(0, world.model.schema)))
-
-
 def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], object]:
     def spoil(miner: TwinMiner) -> None:
         raw = torch.load(
@@ -137,21 +126,11 @@ def _config(blocks: tuple[int, ...]) -> Callable[[TwinMiner], object]:
     return lambda miner: miner.bucket.put("epoch-0/config.json", data)
 
 
-NAME = "model.layers.0.self_attn.q_proj.weight"
 RESETS = {
     "empty block list": (_config(()), "block_list is empty"),
-    "old blocks": (_config((900,)), "too old"),
-    "no metadata": (_payload_with(lambda p: p.pop("metadata")), "no metadata"),
-    "half precision": (
-        _payload_with(lambda p: p.update({NAME + "vals": p[NAME + "vals"].half()})),
-        "float32",
-    ),
-    "index": (_payload_with(lambda p: p[NAME + "idxs"].fill_(32)), "outside"),
-    "nan": (_payload_with(lambda p: p[NAME + "vals"].fill_(float("nan"))), "NaN"),
+    "overflow": (_payload_with(lambda p: p["lm_head.weightvals"].fill_(3e38)), "finite"),
     "garbage": (lambda m: m.bucket.put("epoch-0/gradients.pt", b"garbage"), "read"),
-    "huge": (lambda m: m.bucket.put("epoch-0/gradients.pt", bytes(10**7)), "more than"),
     "no config": (lambda m: m.bucket.objects.pop("epoch-0/config.json"), "block_list"),
-    "config": (lambda m: m.bucket.put("epoch-0/config.json", b"{"), "JSON"),
 }
 
 
@@ -170,13 +149,6 @@ def test_what_is_reset_ranks_last(world: World, name: str) -> None:
     entries, board = world.validator.standings.entries, world.validator.standings.board
     assert entries[3].repo_valid == 1 and board.assigned_score(3) == 0.0
     assert board.rating(3)[0] < board.rating(42)[0]
-
-
-def test_an_overflowing_gradient_is_reset_and_not_rewarded(world: World) -> None:
-    world.train_and_publish()
-    _payload_with(lambda p: p["lm_head.weightvals"].fill_(3e38))(world.miners[3])
-    judgement = next(j for j in world.validator.score() if j.uid == 3)
-    assert not judgement.ok and "finite" in judgement.reason
 
 
 def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
@@ -301,15 +273,6 @@ def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World
     assert world.validator.standings.entries[3].repo_valid == 0
 
 
-def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: World) -> None:
-    import shutil
-
-    world.train_and_publish()
-    assert world.validator.round()
-    shutil.rmtree(world.folder / "global" / "epoch-0")
-    assert all(j.ok for j in world.validator.score())
-
-
 # --- scores and weights ---
 
 
@@ -421,17 +384,6 @@ def test_a_round_that_falls_due_ends_a_pass_early(world: World) -> None:
     assert len(world.events.of("scores")) == 1
 
 
-def test_an_upload_is_told_once_for_each_revision(world: World) -> None:
-    world.train_and_publish()
-    world.validator.score()
-    world.validator.score()
-    assert len(world.events.of("upload_seen")) == 3
-    world.miners[3].train(world.chain.block(), steps=1)
-    world.miners[3].publish()
-    world.validator.score()
-    assert len(world.events.of("upload_seen")) == 4
-
-
 def test_loss_is_the_mean_over_predicted_words(world: World) -> None:
     batch = sequences(5, 7)
     whole = world.model.loss(batch)
@@ -439,10 +391,3 @@ def test_loss_is_the_mean_over_predicted_words(world: World) -> None:
     assert whole == pytest.approx(one_by_one, abs=1e-6) and batch.shape[1] == LENGTH
     with pytest.raises(ValueError):
         world.model.loss(batch[:0])
-
-
-def test_payloads_of_the_twins_are_what_the_protocol_wants(world: World) -> None:
-    world.train_and_publish()
-    data = world.miners[3].bucket.objects["epoch-0/gradients.pt"][0]
-    assert load_payload(data, world.model.schema).metadata.inner_step == 30
-    assert Metadata.parse(world.miners[3].bucket.objects[keys.ROOT_METADATA][0]).outer_step == 0
