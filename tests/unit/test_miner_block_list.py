@@ -126,39 +126,6 @@ def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
     assert feed.blocks() == [98, 99]
 
 
-def test_a_restart_goes_on_in_the_block_and_keeps_the_order_of_those_ahead() -> None:
-    world = World()
-    state, cursor = saved(world)
-    world.chain = 200
-    world.sequences[100] = None
-    feed = world.feed()
-    feed.load_state_dict(state, cursor)
-    requested = [feed.on_boundary(may_begin=True) for _ in range(3)]
-    assert requested == [DataOrder(100), DataOrder(101), DataOrder(102)]
-    assert feed.on_boundary(may_begin=True) == DataOrder(), "102 is there, but 100 is not done"
-    world.sequences[100] = 10
-    order = feed.on_boundary(may_begin=True)
-    assert (order.begin, order.sequences, order.start) == (100, 10, 6)
-    for _ in range(2):
-        assert feed.available
-        feed.micro_batch_done()
-    assert not feed.available
-    assert feed.on_boundary(may_begin=True).begin == 102
-    feed.step_done()
-    assert feed.blocks() == [100], "the tokens of the step under way at the checkpoint count"
-
-
-def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
-    world = World()
-    feed = world.feed()
-    feed.load_state_dict({}, {})
-    feed.begin_with(90)  # the chain has moved on since
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=90)
-    order = feed.on_boundary(may_begin=True)
-    assert (order.request, order.begin) == (100, 90)
-    assert feed.state_dict()["gaps"] == [(91, 99)]
-
-
 @pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
 def test_what_is_cut_differently_begins_anew(change: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -193,25 +160,6 @@ def test_a_block_that_came_back_shorter_is_served_as_far_as_it_goes(have: int, s
         assert (order.begin, order.sequences, order.start) == (100, have, 6)
     else:
         assert order.begin in (0, 102)
-
-
-def test_a_position_at_the_end_of_its_block_is_not_begun_again() -> None:
-    world = World()
-    state, _ = saved(world)
-    feed = world.feed()
-    feed.load_state_dict(state, {"block": 100, "sequences": 10, "offset": 10})
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=101)
-
-
-def test_no_more_is_requested_than_the_depth_asks_for_now() -> None:
-    world = World()
-    world.default = None
-    feed = world.feed(prefetch=1)
-    assert feed.on_boundary(may_begin=True).request == 100
-    world.chain = 101
-    assert feed.on_boundary(may_begin=True).request == 0
-    world.depth = 2
-    assert feed.on_boundary(may_begin=True).request == 101
 
 
 def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
@@ -298,20 +246,6 @@ def test_without_chain_or_data_the_lists_are_as_recent_as_can_be(
     assert idle < 0.1
 
 
-def test_a_slow_queue_does_not_stop_publication() -> None:
-    """Its blocks are old when they are trained on, but each list is newer than the one before."""
-    world = World()
-    feed = world.feed(recent=30)
-    _, _, ages = hour(world, feed, block_seconds=200.0)
-    assert len(ages) >= 9 and max(ages) > 27
-
-
-def test_a_list_of_old_blocks_alone_is_not_published() -> None:
-    world = World()
-    _, _, ages = hour(world, world.feed(prefetch=8), block_seconds=1.0, publish_every=3.0)
-    assert len(ages) > 200 and max(ages) <= 180
-
-
 def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() -> None:
     world = World()
     world.default = None
@@ -323,13 +257,6 @@ def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() 
     again.load_state_dict(feed.state_dict(), {})
     got = [again.on_boundary(may_begin=True).request for _ in range(9)]
     assert got == [100, 99, 98, 104, 103, 102, 101, 97, 96]
-
-
-def test_a_chain_that_has_just_begun_has_no_block_before_its_first() -> None:
-    world = World()
-    world.chain, world.default = 2, None
-    feed = world.feed(prefetch=9)
-    assert [feed.on_boundary(may_begin=True).request for _ in range(4)] == [2, 1, 0, 0]
 
 
 def test_a_source_without_data_is_asked_no_more_often_than_the_chain_moves() -> None:

@@ -2,51 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import random
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
-from distributed_training import miner
 from distributed_training.miner.round_clock import RoundClock
-
-ROOM = Path(str(miner.__file__)).parent
-#: Where the time of the day is meant: it is written into a file for people or Prometheus, or sent
-#: and compared with another machine's, to tell clocks that are apart.
-LOG_TIMES = {"run_folder.py", "several_nodes.py", "global_state.py", "reporter.py"}
-
-
-def wall_clocks(path: Path) -> list[int]:
-    """Lines that read the time of the day."""
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and ast.unparse(node) in {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"}
-    ]
-
-
-def test_no_duration_or_deadline_of_the_miner_is_of_the_wall_clock() -> None:
-    found = {path.name: wall_clocks(path) for path in ROOM.glob("*.py")}
-    assert {name for name, lines in found.items() if lines} <= LOG_TIMES, found
-
-
-def test_what_the_store_and_the_swarm_ask_the_wall_clock_is_known() -> None:
-    """A clock set by an hour must move nothing else: see the reason beside each."""
-    allowed = {
-        "cleanup.py",  # age of stuck uploads; a store refuses keys with a clock 15 minutes off
-        "publication.py",  # when it ended, for the log
-        "uploader_process.py",  # the same; which snapshots are older than the miner
-        "uploader.py",  # when the miner began
-        "s3.py",  # where the store does not tell its own time
-        "snapshot_folder.py",  # mtimes; what is younger than 80 minutes is left alone
-    }
-    rooms = ROOM.parent
-    files = [*(rooms / "store").glob("*.py"), *(rooms / "swarm").glob("*.py")]
-    found = {path.name for path in files if wall_clocks(path)}
-    assert found == allowed
 
 
 class Chain:
@@ -72,11 +33,6 @@ def test_without_a_known_round_the_next_is_unknown() -> None:
     assert clock.next_at() is None
     clock.round_ended()
     assert clock.next_at() == chain.now + 400 * 12
-
-
-def test_a_round_that_is_due_has_no_moment() -> None:
-    chain = Chain()
-    assert chain.clock(600).next_at() is None
 
 
 def test_the_pace_is_that_of_the_last_blocks_not_of_all_since_the_start() -> None:
@@ -163,23 +119,6 @@ def test_a_last_round_in_the_future_is_no_last_round(ahead: int) -> None:
     assert clock.due() is True and clock.expected_at() == pytest.approx(chain.now - 100 * 12)
 
 
-def test_a_node_a_block_behind_at_the_start_costs_the_last_round_for_a_moment() -> None:
-    chain = Chain()
-    clock = chain.clock(chain.block + 1)
-    chain.pass_blocks(1, 12.0)
-    assert clock.due() is False and remaining(clock, chain) == pytest.approx(400)
-
-
-def test_a_chain_that_begins_anew_is_measured_anew() -> None:
-    chain = Chain()
-    clock = chain.clock(1000)
-    chain.block = 3
-    clock.round_ended()
-    clock.next_at()
-    chain.pass_blocks(10, 1.0)
-    assert clock.next_at() == pytest.approx(chain.now + 390)
-
-
 def test_a_round_is_missed_when_it_is_overdue_or_was_held_without_this_miner() -> None:
     chain = Chain()
     assert not chain.clock(None).missed()
@@ -219,15 +158,6 @@ def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain.pass_blocks(1, 12.0)
     assert clock.due() is True
     assert chain.clock(None).due() is None
-
-
-def test_only_a_successful_round_begins_a_time_without_calls() -> None:
-    chain = Chain()
-    clock = chain.clock(600)
-    clock.round_ended(averaged=False)
-    assert clock.due() is True and clock.next_at() is not None
-    clock.round_ended(averaged=True)
-    assert clock.due() is False
 
 
 def test_a_validator_that_starts_again_may_call_after_the_shorter_period() -> None:
@@ -279,18 +209,3 @@ def test_the_period_is_learnt_from_two_calls_that_agree(gaps: list[int], period:
     live(clock, chain, gaps)
     assert remaining(clock, chain) == pytest.approx(period)
     assert clock.seconds() == period * 12
-
-
-def test_a_shorter_period_allows_earlier_calls() -> None:
-    chain = Chain()
-    clock = chain.clock(1000)
-    live(clock, chain, [200, 201])
-    chain.pass_blocks(185, 12.0)
-    assert clock.due() is True
-
-
-def test_a_call_without_a_known_round_tells_nothing() -> None:
-    chain = Chain()
-    clock = chain.clock(None)
-    clock.round_called()
-    assert clock.next_at() is None

@@ -12,7 +12,6 @@ import pytest
 
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.controller import Averaging, Controller
-from distributed_training.miner.ranks import pack, unpack
 from distributed_training.miner.state_machine import (
     Command,
     DataOrder,
@@ -29,7 +28,6 @@ from distributed_training.protocol.types import (
     RoundRequest,
     StepReport,
 )
-from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -204,22 +202,6 @@ def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     rig.swarm.release.set()
 
 
-def test_a_stop_reaches_a_round_whose_thread_has_not_come_to_the_swarm_yet() -> None:
-    rig = Rig()
-    for number in range(2):
-        rig.order(call())
-        rig.order(ev.PseudoGradientWritten(0.5))
-        if number == 0:
-            rig.swarm.outcome = AllReduceError(AllReduceFault.NO_GROUP)
-            rig.swarm.release.set()
-            assert rig.order_other_than_idle() is Order.TRAIN
-            rig.swarm.release.clear()
-    rig.controller.post(ev.StopRequested("SIGTERM", 0))
-    rig.order_other_than_idle()
-    wait_for(lambda: rig.swarm.event and rig.swarm.event.is_set(), "the round is cancelled", 10)
-    rig.swarm.release.set()
-
-
 def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
     rig = Rig()
     rig.order(ev.GlobalEpochSeen(6, 1000.0))
@@ -235,12 +217,6 @@ def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     rig.order(ev.WeightsCompared(4, same=False))
     rig.controller.post(ev.GlobalFetched(Path("epoch-4")))
     assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
-
-
-def test_a_snapshot_carries_the_chain_block_and_the_block_list() -> None:
-    command = Rig().command(ev.SnapshotWanted())
-    assert command == Command(Order.SNAPSHOT, 777)
-    assert command.given.blocks == [554]
 
 
 def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
@@ -277,22 +253,3 @@ def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_ot
     rig.controller.subscribe(wants_snapshots)
     orders = [rig.order(step(50), call()), rig.order(), rig.order()]
     assert orders == [Order.SNAPSHOT, Order.CHECKPOINT, Order.WRITE_PSEUDO_GRADIENT]
-
-
-def test_a_call_while_loading_starts_no_round() -> None:
-    rig = Rig(Mode.LOADING)
-    assert rig.order(call()) is Order.IDLE
-    assert rig.controller.state.mode is Mode.LOADING
-
-
-def test_a_second_call_in_a_round_leaves_the_round_running() -> None:
-    rig = Rig()
-    assert rig.order(call(), call()) is Order.WRITE_PSEUDO_GRADIENT
-    assert rig.order() is Order.IDLE
-    assert rig.controller.state.mode is Mode.AVERAGING
-
-
-def test_commands_survive_the_wire() -> None:
-    for order in Order:
-        command = Command(order, 3, DataOrder(5, 7, 9, 2))
-        assert unpack(pack(command)) == command

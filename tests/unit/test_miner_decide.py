@@ -18,7 +18,6 @@ from distributed_training.miner.state_machine import (
     Rules,
     Task,
     decide,
-    ignores_calls,
     trains,
     trains_now,
 )
@@ -269,24 +268,6 @@ def test_a_newer_epoch_is_not_held_back_by_one_that_failed() -> None:
     assert now.global_due == 5062.0, "another epoch, another count"
 
 
-def test_a_roll_back_to_an_older_epoch_leads_to_the_global_one() -> None:
-    after, _ = decide(state(Mode.TRAINING), ev.RolledBack(Progress(11)), RULES)
-    assert after.outer_step == 11
-    after, orders = decide(after, ev.GlobalEpochSeen(12, 5000.0), RULES)
-    assert (after.fetch_target, orders) == (12, (Task.FETCH_GLOBAL,))
-
-
-def test_a_failed_round_waits_from_the_call_not_from_the_failure() -> None:
-    after, _ = decide(state(Mode.AVERAGING), ev.RoundFailed(AllReduceFault.TIMEOUT), RULES)
-    assert after.global_due == 1000.0 + RULES.reload_seconds
-    assert after.outer_step == 12
-
-
-def test_a_committed_round_moves_the_epoch() -> None:
-    after, _ = decide(state(Mode.AVERAGING), ev.OuterStepEnded(True, 13), RULES)
-    assert (after.outer_step, after.round) == (13, None)
-
-
 def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     loading, _ = decide(state(Mode.TRAINING), ev.WeightsCompared(12, False), RULES)
     assert loading.rebase and loading.fetch_target == 12
@@ -297,29 +278,6 @@ def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     loading, _ = decide(again, ev.GlobalFetched(Path("epoch-12")), RULES)
     done, _ = decide(loading, ev.Loaded(12), RULES)
     assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
-
-
-def test_a_whole_round_clears_what_a_partial_one_left() -> None:
-    for partial in (True, False):
-        before = state(Mode.AVERAGING, partial=not partial)
-        result = replace(RESULT, failed_peers=("c",) if partial else ())
-        before, _ = decide(before, ev.Averaged(result), RULES)
-        after, _ = decide(before, ev.OuterStepEnded(True, 13), RULES)
-        assert after.partial is partial
-    after, _ = decide(state(Mode.AVERAGING, partial=True), ev.OuterStepEnded(False, 12), RULES)
-    assert after.partial, "nothing was committed, so nothing is mended"
-
-
-def test_stop_keeps_reason_and_status() -> None:
-    after, _ = decide(state(Mode.TRAINING), ev.StopRequested("deregistered", 3), RULES)
-    assert (after.stop_reason, after.exit_status) == ("deregistered", 3)
-
-
-def test_a_call_in_each_mode_starts_a_round_or_is_repeated_or_ignored() -> None:
-    for mode in Mode:
-        after, orders = decide(state(mode), ev.AllReduceCalled(CALL, 1000.0), RULES)
-        assert ignores_calls(state(mode)) == (after.mode is not Mode.AVERAGING)
-        assert bool(orders) == (after.mode is not mode)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,11 +107,6 @@ def test_only_a_sample_is_read() -> None:
 def test_what_cannot_be_compared(state: dict[str, torch.Tensor], said: str) -> None:
     with pytest.raises(NotComparable, match=said):
         drift_of(rows_of(weights()), File(state), seed=1)
-
-
-def test_what_is_no_safetensors_file() -> None:
-    with pytest.raises(NotComparable, match="impossible"):
-        drift(rows_of(weights()), lambda first, count: b"\xff" * count, size=999, seed=1)
 
 
 class Unread(GlobalBucket):
@@ -298,71 +293,6 @@ def test_a_stop_while_the_bucket_is_read_is_no_warning(
         assert not watch._thread.is_alive()
     assert caplog.text == ""
     assert all(isinstance(event, ev.GlobalEpochSeen) for event in events.queue)
-
-
-class Two(Unread):
-    """An epoch's start whose comparison fails once; both lists tell what was asked for."""
-
-    def __init__(self, tmp_path: Path) -> None:
-        self.ours, self.folder = 4, tmp_path
-        self.drifts: list[int] = []
-        self.during: Callable[[], None] = lambda: None
-        self.events: queue.Queue[ev.Event] = queue.Queue()
-        self.watch = GlobalEpoch(
-            bucket=self,
-            post=self.events.put,
-            interval=timedelta(milliseconds=10),
-            epoch_start=lambda: (self.ours, rows_of(weights())),
-        )
-
-    def outer_step(self) -> int:
-        return 4
-
-    def fetch(self, outer_step: int) -> Path:
-        return self.folder
-
-    def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
-        self.drifts.append(outer_step)
-        if len(self.drifts) == 1:
-            self.during()
-            raise GlobalUnavailableError("503")
-        return 1.0
-
-    def until_fetched(self) -> list[ev.Event]:
-        self.watch.start()
-        seen: list[ev.Event] = []
-        try:
-            while not seen or not isinstance(seen[-1], ev.GlobalFetched):
-                seen.append(self.events.get(timeout=60))
-            for _ in range(5):  # looks after it
-                seen.append(self.events.get(timeout=60))
-        finally:
-            self.watch.close()
-        return seen
-
-
-def test_an_epoch_start_that_is_being_replaced_is_not_compared(tmp_path: Path) -> None:
-    two = Two(tmp_path)
-    two.during = lambda: two.watch.fetch(4)
-    two.watch.compare_weights(4)
-    seen = two.until_fetched()
-    assert two.drifts == [4] and not any(isinstance(e, ev.WeightsCompared) for e in seen)
-
-
-def test_an_epoch_start_that_a_round_replaced_is_not_compared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    two = Two(tmp_path)
-
-    def committed() -> None:
-        two.ours = 5
-        threading.Timer(0.1, two.watch.fetch, [5]).start()
-
-    two.during = committed
-    two.watch.compare_weights(4)
-    seen = two.until_fetched()
-    assert two.drifts == [4] and not any(isinstance(e, ev.WeightsCompared) for e in seen)
-    assert "are not the global ones" not in caplog.text
 
 
 @pytest.mark.parametrize(("short", "attempts"), [(30.0, 3), (-1.0, 1)])

@@ -165,17 +165,6 @@ def test_pauses_grow_up_to_minutes_and_begin_short_after_a_long_run(
     assert waits[12] <= 1.0, "the ranks had run for long"
 
 
-def test_the_count_of_a_launcher_that_was_killed_does_not_stay(
-    argv: list[str], ranks: Played
-) -> None:
-    run_folder(argv).mkdir()
-    file = run_folder(argv) / launcher.METRICS_FILE
-    file.write_text("dt_starts_refused_in_a_row 7.0\n")
-    ranks.left = [(0, STOPPED)]
-    assert launch(argv) == STOPPED
-    assert "dt_starts_refused_in_a_row 0.0" in file.read_text()
-
-
 def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -201,6 +190,10 @@ def lost_disk(*_: object, **__: object) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
+def no_locks(*_: object) -> None:  # Lustre mounted without flock, NFS without its lock service
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 @pytest.mark.parametrize(
     ("where", "name", "refuses", "line"),
     [
@@ -209,6 +202,7 @@ def lost_disk(*_: object, **__: object) -> None:
         (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "write_instance", lost_disk, "Input/output error"),
+        (launcher.fcntl, "flock", no_locks, "Lustre: -o flock"),
     ],
 )
 def test_a_machine_that_refuses_is_tried_again(
@@ -250,42 +244,6 @@ def test_a_second_launcher_waits_for_the_run_folder(
     pauses(monkeypatch, lambda _: first.__exit__(None, None, None))
     assert launch(argv) == STOPPED and not ranks.left
     assert "is running in" in caplog.text
-
-
-@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
-def test_a_disk_without_locks_is_one_line_with_the_remedy(
-    argv: list[str],
-    ranks: Played,
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Lustre mounted without flock, NFS without its lock service."""
-    tries, flock = 0, launcher.fcntl.flock
-
-    def refuses(file: Any, operation: int) -> None:
-        nonlocal tries
-        tries += 1
-        if tries <= 2:
-            raise OSError(number, os.strerror(number))
-        flock(file, operation)
-
-    monkeypatch.setattr(launcher.fcntl, "flock", refuses)
-    ranks.left = [(0, STOPPED)]
-    assert launch(argv) == STOPPED
-    lines = [r.getMessage() for r in caplog.records if "has no locks" in r.getMessage()]
-    assert len(lines) == 2 and "-o flock" in lines[0] and "--neuron.run_folder" in lines[0]
-
-
-def test_a_run_folder_with_the_proof_of_an_older_version_is_taken(
-    argv: list[str], ranks: Played
-) -> None:
-    run_folder(argv).mkdir()
-    proof = run_folder(argv) / "proven.json"
-    proof.write_text('{"settings": "0123", "gpus": 8}')
-    write_json(run_folder(argv) / "instance.json", {"instance": "older", "pid": 1})
-    ranks.left = [(0, OUTSIDE), (0, STOPPED)]
-    assert launch(argv) == STOPPED and proof.exists()
 
 
 class Nodes:
@@ -375,19 +333,3 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
     for damaged in ("", "[]", '{"gpus": "x"}', '{"gpus": true}', '{"gpus": -1}'):
         file.write_text(damaged)
         assert remembered_gpus(run_folder(argv)) == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "who", "remedy"),
-    [
-        ({"pm_id": "0", "INVOCATION_ID": "pm2's unit"}, "pm2", "app.config.js"),
-        ({"INVOCATION_ID": "ab"}, "systemd", "TimeoutStopSec=235"),
-        ({"SLURM_JOB_ID": "7", "INVOCATION_ID": "ab"}, "Slurm", "GraceTime 235"),
-        ({}, "what stops it", "docker stop -t 235"),
-    ],
-)
-def test_the_remedy_for_a_short_stop_names_who_stops(
-    environ: dict[str, str], who: str, remedy: str
-) -> None:
-    found = launcher._who_kills(210, environ)
-    assert who in found[0] and "--neuron.stop_timeout 210" in found[1] and remedy in found[1]

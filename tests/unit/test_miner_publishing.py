@@ -216,22 +216,6 @@ def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
     assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
 
 
-def test_a_disk_without_room_is_told_and_the_next_regular_step_asks_again(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.disk = "no room"
-    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room", kind="disk")]
-    rig.disk = None
-    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
-
-
-def test_without_a_trained_block_nothing_is_published(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.blocks.trained = []
-    (failed,) = rig.steps(range(1, 11))
-    assert isinstance(failed, ev.SnapshotFailed) and "block list is empty" in failed.problem
-    assert failed.kind == "blocks"
-
-
 def test_a_list_without_a_recent_block_is_waited_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.blocks.recent = False
@@ -332,14 +316,3 @@ def test_a_missed_round_is_known_once_its_state_is_loaded(tmp_path: Path) -> Non
     (tmp_path / "config.json").unlink()
     rig.see(ev.Loaded(5), loading)
     assert rig.round_clock.next_at() == rig.now + 72 * 12
-
-
-def test_the_period_is_learnt_from_the_calls(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    for _ in range(3):
-        rig.see(ev.OuterStepEnded(True, 4))
-        rig.block += 60
-        rig.now += 60 * 12
-        rig.see(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))
-    rig.see(ev.OuterStepEnded(True, 5))
-    assert rig.round_clock.next_at() == rig.now + 60 * 12
