@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.common import memory
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
     checkpoint_bytes,
     device_memory,
     disk_space,
-    host_memory,
     snapshot_bytes,
 )
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
-from distributed_training.training import model
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
 from distributed_training.training.model import parameter_schema
@@ -44,11 +39,6 @@ def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
     config = tiny() | changes
     shape = ModelShape.from_config(config)
     assert sorted(shape.tensors) == sorted(s for _, s in parameter_schema(config))
-
-
-def test_constants_are_those_of_the_rooms_that_own_them() -> None:
-    assert memory.LOSS_CHUNK == model.CHUNK_ELEMENTS
-    assert memory.TOPK == gradients.TOPK
 
 
 def test_the_estimate_tells_cards_apart() -> None:
@@ -144,20 +134,6 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
 def written(folder: Path, pattern: str) -> int:
     files = [f for found in folder.glob(pattern) for f in found.rglob("*") if f.is_file()]
     return sum(f.stat().st_size for f in files)
-
-
-def test_the_guide_says_what_the_model_says() -> None:
-    guide = " ".join((DOCS / "requirements.md").read_text(encoding="utf-8").split())
-    count, how = FOUR.parameters, Arrangement(4, micro_batch=2, sequence_length=1024)
-    disk = math.ceil(disk_space(FOUR, keep_checkpoints=2).total / count)
-    assert f"Plan {disk} bytes a parameter, {disk * 4} GB for 4 billion" in guide
-    host = host_memory(FOUR, how)
-    needed = round(host.needed / count)
-    assert f"Plan {needed} bytes a parameter, {needed * 4} GB for 4 billion" in guide
-    assert host.needed <= 130e9  # of the model itself: a machine of 128 GiB
-    assert f"{round(host.snapshot / count)} more while a snapshot" in guide
-    assert f"{round(host.checkpoint / count)} more while a checkpoint" in guide
-    assert f"{round(host.round / count)} more in a round" in guide
 
 
 def test_the_table_of_cards_is_what_the_plan_says() -> None:

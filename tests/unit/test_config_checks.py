@@ -4,7 +4,6 @@ import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, notices, problems
 from distributed_training.config.settings import MinerSettings
-from distributed_training.config.types import SUBTENSORS
 from tests.tools.r2_keys import KEYS
 
 MASTER_HOTKEY = MinerSettings().master_ss58_address
@@ -41,17 +40,11 @@ def test_the_defaults_have_no_problem() -> None:
         ),
         (("--axon.port", "9000", "--dht.port", "9000"), "are both 9000"),
         (("--axon.external_ip", "127.0.0.1"), "--axon.external_ip 127.0.0.1 cannot be reached"),
-        (("--axon.external_ip", "0.0.0.0"), "--axon.external_ip 0.0.0.0 cannot be reached"),
         (("--axon.external_ip", "[::1]"), "--axon.external_ip ::1 cannot be reached"),
-        (("--axon.external_ip", "255.255.255.255"), "255.255.255.255 cannot be reached"),
         (("--axon.external_ip", "192.168.1.5"), "--axon.external_ip 192.168.1.5 cannot be reached"),
-        (("--axon.external_ip", "100.64.0.9"), "--axon.external_ip 100.64.0.9 cannot be reached"),
         (("--axon.external_ip", "224.0.0.1"), "--axon.external_ip 224.0.0.1 cannot be reached"),
         (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
-        (("--dht.ip", "127.0.0.1"), "--dht.ip 127.0.0.1 cannot be reached"),
         (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
-        (("--dht.ip", "169.254.1.1"), "--dht.ip 169.254.1.1 cannot be reached"),
-        (("--dht.ip", "239.1.2.3"), "--dht.ip 239.1.2.3 cannot be reached"),
         (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
         (("--r2.part_size", "1KiB"), "--r2.part_size 1KiB is less than S3 and R2 take"),
         (("--r2.part_size", "5242879"), "give 5MiB or more"),
@@ -77,19 +70,12 @@ def test_a_compression_that_parts_of_few_values_break_is_refused(compression: st
     ("argv", "text"),
     [
         (("--neuron.upload_steps", "0"), "--neuron.upload_steps: 0 is less than 1"),
-        (("--neuron.local_batch_size_train_effective", "-4"), "-4 is less than 1"),
-        (("--nproc_per_node", "0"), "--nproc_per_node: 0 is less than 1"),
-        (("--nproc_per_node", "100000"), "--nproc_per_node: 100000 is more than 64"),
         (("--axon.port", "70000"), "--axon.port: 70000 is more than 65535"),
-        (("--axon.external_port", "0"), "--axon.external_port: 0 is less than 1"),
         (("--axon.clock_skew", "9999d"), "--axon.clock_skew: 9999d is more than 60s"),
         (("--clamp.min_group_size", "0:0"), "--clamp.min_group_size: 0:0 is less than 2"),
         (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),
         (("--dht.ip", "2001:db8::1"), "'2001:db8::1' is not an IP address of version 4"),
-        (("--dht.ip", "[2001:db8::1]"), "is not an IP address of version 4"),
-        (("--dht.listen_ip", "::"), "'::' is not an IP address of version 4"),
         (("--dht.listen_ip", "auto"), "'auto' is not an IP address"),
-        (("--axon.ip", "auto"), "'auto' is not an IP address"),
         (
             ("--clamp.timeout", "0:5000"),
             "0:5000 is less than 0.1, so nothing was started: give LOW:HIGH within 0.1 to 3600",
@@ -123,10 +109,6 @@ def test_an_address_that_is_to_be_found_out_is_not_taken_literally(text: str) ->
     assert problems(found) == []
 
 
-def test_use_dct_is_allowed_on_ones_own_subnet() -> None:
-    assert problems(config("--preset", "local", "--neuron.use_dct")) == []
-
-
 @pytest.mark.parametrize("missing", sorted(KEYS))
 def test_a_missing_key_is_named(missing: str) -> None:
     environ = {name: value for name, value in KEYS.items() if name != missing}
@@ -141,12 +123,6 @@ def test_keys_of_the_wrong_length_are_found_without_being_shown() -> None:
     assert problems(config("--preset", "local", R2_READ_SECRET_ACCESS_KEY="shortsecret")) == []
 
 
-def test_a_truncated_write_key_is_refused() -> None:
-    (line,) = problems(config(R2_WRITE_SECRET_ACCESS_KEY="f" * 63))
-    assert "R2_WRITE_SECRET_ACCESS_KEY has 63 characters instead of 64" in line
-    assert "refuse every upload" in line and "f" * 63 not in line
-
-
 @pytest.mark.parametrize("part", ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"])
 @pytest.mark.parametrize("preset", ["public", "local"])
 def test_a_read_key_that_is_the_write_key_is_refused(part: str, preset: str) -> None:
@@ -155,17 +131,6 @@ def test_a_read_key_that_is_the_write_key_is_refused(part: str, preset: str) -> 
     (line,) = problems(config(*argv, **{f"R2_READ_{part}": same}))
     assert f"R2_READ_{part} and R2_WRITE_{part} are equal" in line and "for ever" in line
     assert same not in line
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["blacklist.min_stake", "neuron.learning_rate", "axon.requests_per_hotkey", "data.cache_gb"],
-)
-@pytest.mark.parametrize("text", ["nan", "NaN", "inf", "-inf", "Infinity", "1e999", "-1"])
-def test_what_is_not_a_number_and_what_is_negative_is_refused(name: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"^--{name}") as error:
-        load_config("miner", (f"--{name}", text), environ=KEYS, dotenv=None)
-    assert "\n" not in str(error.value)
 
 
 def test_several_problems_are_counted() -> None:
@@ -186,9 +151,3 @@ def test_an_effective_batch_that_does_not_divide_is_rounded_up_and_said() -> Non
     )
     assert line.endswith("rounded up to 108")
     assert notices(config("--nproc_per_node", "4")) == []
-
-
-def test_the_chains_with_a_name_are_those_that_the_client_knows() -> None:
-    from bittensor.settings import NETWORKS
-
-    assert set(NETWORKS) == SUBTENSORS

@@ -17,7 +17,7 @@ from distributed_training.config.settings import DataSettings
 from distributed_training.data import pipeline as pipeline_module
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.corpus import StdlibSource
-from distributed_training.data.pipeline import DataPipeline, held_out_batches
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.protocol.pages import select_pages
@@ -60,10 +60,6 @@ def wait_ready(made: DataPipeline, block: int) -> int:
     return made.ready(block) or 0
 
 
-def test_every_config_is_large_enough_for_the_page_selection() -> None:
-    assert min(StdlibSource().num_rows().values()) > 101
-
-
 def test_held_out_rows_are_in_no_page() -> None:
     source = StdlibSource()
     pages = {row for config in source.num_rows() for row in source._tables[config]}
@@ -79,12 +75,6 @@ def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
     assert len(ids) == len(text.encode()) + 1
     assert ids[-1] == tokenizer[1] < BYTE_VOCABULARY
     assert made._tokenizer.decode(ids[:-1].tolist()) == text
-
-
-def test_rows_are_cut_and_ended(tokenizer: tuple[Path, int]) -> None:
-    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
-    ids = made.encode_rows(["abcdef", "", "gh"], max_length=3).tolist()
-    assert [i for i, token in enumerate(ids) if token == tokenizer[1]] == [3, 4, 7]
 
 
 def test_batches_are_the_assigned_pages_in_order(
@@ -178,20 +168,6 @@ def test_time_without_data_is_waited_for_by_the_next_batch_but_not_by_the_first(
     assert running.next() is not None and running.wait_seconds < 500
 
 
-def test_ranks_read_other_pages(tokenizer: tuple[Path, int]) -> None:
-    made = [pipeline(tokenizer), pipeline(tokenizer, rank=1)]
-    try:
-        first = []
-        for one in made:
-            one.request(7)
-            one.begin(7, wait_ready(one, 7))
-            first.append(one.next())
-        assert not torch.equal(first[0], first[1])
-    finally:
-        for one in made:
-            one.close()
-
-
 def test_a_dead_worker_is_replaced(running: DataPipeline) -> None:
     running.request(1)
     assert wait_ready(running, 1) > 0
@@ -226,11 +202,3 @@ def test_a_disk_that_may_only_be_read_does_not_end_training(
     for block in range(1, 6):
         running.request(block)
         running.begin(block, wait_ready(running, block))
-
-
-def test_held_out_batches(tokenizer: tuple[Path, int]) -> None:
-    batches = held_out_batches(
-        tokenizer_path=tokenizer[0], eos_id=tokenizer[1], sequences=8, sequence_length=128
-    )
-    assert batches.shape == (8, 128) and batches.dtype == torch.int64
-    assert int(batches.max()) < BYTE_VOCABULARY

@@ -10,9 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distributed_training.config import ConfigError
-from distributed_training.config.settings import DataSettings
-from distributed_training.data.block_builder import BlockMaker, open_source
+from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
@@ -28,11 +26,6 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
-
-
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
-        open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))
 
 
 def test_parquet_row_groups_files_and_damage(
@@ -81,15 +74,6 @@ def test_special_tokens_and_truncation_as_transformers(tmp_path: Path) -> None:
         expected = [*theirs.encode(text, truncation=True, max_length=5), theirs.eos_token_id]
         assert ours.encode_rows([text], max_length=5).tolist() == expected
     assert ours.vocabulary == 11
-
-
-def test_the_byte_tokenizers_folder_loads_in_transformers(tokenizer: tuple[Path, int]) -> None:
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(tokenizer[0].parent)
-    assert loaded.eos_token_id == loaded.pad_token_id == tokenizer[1]
-    text = "def f():\n\treturn 'ß'  "
-    assert loaded.decode(loaded.encode(text)) == text
 
 
 def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:

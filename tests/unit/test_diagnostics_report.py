@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-from datetime import timedelta
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from distributed_training.config.settings import DiagnosticsSettings
 from distributed_training.health.report import (
     CudaState,
     accumulation_steps,
-    cuda_state,
     gpu_report_lines,
     step_warnings,
 )
@@ -98,18 +96,6 @@ def test_what_is_wrong_is_found_by_a_search_for_warnings(
             rank_device("cuda", 0)
 
 
-def test_the_model_on_cpu_beside_a_gpu() -> None:
-    lines = gpu_report_lines(
-        cuda=CudaState(True, 1, 0, "X", 24.0, 0.0),
-        model_device="cpu",
-        micro_batch=1,
-        effective=4,
-        world_size=1,
-    )
-    assert "✓ CUDA available: True" in lines
-    assert "❌ Model is on CPU! This will be EXTREMELY SLOW!" in lines
-
-
 @pytest.mark.parametrize(
     ("effective", "micro", "world", "steps"),
     [(512, 2, 4, 64), (512, 2, 1, 256), (1024, 2, 4, 128), (100, 3, 4, 9), (4, 8, 1, 1)],
@@ -132,31 +118,3 @@ def test_a_slow_step_that_waited_for_data_says_so() -> None:
     hungry = dataclasses.replace(REPORT, seconds=90.0, data_wait_seconds=70.0)
     (line,) = step_warnings(hungry, DiagnosticsSettings())
     assert line.endswith("Check GPU usage! 70.0s of it were spent waiting for data")
-
-
-def test_thresholds_are_the_operators() -> None:
-    settings = DiagnosticsSettings(
-        slow_step=timedelta(seconds=5),
-        expected_step_min=timedelta(seconds=0.5),
-        expected_step_max=timedelta(seconds=3),
-        low_gpu_memory_gb=20,
-    )
-    assert step_warnings(REPORT, settings) == [
-        "⚠️  SLOW STEP: 15.2s (expected 0.5-3s) - Check GPU usage!",
-        "⚠️  LOW GPU MEMORY: Model may be on CPU!",
-    ]
-
-
-def test_memory_that_was_not_measured_is_a_warning_only_beside_a_gpu() -> None:
-    settings = DiagnosticsSettings()
-    on_cpu = dataclasses.replace(REPORT, gpu_memory_gb=None)
-    assert step_warnings(on_cpu, settings) == []
-    assert step_warnings(on_cpu, settings, expect_gpu=True) == [
-        "⚠️  LOW GPU MEMORY: Model may be on CPU!"
-    ]
-
-
-def test_the_state_of_this_machine_is_what_torch_says() -> None:
-    state = cuda_state()
-    assert state.available == torch.cuda.is_available()
-    assert state.count == (torch.cuda.device_count() if state.available else 0)

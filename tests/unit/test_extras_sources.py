@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.config import ConfigError
-from distributed_training.config.extras import extra
-from distributed_training.config.settings import DataSettings, parse_sources
-from distributed_training.data.block_builder import BlockMaker, open_source
+from distributed_training.config.settings import parse_sources
+from distributed_training.data.block_builder import BlockMaker
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
@@ -69,19 +67,6 @@ def test_sources_that_are_none(source: str, mix: str) -> None:
     with pytest.raises(ConfigError, match=r"--data\.(source|mix)") as caught:
         parse_sources(source, mix)
     assert "\n" not in str(caught.value) and ": give" in str(caught.value)
-
-
-def test_without_the_package_the_flag_is_refused_by_name(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert extra("mixture", wanted_by="--data.mix").pages_of([1.0], 2) == [2]
-    for name in ("extras", "extras.mixture", "extras.line_files"):
-        monkeypatch.setitem(sys.modules, name, None)  # as where the package is not installed
-    for source in ("a=hf,b=stdlib", f"text:{tmp_path}"):
-        with pytest.raises(ConfigError, match=f"--data.source {source} needs the package") as found:
-            open_source(DataSettings(source=source))
-        assert "\n" not in str(found.value) and "make setup" in str(found.value)
-    assert open_source(DataSettings(source="stdlib")).num_rows()
 
 
 def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
@@ -142,22 +127,6 @@ def test_a_folder_without_rows_leaves_the_block_empty_and_says_why(
     assert f"holds no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
 
 
-def test_a_folder_that_is_filled_later_is_used_then(
-    tmp_path: Path, tokenizer: tuple[Path, int]
-) -> None:
-    (tmp_path / "data").mkdir()
-    maker = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}"))
-    assert maker.prepare(1).sequences == 0
-    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS)
-    assert maker.prepare(2).sequences > 0
-
-
-def test_too_little_text_is_named(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
-    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS[:50])
-    prepared = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}")).prepare(1)
-    assert prepared.sequences == 0 and "has 50 rows" in prepared.missing[0]
-
-
 def make_shards(folder: Path, tokenizer: tuple[Path, int], count: int = 3) -> list[np.ndarray]:
     folder.mkdir(exist_ok=True)
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
@@ -190,17 +159,6 @@ def test_every_sequence_of_the_shards_is_used_once_before_any_twice(
     assert not np.array_equal(tokens(other, 5), blocks[0])
 
 
-def test_shards_are_cut_anew_for_another_sequence_length(
-    tmp_path: Path, tokenizer: tuple[Path, int]
-) -> None:
-    rows = np.arange(10 * 48).reshape(10, 48) % 250
-    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
-    (tmp_path / "s").mkdir()
-    write_shard(tmp_path / "s" / "0.tokens", rows, tokenizer=made.hash, eos_id=256, vocabulary=257)
-    maker = BlockMaker(spec(tokenizer, tmp_path, f"shards:{tmp_path / 's'}"))
-    assert np.array_equal(tokens(maker, 1), rows.reshape(-1, 32))
-
-
 def test_bad_shards_are_named_and_the_others_used(
     tmp_path: Path, tokenizer: tuple[Path, int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -220,12 +178,6 @@ def test_bad_shards_are_named_and_the_others_used(
     assert "8.tokens was made with another tokenizer" in caplog.text
     assert "9.tokens is not a file of tokens" in caplog.text
     assert "1.tokens is corrupted" in caplog.text
-
-
-def test_no_usable_shards(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
-    (tmp_path / "s").mkdir()
-    prepared = BlockMaker(spec(tokenizer, tmp_path, f"shards:{tmp_path / 's'}")).prepare(1)
-    assert prepared.sequences == 0 and "holds no usable shards" in prepared.missing[0]
 
 
 weights_and_lengths = st.integers(2, 5).flatmap(

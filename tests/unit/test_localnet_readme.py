@@ -146,21 +146,6 @@ def test_flags_exist(page: Path) -> None:
                 assert f"--{flag}" in ours, f"{text}: --{flag} is no flag"
 
 
-@pytest.mark.parametrize(
-    "script",
-    sorted(
-        {
-            word
-            for page in PAGES
-            for text in [*commands(page), *inline(page)]
-            for word in re.findall(r"(?:scripts|neurons)/\w+\.py", text)
-        }
-    ),
-)
-def test_scripts_say_what_they_do(script: str) -> None:
-    assert len(help_of(script)) > 100
-
-
 @pages
 def test_links_resolve(page: Path) -> None:
     text = page.read_text()
@@ -221,16 +206,3 @@ def test_log_lines_in_the_documents_are_lines_of_the_programs() -> None:
         assert fragments, line
         for fragment in fragments:
             assert fragment in source, f"{line!r}: nothing says {fragment!r}"
-
-
-def test_the_five_ways_through_the_code_name_files_that_exist() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    ways = dict(re.findall(r"^\*\*((?:An?|The) [^*]+)\.\*\*((?:.*\n)+?)\n", text, re.M))
-    assert ways.keys() == {
-        "A loss", "The block list", "A secret", "An AllReduce call", "An upload",
-    }  # fmt: skip
-    for name, way in ways.items():
-        files = re.findall(r"`((?!tests)[a-z_]+/[a-z_/]+\.py)`", way)
-        assert len(files) >= 3, name
-        for file in files:
-            assert (ROOT / "distributed_training" / file).exists(), f"{name}: {file}"

@@ -18,10 +18,9 @@ from bittensor_core import Keypair
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe, load_config
-from distributed_training.config.loader import schema
 from distributed_training.config.types import ConfigAway
 from distributed_training.network import keep, signed, source
-from distributed_training.network.file import BUILT_IN, HEAD_KEYS, digest_of, flatten
+from distributed_training.network.file import BUILT_IN, digest_of
 from distributed_training.protocol.names import averager_prefix
 from tests.tools.r2_keys import KEYS
 
@@ -75,12 +74,6 @@ def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     )
     shown = "\n".join(describe(config))
     assert config.network.line in shown and "sequence_length" not in shown
-
-
-def test_every_key_is_in_the_example_or_optional() -> None:
-    keys = {s.network for s in schema("validator") if s.network} | HEAD_KEYS
-    optional = {"run_id", "model.config_file", "store.endpoint", "chain.endpoint", "chain.netuid"}
-    assert keys - set(flatten(tomllib.loads(EXAMPLE))) == optional
 
 
 def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path) -> None:
@@ -147,13 +140,6 @@ def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
     by_bob = changed("min_group_size = 3", "min_group_size = 4", signer=BOB)
     assert "it was altered" in refused(by_bob, tmp_path)
     assert load(changed("min_group_size = 3", "min_group_size = 4"), tmp_path)
-
-
-def test_one_that_cannot_be_read(tmp_path: Path) -> None:
-    for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n"):
-        with pytest.raises(ConfigError, match=r"^--network") as error:
-            load_config("miner", ("--network", place), environ=KEYS, dotenv=None)
-        assert error.value.status == ExitStatus.BAD_CONFIGURATION
 
 
 LARGE = [("hidden_size = 192", "hidden_size = 16384"), ("_layers = 4", "_layers = 400"),

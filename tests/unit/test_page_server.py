@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.page.process import Bounded, PageProcess
+from distributed_training.telemetry.page.process import PageProcess
 from distributed_training.telemetry.page.server import Hub
 from tests.tools.waiting import wait_for
 
@@ -107,14 +107,6 @@ def test_no_other_host_header_gets_anything(page: Served, host: bytes) -> None:
         assert status(answer) in (0, 400, 403) and HOTKEY.encode() not in answer
 
 
-def test_a_miner_that_has_no_figures_yet_is_up(page: Served) -> None:
-    """Its first start may load for an hour; an answer other than 200 is `up == 0`."""
-    host = f"host: 127.0.0.1:{page.port}".encode()
-    head, _, body = page.ask(host, path=b"/metrics").partition(b"\r\n\r\n")
-    assert status(head) == 200 and body == b""
-    assert status(page.ask(host, path=b"/metrics?neuron=another")) == 404
-
-
 @pytest.mark.parametrize("wrong", ["missing", "two", "two names", "HTTP/1.0 without"])
 def test_one_host_header_is_needed(page: Served, wrong: str) -> None:
     own = f"host: 127.0.0.1:{page.port}".encode()
@@ -160,17 +152,6 @@ def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
         bearer = b"authorization: Bearer " + TOKEN.encode()
         wait_for(lambda: status(served.ask(b"host: x", bearer)) == 200, "an answer afterwards")
     assert len(served.lines) == 1, served.lines[:5]
-
-
-def test_lines_of_the_page_are_bounded_and_those_left_out_are_counted() -> None:
-    now, said = [0.0], list[str]()
-    told = Bounded(said.append, most=3, clock=lambda: now[0])
-    for minute in range(3):
-        now[0] = 61.0 * minute
-        for number in range(1000):
-            told(f"{minute} {number}")
-    left_out = "the page: 997 more lines of the last minute are left out"
-    assert said[:4] == ["0 0", "0 1", "0 2", left_out] and len(said) == 3 * 3 + 2
 
 
 def test_a_file_that_cannot_be_read_is_one_line(

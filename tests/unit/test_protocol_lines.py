@@ -30,11 +30,6 @@ def test_step_line_is_the_operators_line() -> None:
     )
 
 
-def test_step_line_without_a_gpu() -> None:
-    without = dataclasses.replace(REPORT, gpu_memory_gb=None)
-    assert lines.step_line(without).endswith("GPU Mem: 0.00GB")
-
-
 def test_throughput_line_names_only_what_was_measured() -> None:
     line = lines.throughput_line(REPORT)
     assert "34493 tokens/s" in line and "MFU" not in line and "GPU Util" not in line

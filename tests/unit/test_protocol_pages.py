@@ -47,12 +47,6 @@ def test_neighbours_and_later_blocks_overlap_as_they_do_on_the_network() -> None
     assert _select(n=2) == _select(n=5)[:2]
 
 
-def test_order_of_the_mapping_does_not_matter() -> None:
-    turned = dict(reversed(VECTORS["num_rows"].items()))
-    pages = select_pages(uid=5, local_rank=0, block=1000, n_pages=5, num_rows=turned)
-    assert pages == _select()
-
-
 @pytest.mark.parametrize("num_rows", [{}, {"a": 101}])
 def test_too_little_data_is_an_error(num_rows: dict[str, int]) -> None:
     with pytest.raises(ValueError):

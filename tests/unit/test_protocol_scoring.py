@@ -10,8 +10,6 @@ import pytest
 from distributed_training.protocol.scoring import (
     RESET,
     ScoreBoard,
-    moving_average,
-    relative_improvement,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -108,9 +106,3 @@ def test_state_survives_a_restart() -> None:
     assert other.state() == board.state() and other.uids == (1, 2, 3)
     other.add(2)
     assert other.rating(2) == ScoreBoard([2]).rating(2)
-
-
-def test_helpers() -> None:
-    assert relative_improvement(*RESET) == 0.0
-    assert relative_improvement(4.0, 3.0) == 0.25
-    assert moving_average(0.5, 1.0) == pytest.approx(0.8)

@@ -133,16 +133,6 @@ def test_each_set_is_installed_once_and_by_hash(checkout: Path) -> None:
     assert lists(setup(checkout, "local", "dev")) == again
 
 
-def test_the_update_program_of_an_older_version_finds_what_it_runs_tests_with(
-    checkout: Path,
-) -> None:
-    wanted = ["build", "production", "torch-cpu"]
-    new = checkout / "versions" / "v1.new"
-    for folder, more in ((new, []), (new.with_suffix(""), ["test"])):
-        shutil.copytree(checkout, folder, ignore=shutil.ignore_patterns("versions", ".venv"))
-        assert lists(setup(folder)) == wanted + more
-
-
 def test_a_small_torch_that_is_not_listed_is_replaced_by_the_one_that_is(checkout: Path) -> None:
     tried = lists(setup(checkout, REFUSED="torch-cpu"))
     assert tried == ["build", "production", "torch-cpu", "torch-cpu", "torch-cuda"]

@@ -50,19 +50,6 @@ def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:
     judging.check(local_norm=10.0, average_norm=300.0)
 
 
-def test_zero_accepts_any_norm_but_not_nan() -> None:
-    assert fault(1.0, 1e6, ratio=0.0) is None
-    for value in (float("nan"), float("inf")):
-        assert fault(1.0, value, 1.0, 1.0, 1.0, ratio=0.0) == AllReduceFault.NOT_FINITE.name
-
-
-def test_the_message_says_what_it_was_compared_with() -> None:
-    with pytest.raises(AllReduceError, match="the rounds before"):
-        judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0, previous=(1.0, 1.0, 1.0))
-    with pytest.raises(AllReduceError, match="of ours"):
-        judge(local_norm=1.0, average_norm=99.0, max_ratio=20.0)
-
-
 def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "norms.json"
     norms = PastNorms(path, run_id="a")
@@ -82,12 +69,6 @@ def test_a_damaged_file_of_norms_is_no_memory(tmp_path: Path, content: str) -> N
     assert norms() == ()
     norms.add(7.0)
     assert PastNorms(path, run_id="a")() == (7.0,)
-
-
-def test_norms_that_cannot_be_written_are_still_known(tmp_path: Path) -> None:
-    norms = PastNorms(tmp_path / "no such folder" / "norms.json", run_id="a")
-    norms.add(7.0)
-    assert norms() == (7.0,)
 
 
 def test_hiveminds_log_is_bounded_while_it_is_written(tmp_path: Path) -> None:

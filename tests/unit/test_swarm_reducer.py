@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import pytest
 import torch
@@ -88,19 +87,6 @@ def test_it_is_complete_at_once_without_parts_or_without_senders() -> None:
     asyncio.run(run())
 
 
-def test_a_part_waits_for_everybody() -> None:
-    async def run() -> None:
-        own = torch.zeros(1, PART)
-        reducer = reducer_of(own)
-        done = reducer.add(peer(0), 0, torch.full((PART,), 3.0), 1.0)
-        assert not done.is_set() and not reducer.complete.is_set()
-        reducer.add(peer(1), 0, torch.full((PART,), 6.0), 1.0)
-        assert done.is_set() and reducer.complete.is_set()
-        assert torch.equal(own, torch.full((1, PART), 3.0))
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
 def test_a_weight_that_is_none_is_refused(weight: float) -> None:
     async def run() -> None:
@@ -119,10 +105,3 @@ def test_who_was_left_out_does_not_come_back() -> None:
             reducer.add(peer(0), 0, torch.zeros(PART), 1.0)
 
     asyncio.run(run())
-
-
-def test_memory_is_used_again() -> None:
-    buffers = Buffers(PART)
-    first: Any = buffers.take()
-    buffers.give_back(first)
-    assert buffers.take() is first

@@ -3,7 +3,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,20 +48,6 @@ def test_a_line_cut_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
     with EventLog(path) as log:
         log.write("step")
     assert [e["kind"] for e in read_events(path)] == ["start", "step"]
-
-
-def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    with EventLog(path) as log:
-        threads = [
-            threading.Thread(target=lambda: [log.write("step", text="x" * 500) for _ in range(100)])
-            for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert len(list(read_events(path))) == 400
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
@@ -122,11 +107,6 @@ def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> N
     with EventLog(tmp_path / "e.jsonl") as log:
         log.write("fault", detail="key very-secret-value refused")
     assert next(read_events(tmp_path / "e.jsonl"))["detail"] == "key ******** refused"
-
-
-def test_switched_off(tmp_path: Path) -> None:
-    assert EventLog.from_settings(TelemetrySettings(dont_save_events=True), tmp_path) is None
-    assert not list(tmp_path.iterdir()) and not list(read_events(tmp_path / "events.jsonl"))
 
 
 def test_metrics_are_typed_and_absent_until_measured() -> None:

@@ -82,21 +82,6 @@ raise ValueError("main")
     assert "Uncaught error (ValueError: main" in main
 
 
-def test_hivemind_is_tamed_after_its_import() -> None:
-    out, err, _ = run(
-        """
-setup_logging(TelemetrySettings(), rank=0, name="m")
-handler = logging.StreamHandler(sys.stderr)  # what hivemind does when it is imported
-logging.getLogger("hivemind").addHandler(handler)
-logging.getLogger("hivemind").propagate = False
-logging.addLevelName(logging.WARNING, "WARN")
-tame_libraries()
-logging.getLogger("hivemind.dht").warning("once")
-"""
-    )
-    assert out.count("once") == 1 and "| WARNING |" in out and not err
-
-
 def test_record_log_writes_the_same_lines_to_a_file(tmp_path: Path) -> None:
     out, _, _ = run(
         f"""

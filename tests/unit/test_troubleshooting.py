@@ -11,9 +11,7 @@ import ast
 import re
 from collections.abc import Iterator
 
-import pytest
-
-from tests.tools.log_reference import DOCS, Reference
+from tests.tools.log_reference import DOCS
 
 PACKAGE = DOCS.parent / "distributed_training"
 WARNINGS = {"warning", "error", "critical", "exception"}
@@ -87,49 +85,3 @@ def test_formats_are_found() -> None:
 
 def test_every_line_can_be_looked_up() -> None:
     assert missing([*((place, text) for place, text, _ in formats()), *promised()]) == []
-
-
-#: What ends a program; each is one line with cause, consequence and remedy.
-ENDINGS = {"ConfigError", "ConfigAway", "NetworkFailure", "NotRegistered", "Deregistered"}
-CONSEQUENCE = re.compile(r", so |nothing|\0: |both overwrite|cannot be asked")
-#: Two take their consequence from a table; the others' stands in the words that follow it.
-ELSEWHERE = ("(limits.max_uids", "is not registered", "not even one sequence", "shards")
-
-
-def endings() -> Iterator[tuple[str, str]]:
-    for path in sorted([*PACKAGE.rglob("*.py"), *(PACKAGE.parent / "extras").rglob("*.py")]):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call) or getattr(node.func, "id", "") not in ENDINGS:
-                continue
-            text = fixed(node.args[0])
-            if len(text.replace("\0", "").split()) > 2:  # else another module's words
-                yield f"{path.name}:{node.lineno}", text
-
-
-def test_every_end_names_its_consequence_and_what_to_do() -> None:
-    found = list(endings())
-    assert len(found) > 80
-    told = [(p, t) for p, t in found if not any(words in t for words in ELSEWHERE)]
-    assert [(p, t) for p, t in told if not CONSEQUENCE.search(t) or ":" not in t] == []
-
-
-@pytest.mark.parametrize(
-    ("text", "known"),
-    [
-        ("Starting 2 ranks, run folder /a/b", True),
-        ("Starting 2 ranks", False),
-        (
-            "Swarm peer Q, announced as /ip4/1. Not checked from outside: run x on another machine",
-            True,
-        ),
-        ("No new data for 61 s: block 12 is trained on again", False),
-    ],
-)
-def test_the_reference_knows_a_line_of_information_as_a_whole(text: str, known: bool) -> None:
-    assert Reference().has(text, "INFO") == known
-
-
-def test_the_reference_knows_a_warning_by_a_part() -> None:
-    reference = Reference()
-    assert reference.has("No new data for 61 s: block 12 is trained on again, as before", "WARNING")
-    assert not reference.has("No new data for long", "WARNING")
