@@ -14,11 +14,15 @@ def wait_for(
 ) -> Any:
     """The first true value of ``condition()``; fails naming ``what`` when ``seconds`` are over.
 
-    The deadline is generous: it only decides how long a broken test takes.
+    The deadline is generous: it only decides how long a broken test takes. Looks that take long
+    (a browser's, one through /proc) come less often: what is waited for needs the cores.
     """
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
+    deadline = began + seconds
     while not (value := condition()):
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             pytest.fail(f"not within {seconds:.0f} s: {what}", pytrace=True)
-        time.sleep(every)
+        time.sleep(max(every, min(4 * (now - began), 0.25)))
+        began = time.monotonic()
     return value

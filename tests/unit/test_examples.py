@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.tools import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def test_a_model_trains_with_the_trainer_alone() -> None:
-    words = [sys.executable, "examples/train_alone.py", "2", "6"]
-    done = subprocess.run(words, cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=100)
+    done = forked.run(EXAMPLES / "train_alone.py", "2", "3", environ={}, folder=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr
     losses = [float(loss) for loss in re.findall(r"outer step \d: loss ([\d.]+)", done.stdout)]
     assert len(losses) == 2

@@ -107,14 +107,9 @@ def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("words", "toml"),
     [
-        ((), ""),
-        (("--neuron.stop_timeout", "90"), ""),
-        (("--neuron.stop-timeout", "300"), ""),
-        (("--NEURON.STOP_TIMEOUT=5m",), ""),
+        ((), 'neuron.stop_timeout = "3m"'),
         (("--Neuron.Stop-Timeout=.5h",), ""),
         (("--neuron.stop-timeout", "2m", "--neuron.stop_timeout=1h", "--wallet.name", "a=b"), ""),
-        (("--neuron.stop_timeout=1500 ms",), ""),
-        ((), 'neuron.stop_timeout = "3m"'),
     ],
 )
 def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
