@@ -17,7 +17,8 @@ from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.run_folder import mark_of
-from tests.tools.pm2 import NAME, ROOT, Pm2, needs_pm2
+from distributed_training.telemetry import read_events
+from tests.tools.pm2 import FAKE_RANKS, NAME, ROOT, Pm2, checkout, needs_pm2, start_update
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 
@@ -87,15 +88,9 @@ class FakeMiner(Pm2):
     def write_app(self) -> Path:
         """app.config.js with the neuron replaced by the launcher over a fake rank."""
         script = self.home / "miner.py"
-        script.write_text(
-            "import sys\n"
-            f"sys.path.insert(0, {str(ROOT)!r})\n"
-            "from distributed_training.miner import launcher, rank_group\n"
-            "from distributed_training.miner.__main__ import main\n"
-            "launcher.RESTARTS, rank_group.PRELOAD = 1, ()\n"
-            "if __name__ == '__main__':\n"
-            "    sys.exit(main(program='tests.tools.launcher_fake_rank'))\n"
-        )
+        neuron = (ROOT / "neurons" / "miner.py").read_text()
+        here = neuron.replace("Path(__file__).resolve().parent.parent", f"Path({str(ROOT)!r})")
+        script.write_text(here.replace("\nif __name__", FAKE_RANKS + "\nif __name__"))
         path = self.home / "test.config.js"
         path.write_text(
             f"const config = require({str(ROOT / 'app.config.js')!r});\n"
@@ -205,3 +200,50 @@ def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
     assert pm2.log.count("received: stopping") == 1 and "Traceback" not in pm2.log
     pm2("stop", NAME)
     assert not pm2.mark.processes()
+
+
+@needs_pm2
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_an_update_goes_on_where_the_old_version_stopped(pm2: FakeMiner) -> None:
+    """scripts/update.sh with real git; versions that fail leave the old one, or bring it back."""
+    home, run = pm2.home / "miner", pm2.home / "run"
+    checkout(home, {"neurons/miner.py": FAKE_RANKS})
+    pm2("start", str(home / "app.config.js"), FAKE_MODE="trains")
+
+    def steps() -> list[int]:
+        return [e["inner_step"] for e in read_events(run / "events.jsonl", "step")]
+
+    def refused(*words: str) -> str:
+        out, error = start_update(pm2, home, *words).communicate(timeout=200)
+        (line,) = error.splitlines()
+        assert line.startswith("error: "), out + error
+        return line
+
+    wait_for(lambda: (run / "events.jsonl").exists() and steps(), "the first step")
+    before = pm2.app()
+    line = refused("v3-doctor")
+    assert "its doctor fails (RuntimeError: the doctor is ill)" in line and "runs on" in line
+    assert pm2.app()["pid"] == before["pid"] and pm2.state == ("online", 0)
+    line = refused("v4-start", "--no-doctor", "--first-step", "100s")
+    assert "it did not train" in line and "runs again" in line
+    assert pm2.app()["pm2_env"]["pm_exec_path"] == before["pm2_env"]["pm_exec_path"]
+
+    (run / "round").touch()  # while the new version is tested; its end is waited for
+    update = start_update(pm2, home, "v2", "--no-doctor")
+    assert update.stdout is not None
+    said = "".join(iter(update.stdout.readline, "waiting: the miner is averaging\n"))
+    averaging = steps()
+    (run / "round").unlink()
+    out, error = update.communicate(timeout=200)
+    assert update.returncode == 0, said + out + error
+    wait_for(lambda: len(steps()) > len(averaging), "a step")
+    assert steps() == list(range(1, len(steps()) + 1)), "it goes on at the very next one"
+    version, app = home / "versions" / "v2", pm2.app()["pm2_env"]
+    assert app["pm_exec_path"] == str(version / "neurons" / "miner.py")
+    assert app["pm_cwd"] == str(home)
+    assert [p for p in pm2.mark.processes() if str(version) in " ".join(p.cmdline())]
+    pm2("stop", NAME)
+    assert pm2.state[0] == "stopped" and not pm2.mark.processes()
+    pm2("delete", NAME)
+    assert f"no app named {NAME}" in refused("v2")

@@ -1,9 +1,8 @@
 """A real miner of a local subnet under a real pm2, and what happens to it in a life.
 
-A restart in mid-upload, a stop in mid-round, a killed launcher, a reboot. After each it takes the
-next round with everybody. At last it is deregistered for longer than it waits, and pm2 leaves it
-down. That it trains,
-resumes and stops under pm2 is in test_update_pm2.py.
+An update, a restart in mid-upload, a stop in mid-round, a killed launcher, a reboot. After each it
+takes the next round with everybody. At last it is deregistered for longer than it waits, and pm2
+leaves it down. The same with ranks that train nothing is in test_launcher_pm2.py.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.run_folder import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
-from tests.tools.pm2 import NAME, ROOT, Pm2, needs_pm2
+from tests.tools.pm2 import NAME, Pm2, checkout, needs_pm2, start_update
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for
 
@@ -70,8 +69,12 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
         assert stop_miner(subnet, 0) == 0
         pm2 = LocalMiner(subnet, tmp_path / "pm2")
         try:
-            pm2("start", str(ROOT / "app.config.js"))
+            checkout(
+                tmp_path / "miner", {"scripts/update.py": "\n_ROUND_NEAR = timedelta(seconds=5)\n"}
+            )
+            pm2("start", str(tmp_path / "miner" / "app.config.js"))
             kills.clean_round(subnet)
+            update(subnet, pm2, tmp_path / "miner")
             restart_in_mid_upload(subnet, pm2)
             stop_in_mid_round(subnet, pm2)
             kill_the_launcher(subnet, pm2)
@@ -80,6 +83,19 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
         finally:
             pm2("kill")
     assert subnet.problems == []
+
+
+def update(subnet: LocalSubnet, pm2: LocalMiner, home: Path) -> None:
+    """The new version goes on at the very next step."""
+    starting = start_update(pm2, home, "v2", "--no-doctor")
+    out, error = starting.communicate(timeout=300)
+    assert starting.returncode == 0, out + error
+    events = pm2.events("step", "stop")
+    stop = max(i for i, event in enumerate(events) if event["kind"] == "stop")
+    before, after = events[stop - 1], events[stop + 1]
+    assert after["outer_step"] == before["outer_step"]
+    assert after["inner_step"] == before["inner_step"] + 1
+    kills.clean_round(subnet)
 
 
 def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:

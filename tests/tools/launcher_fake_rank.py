@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config
@@ -16,9 +19,27 @@ from distributed_training.miner.run_folder import (
     write_pid_file,
 )
 from distributed_training.miner.watchdog import Heartbeat
+from distributed_training.telemetry import EventLog, read_events
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 CLOSING = 4.0  # seconds; longer than the tests' LINGER
+
+
+def _train(folder: Path) -> Iterator[None]:
+    """Write what a miner that trains does, an inner step each time, going on with the last one.
+    While there is a file ``round``, it averages."""
+    events = EventLog(folder / "events.jsonl")
+    done = max((e["inner_step"] for e in read_events(events.path, "step")), default=0)
+    events.write("start", resumed=done > 0)
+    mode = ""
+    for number in itertools.count(done + 1):
+        while (wanted := "averaging" if (folder / "round").exists() else "training") != mode:
+            events.write("state", before=mode, after=(mode := wanted))
+            yield
+        while (folder / "round").exists():
+            yield
+        events.write("step", outer_step=0, inner_step=number, loss=1.0)
+        yield
 
 
 def run_rank(config: Config) -> int:
@@ -62,8 +83,10 @@ def run_rank(config: Config) -> int:
     ready.write_text(secret.get_secret_value() if secret else "")
     beat = Heartbeat(folder, me.rank)
     until = folder / f"stop-{os.environ['MASTER_PORT']}"  # of this start of the ranks
+    steps = _train(folder) if mode == "trains" else itertools.repeat(None)
     while True:
         beat()
+        next(steps)
         if me.rank == 0 and stop and mode != "stuck":
             until.touch()
         if until.exists():
