@@ -85,41 +85,7 @@ class TestPlan:
 
 
 class TestSubnet:
-    def test_a_good_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "the-operators-own")
-        subnet = LocalSubnet(options=options(tmp_path / "run"))
-        with subnet:
-            subnet.wait_for_outer_steps(2, LONG)
-            subnet.wait_for_figures(LONG)
-            lines = [p.cmdline() for p in subnet.mark.processes()]
-        assert subnet.problems == [] and subnet.strays == []
-        assert not subnet.mark.processes()
-        summary = subnet.summary()
-        assert summary.ok, summary.text()
-        assert [s.participants for s in summary.outer_steps] == [
-            ("validator", "miner-000", "miner-011")
-        ] * 2
-        assert summary.miners[1].scores["total"] == 0.5
-        self.check_secrets(tmp_path / "run", lines)
-
-    @staticmethod
-    def check_secrets(folder: Path, command_lines: list[list[str]]) -> None:
-        """Neurons have the store's keys, from the environment only, and not the operator's."""
-        seen = {
-            name: json.loads((folder / name / "environment.json").read_text())
-            for name in ("validator", "miner-000", "miner-011")
-        }
-        write_keys = {e["R2_WRITE_SECRET_ACCESS_KEY"] for e in seen.values()}
-        read_keys = {e["R2_READ_SECRET_ACCESS_KEY"] for e in seen.values()}
-        assert "the-operators-own" not in write_keys
-        assert not write_keys & read_keys
-        words = " ".join(word for line in command_lines for word in line)
-        for secret in write_keys | read_keys:
-            assert secret not in words
-            for log in folder.glob("*/log.txt"):
-                assert secret not in log.read_text()
-
-    def test_a_miner_that_misses_a_step_and_a_service_that_dies(self, tmp_path: Path) -> None:
+    def test_missed_steps_kills_deadlines_and_a_service_that_dies(self, tmp_path: Path) -> None:
         subnet = LocalSubnet(
             options=options(tmp_path / "run", "misses"), settle=timedelta(seconds=1)
         )
@@ -127,25 +93,20 @@ class TestSubnet:
             subnet.wait_for_outer_steps(2, LONG)
             assert not subnet.summary().ok
             assert subnet.summary().outer_steps[1].missed_by == ("miner-000", "miner-011")
-            (chain,) = [
-                p for p in subnet.mark.processes() if "distributed_training.registry" in p.cmdline()
-            ]
-            chain.kill()
-            subnet.wait_for_outer_steps(9, LONG)
-
-    def test_kill_and_restart_and_a_deadline(self, tmp_path: Path) -> None:
-        subnet = LocalSubnet(options=options(tmp_path / "run"))
-        with pytest.raises(SubnetFailure, match="outer step 99 did not come within 2 s"), subnet:
-            for miner in subnet.miners:
-                wait_for(lambda child=miner.child: child.last_lines() == ["ready"], "the miner")
+            with pytest.raises(SubnetFailure, match="outer step 99 did not come within 1 s"):
+                subnet.wait_for_outer_steps(99, timedelta(seconds=1))
             subnet.kill_miner(0)
             subnet.poll()  # a death we caused is no failure
             assert subnet.miners[0].child.exit_status == -signal.SIGKILL
             subnet.restart_miner(0)
             subnet.wait_until(lambda: subnet.miners[0].state.starts == 2, LONG, "the restart")
             assert stop_miner(subnet, 1) == 0
-            subnet.wait_for_outer_steps(99, timedelta(seconds=2))
-        assert not subnet.mark.processes() and subnet.problems == []
+            (chain,) = [
+                p for p in subnet.mark.processes() if "distributed_training.registry" in p.cmdline()
+            ]
+            chain.kill()
+            subnet.wait_for_outer_steps(9, LONG)
+        assert not subnet.mark.processes()
 
 
 class TestFolder:
@@ -190,10 +151,18 @@ class TestCommand:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
-    def test_a_good_run_says_so_and_cleans_up(self, tmp_path: Path) -> None:
+    def test_a_good_run_says_so_and_cleans_up(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "the-operators-own")
         run = self.start(tmp_path / "run", "good")
         text, _ = run.communicate(timeout=180)
         assert run.returncode == 0, text
+        summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+        everybody = ["validator", "miner-000", "miner-011"]
+        assert [step["participants"] for step in summary["outer_steps"]] == [everybody] * 2
+        assert summary["miners"][1]["scores"]["total"] == 0.5
+        self.check_secrets(tmp_path / "run")
         assert "all rounds worked" in text and "2 of 2 outer steps" in text
         assert (tmp_path / "run" / "loss.png").exists()
         assert (tmp_path / "run" / "summary.txt").read_text() in text
@@ -206,6 +175,17 @@ class TestCommand:
         assert "something is very wrong" in text, "its last words"
         assert (tmp_path / "run" / "store").exists()
         assert not mark_of(tmp_path / "run").processes()
+
+    @staticmethod
+    def check_secrets(folder: Path) -> None:
+        """Neurons have the store's keys, from the environment only, and not the operator's."""
+        seen = [json.loads(path.read_text()) for path in folder.glob("*/environment.json")]
+        write_keys = {e["R2_WRITE_SECRET_ACCESS_KEY"] for e in seen}
+        read_keys = {e["R2_READ_SECRET_ACCESS_KEY"] for e in seen}
+        assert len(seen) == 3 and "the-operators-own" not in write_keys
+        assert not write_keys & read_keys
+        logs = [log.read_text() for log in folder.glob("*/log.txt")]
+        assert not [s for s in write_keys | read_keys for log in logs if s in log]
 
     def test_ctrl_c_stops_everything_in_15_seconds_even_a_stubborn_miner(
         self, tmp_path: Path
