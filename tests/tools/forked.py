@@ -1,11 +1,14 @@
 """Programs of tests whose imports take longer than their work: forks of a process that has them.
 
-Like the ranks of a miner (``miner/rank_group.py``), from the same fork server of Python's; one
-server for each process that runs tests.
+Like the ranks of a miner (``miner/rank_group.py``), from the same fork server of Python's. All
+workers of one run of the tests have one server: its imports take six seconds of a core.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
+import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,10 +20,11 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from multiprocessing import forkserver
+from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -38,12 +42,37 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def prepare() -> None:
-    """Start the server, if there is none yet. What it imports reads its environment: one thread
-    each, or ranks wait for each other's on two cores."""
+    """Start the server if there is none yet, or take that of another worker of this run."""
+    server: Any = forkserver._forkserver
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if server._forkserver_address is not None or run is None:
+        _start()
+        return
+    place = Path(tempfile.gettempdir(), f"dt-forks-{run}")
+    with place.open("a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        if said := file.read():
+            address, owner, alive = json.loads(said)
+            with suppress(OSError):  # it has ended
+                # The server lives for as long as anybody holds this end of its pipe.
+                server._forkserver_alive_fd = os.open(f"/proc/{owner}/fd/{alive}", os.O_WRONLY)
+                server._forkserver_address = address
+                server.ensure_running = resource_tracker.ensure_running
+                return
+        _start()
+        file.truncate(0)
+        json.dump((server._forkserver_address, os.getpid(), server._forkserver_alive_fd), file)
+        atexit.register(place.unlink, missing_ok=True)
+
+
+def _start() -> None:
+    """What the server imports reads its environment: one thread each, or ranks wait for each
+    other's on two cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         _CONTEXT.set_forkserver_preload(list(_PRELOAD))
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()
 
 
 class Program:
