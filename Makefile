@@ -35,7 +35,7 @@ test: dev
 	$(PY) -m pytest $(WORKERS) -m "not long" $(ARGS)
 
 test-quick: dev
-	$(PY) -m pytest $(WORKERS) -m "not slow and not long" $(ARGS)
+	$(PY) -m pytest $(WORKERS) -n 3 -m "not slow and not long" tests/unit tests/contract $(ARGS)
 
 test-long: dev build/torch-$(OLDEST_TORCH)/.made
 	$(PY) -m pytest -n 2 --dist load -m long $(ARGS)

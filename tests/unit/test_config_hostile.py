@@ -121,6 +121,7 @@ def test_every_flag_with_every_hostile_value(setting: Setting) -> None:
         assert_refused_or_right(setting, result, f"--{setting.name}")
 
 
+@pytest.mark.slow
 @settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
 @given(setting=st.sampled_from(FLAGS), words=st.lists(texts, max_size=3))
 @example(setting=schema("miner").settings["blacklist.min_stake"], words=["nan"])

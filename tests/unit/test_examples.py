@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.tools import forked
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_a_model_trains_with_the_trainer_alone() -> None:
     done = forked.run(EXAMPLES / "train_alone.py", "2", "3", environ={}, folder=EXAMPLES.parent)
     assert done.returncode == 0, done.stderr

@@ -172,6 +172,7 @@ def test_every_alert_says_what_to_do() -> None:
         assert rule["labels"]["severity"] in ("warning", "critical")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian's package prometheus)")
 def test_every_alert_fires_and_keeps_silent() -> None:
     assert PROMTOOL is not None

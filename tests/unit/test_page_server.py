@@ -132,6 +132,7 @@ def test_a_websocket_is_not_a_way_past_the_checks(page: Served) -> None:
     assert status(answer) in (400, 403), answer[:100]
 
 
+@pytest.mark.slow
 def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
     """Malformed requests, refused ones and more connections than it has room for."""
     served = Served(tmp_path, TOKEN)
