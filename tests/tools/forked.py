@@ -67,8 +67,8 @@ def prepare() -> None:
 
 
 def _start() -> None:
-    """What the server imports reads its environment: one thread each, or ranks wait for each
-    other's on two cores."""
+    """Start a server. What it imports reads its environment: one thread each, or ranks wait for
+    each other's on two cores."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         _CONTEXT.set_forkserver_preload(list(_PRELOAD))

@@ -39,7 +39,7 @@ needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: m
 def checkout(home: Path, changes: Mapping[str, str]) -> None:
     """Make an operator's checkout of this working tree at v1, with a tag for each of VERSIONS.
 
-    ``changes``: code that all versions have besides, by file. Nothing is downloaded: the
+    ``changes``: code that all versions have, by file. Nothing is downloaded: the
     environment of each version is this one's, by a link.
     """
 
