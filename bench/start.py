@@ -4,9 +4,9 @@
     python -m bench.start --ranks 2,1 --kills 3
 
 A whole local subnet starts on this machine. The baseline is what *one* process needs here and now
-to import torch, the Llama model and hivemind (median of one look before and one after): a start
-cannot be much shorter than that. Then rank 0 of the first miner is killed, and its whole process
-tree, until ``--kills`` of each are measured.
+to import torch, the Llama model and hivemind (median of one look before the subnet and one after
+it): a start cannot be much shorter than that. Then rank 0 of the first miner is killed, and its
+whole process tree, until ``--kills`` of each are measured.
 Memory is the proportional set size (a page that n processes share counts 1/n in each) of the first
 miner's tree while it trains.
 
@@ -101,11 +101,11 @@ def main() -> int:
             miner = subnet.miners[0]
             subnet.wait_until(lambda: bool(miner.state.losses), LONGEST, "the first inner step")
             first = next(read_events(miner.plan.events, "step"))["time"]
-            baseline = statistics.median([before, import_seconds()])
             subnet.wait_until(lambda: len(miner.state.losses) >= 5, LONGEST, "five inner steps")
             memory = proportional_bytes(miner)
             ranks = [kill_rank_zero(subnet, miner) for _ in range(arguments.kills)]
             miners = [kill_miner(subnet, miner) for _ in range(arguments.kills)]
+    baseline = statistics.median([before, import_seconds()])  # neither beside the subnet
     first = (first - subnet.started_at) / baseline
     print(f"{baseline:6.1f} s  imports of one process (torch, Llama, hivemind): the baseline")
     print(f"{first:6.2f} x  that until the first inner step (goal 2.50): {first * baseline:.1f} s")
