@@ -7,6 +7,7 @@
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code beside its goals
 # make docs                         the documents as a site: build/site/index.html
+# make release                      checks, then the wheel, its sources and notes: build/release
 PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
 # come first (conftest.py).
@@ -16,7 +17,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 clean
+.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 release clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -81,6 +82,10 @@ lint-prose: dev
 docs: dev
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html; with search: $(PY) -m http.server --bind 127.0.0.1 --directory build/site"
+
+release: lint docs
+	$(PY) -m pytest tests/end_to_end/test_wheel.py tests/unit/test_release.py
+	PYTHONPATH=. $(PY) scripts/release.py
 
 # pm2 for the tests that need it, in build/node, not on the machine
 pm2:

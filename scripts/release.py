@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Build a release of the version in ``distributed_training/__init__.py``. Run by `make release`.
+
+    python scripts/release.py [--folder build/release]
+
+Nothing is published and no tag is made: the last lines name the commands for that. The folder then
+holds the wheel, the sources, their SHA-256 and ``NOTES.md``, the version's part of CHANGELOG.md.
+
+Exit status: 0 built, 1 a check failed (one line says which), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_training
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Refused(Exception):
+    """The release cannot be built. The text names the cause and what to do."""
+
+
+def notes(changelog: str, version: str) -> str:
+    """Return the part of a changelog below ``## [version] - date``; raise ``Refused`` without."""
+    unreleased = re.search(r"^## \[Unreleased\]\n+(?!## )\S", changelog, re.MULTILINE)
+    if unreleased:
+        raise Refused(f"CHANGELOG.md has lines under [Unreleased]: move them to [{version}]")
+    heading = rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## \[|\Z)"
+    found = re.search(heading, changelog, re.MULTILINE | re.DOTALL)
+    if not found or not found[1].strip():
+        raise Refused(f"CHANGELOG.md says nothing of {version}: write `## [{version}] - DATE`")
+    return found[1].strip() + "\n"
+
+
+def git(*words: str) -> str:
+    return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
+
+
+def check_repository(tag: str) -> None:
+    """Raise ``Refused`` unless all is committed and the tag is not taken."""
+    if changed := git("status", "--porcelain"):
+        raise Refused(f"not committed: {changed.splitlines()[0]}: commit it first")
+    if git("tag", "--list", tag):
+        raise Refused(f"{tag} exists: raise __version__ in distributed_training/__init__.py")
+
+
+def build(folder: Path, version: str) -> list[Path]:
+    """Return the wheel and the archive of the sources, built into an empty ``folder``."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    name = f"distributed_training_miner-{version}"
+    sources = folder / f"{name}.tar.gz"
+    git("archive", f"--prefix={name}/", f"--output={sources}", "HEAD")
+    tree = folder / "tree"  # the wheel is of what is committed, and its build leaves files behind
+    tree.mkdir()
+    subprocess.run(["tar", "-xzf", sources, "-C", tree], check=True)
+    options = ("--no-deps", "--no-build-isolation", "--quiet", "--wheel-dir", folder)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, tree / name], check=True)
+    shutil.rmtree(tree)
+    return [*folder.glob("*.whl"), sources]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "release")
+    options = parser.parse_args()
+    version = distributed_training.__version__
+    try:
+        text = notes((ROOT / "CHANGELOG.md").read_text(), version)
+        check_repository(f"v{version}")
+    except Refused as refused:
+        print(f"error: {refused}", file=sys.stderr)
+        return 1
+    files = build(options.folder.resolve(), version)
+    sums = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
+    (options.folder / "SHA256SUMS").write_text("".join(sums))
+    (options.folder / "NOTES.md").write_text(text)
+    print("".join(sums), end="")
+    print(f"git tag -s v{version} -F {options.folder / 'NOTES.md'} && git push origin v{version}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
