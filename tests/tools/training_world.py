@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol.types import Progress
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.trainer import Trainer
@@ -76,6 +79,28 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
             report = made.add_micro_batch(part, data_wait_seconds=0.0)
         reports.append(report)
     return reports
+
+
+def take_snapshot(made: Trainer, folder: Path, progress: Progress) -> Any:
+    """Return the handle of a snapshot whose files are all written."""
+    handle = made.snapshot(folder, progress=progress, block=1, last_loss=1.0)
+    handle.wait(timedelta(seconds=60))
+    return handle
+
+
+def save_checkpoint(
+    keeper: Checkpointer, progress: Progress, position: dict[str, Any] | None = None
+) -> None:
+    """Return when it is written, or could not be."""
+    keeper.save(position or {}, progress)
+    keeper.wait()
+
+
+def outer_step(made: Trainer, buffers: list[torch.Tensor]) -> None:
+    """Take an outer step with the pseudo-gradient of this trainer alone."""
+    made.write_pseudo_gradient(buffers)
+    made.prepare_outer_step(buffers)
+    made.commit_outer_step()
 
 
 def whole_weights(made: Trainer) -> list[torch.Tensor] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,14 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
-from tests.tools.training_world import tiny, train, trainer
+from tests.tools.training_world import (
+    outer_step,
+    save_checkpoint,
+    take_snapshot,
+    tiny,
+    train,
+    trainer,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -98,17 +104,11 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
     for step in range(4):
         train(made, step, step + 1)
         if step == 0:  # from here on there is error feedback
-            handle = made.snapshot(
-                tmp_path / "snapshot", progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0
-            )
-            handle.wait(timedelta(seconds=60))
-        made.write_pseudo_gradient(buffers)
-        made.prepare_outer_step(buffers)
-        made.commit_outer_step()
+            take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [1]))
+        outer_step(made, buffers)
         if step == 0:
             continue  # the first one has no momentum before it
-        keeper.save({}, Progress(0, 1, 1, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(0, 1, 1, []))
         checkpoints += 1
     (tmp_path / "global").mkdir()
     model = (tmp_path / "snapshot" / "model.safetensors").read_bytes()

@@ -277,16 +277,6 @@ def test_a_table_that_leaves_out_configs_is_used_where_there_is_no_other_and_ask
         assert cache.get(made._table_key) is not None
 
 
-@pytest.mark.parametrize("why", ["pending", "failed"])
-def test_a_table_without_what_is_left_out_anyway_is_whole(why: str, tmp_path: Path) -> None:
-    cache = PageCache(tmp_path, limit_bytes=10**6)
-    with RowsServer(TABLES) as server:
-        made, _ = source(server, cache=cache)
-        server.size_left_out = {why: [{"kind": "config-size", "config": "default"}]}
-        made.num_rows()
-        assert cache.get(made._table_key) is not None
-
-
 def test_a_table_kept_while_the_clock_was_ahead_is_asked_for_again(tmp_path: Path) -> None:
     """Else pages are drawn from it until then, and they are others than the validators'."""
     cache = PageCache(tmp_path, limit_bytes=10**6)

@@ -36,19 +36,6 @@ def test_every_section_and_document_that_is_cited_is_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_what_a_docstring_refers_to_is_in_the_module_that_it_names() -> None:
-    wrong = []
-    for path in (ROOT / "distributed_training").rglob("*.py"):
-        for dots, module, name in re.findall(
-            r":(?:mod|class|func|data|meth):`~?(\.+)(\w+)\.?(\w*)", path.read_text()
-        ):
-            there = path.parents[len(dots) - 1] / module
-            file = there / "__init__.py" if there.is_dir() else there.with_suffix(".py")
-            if not file.exists() or not re.search(rf"\b{name}\b", file.read_text()):
-                wrong.append(f"{path.relative_to(ROOT)}: {dots}{module}.{name}")
-    assert wrong == []
-
-
 def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "site" / "metrics.py"))["page"]()
     assert (ROOT / "docs" / "metrics.md").read_text() == page, "python docs/site/metrics.py"
@@ -65,19 +52,6 @@ def test_each_table_of_figures_is_as_it_was_measured() -> None:
         figure = json.loads(path.read_text())
         assert all(figure[key] for key in ("machine", "command", "date", "commit")), name
         assert {len(row) for row in figure["rows"]} == {len(figure["columns"])}, name
-
-
-def test_links_take_as_long_as_the_requirements_say() -> None:
-    """An upload has 12 bytes a parameter, a global state 8; a round moves 4 bytes twice."""
-    page = (ROOT / "docs" / "requirements.md").read_text()
-    rows = re.findall(r"^\| ([\d,]+) Mbit/s \| (.+) min \| (.+) min \| (.+) \|$", page, re.M)
-    assert len(rows) == 5
-    for link, upload, state, averaging in rows:
-        bytes_a_minute = float(link.replace(",", "")) * 1e6 / 8 * 60
-        assert upload == f"{12 * 4e9 / bytes_a_minute:.1f}"
-        assert state == f"{8 * 4e9 / bytes_a_minute:.1f}"
-        late = 8 * 4e9 / bytes_a_minute > 795 / 60
-        assert averaging == ("too slow" if late else f"{state} min")
 
 
 def test_each_event_of_a_miner_is_in_the_reference() -> None:

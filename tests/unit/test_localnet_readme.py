@@ -178,31 +178,3 @@ def test_defaults_in_the_operator_guide_are_the_defaults() -> None:
             continue  # computed at start; the text says how
         shown = ", ".join("off" if v is False else "on" if v is True else str(v) for v in values)
         assert default == shown, f"{flags}: the guide says {default}, it is {shown}"
-
-
-FOREIGN_LINES = ("CUDA out of memory",)  # said by torch
-
-
-def test_log_lines_in_the_documents_are_lines_of_the_programs() -> None:
-    """Each fragment of a quoted line (between numbers and dots) is in the source."""
-    text = " ".join(
-        path.read_text()
-        for folder in ("distributed_training", "scripts")
-        for path in sorted((ROOT / folder).rglob("*.py"))
-    )
-    source = re.sub(r'"\s*\n\s*f?"', "", text)  # strings continued on the next line
-    both = [(ROOT / f"docs/{name}.md").read_text() for name in ("troubleshooting", "log-messages")]
-    tables = re.split(r"\n\n", "\n\n".join(both))
-    of_lines = "\n".join(t for t in tables if not t.startswith("| File"))
-    quoted = re.findall(r"^\| (?:no )?`([^`]+)`", of_lines, re.M)
-    assert len(quoted) > 25
-    for line in quoted:
-        if line in FOREIGN_LINES:
-            continue
-        fragments = [
-            f.strip(" .:(") for f in re.split(r"[\d.]{2,}s?|\d+|miner-|--[\w.]+|Behind", line)
-        ]
-        fragments = [f for f in fragments if len(f) > 5]
-        assert fragments, line
-        for fragment in fragments:
-            assert fragment in source, f"{line!r}: nothing says {fragment!r}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -24,24 +26,38 @@ ENDPOINT = ("1.2.3.4", 8091)
 OFTEN = timedelta(milliseconds=5)
 
 
-def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() -> None:
+Stops = list[tuple[str, int]]
+
+
+def registered() -> tuple[MemoryLedger, Member]:
     ledger = MemoryLedger()
     uid = ledger.register(MINER.ss58)
-    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
-    before = dict(ledger.entries)
-    member = Member(MINER, chain, uid)
-    identity.commit(member, TEXT)
-    wait_for(lambda: ledger.commitments)
-    stops: list[tuple[str, int]] = []
-    identity.announce(member, *ENDPOINT)
+    return ledger, Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), uid)
+
+
+@contextlib.contextmanager
+def following(member: Member, *, commitment: str = "", **more: Any) -> Iterator[Stops]:
+    """Follow the registration often; why it was stopped, and with which status."""
+    stops: Stops = []
     watcher = identity.follow_registration(
         member,
         endpoint=ENDPOINT,
-        commitment=TEXT,
+        commitment=commitment,
         stop=lambda reason, status: stops.append((reason, status)),
         interval=OFTEN,
+        **more,
     )
     with contextlib.closing(watcher):
+        yield stops
+
+
+def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() -> None:
+    ledger, member = registered()
+    chain, before = member.chain, dict(ledger.entries)
+    identity.commit(member, TEXT)
+    wait_for(lambda: ledger.commitments)
+    identity.announce(member, *ENDPOINT)
+    with following(member, commitment=TEXT) as stops:
         for _ in range(registration.TAKEN_BACK_AT_MOST):
             wait_for(
                 lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT
@@ -60,14 +76,10 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(identity, "ASK_EVERY", OFTEN)
-    ledger = MemoryLedger()
-    member = Member(
-        MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), ledger.register(MINER.ss58)
-    )
+    ledger, member = registered()
     old, new = ENDPOINT[0], "9.8.7.6"
     # Not asked, a detour over another address, an answer that does not come, and the change.
     told = [None, old, "5.5.5.5", old, "5.5.5.5", None, "5.5.5.5", new, new]
-    stops: list[tuple[str, int]] = []
 
     def on_chain() -> str:
         return member.chain.neurons()[0].ip
@@ -84,16 +96,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch.setattr(
         registration.RegistrationWatcher, "check", lambda self: (looks.append(1), check(self))[1]
     )
-    watcher = identity.follow_registration(
-        member,
-        endpoint=ENDPOINT,
-        commitment="",
-        stop=lambda reason, status: stops.append((reason, status)),
-        interval=OFTEN,
-        public_ip=public_ip,
-        moved=moved.append,
-    )
-    with contextlib.closing(watcher):
+    with following(member, public_ip=public_ip, moved=moved.append) as stops:
         wait_for(lambda: on_chain() == new)
         wait_for(lambda known=len(looks): len(looks) > known + 5)
         assert ledger.writes == [("serve", MINER.ss58)] * 2 and stops == []
@@ -110,19 +113,9 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
 
 
 def test_another_uid_ends_the_miner_for_a_new_start() -> None:
-    ledger = MemoryLedger()
-    uid = ledger.register(MINER.ss58)
-    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
-    stops: list[tuple[str, int]] = []
+    ledger, member = registered()
     before = set(threading.enumerate())
-    watcher = identity.follow_registration(
-        Member(MINER, chain, uid),
-        endpoint=ENDPOINT,
-        commitment="",
-        stop=lambda reason, status: stops.append((reason, status)),
-        interval=OFTEN,
-    )
-    with contextlib.closing(watcher):
+    with following(member) as stops:
         # No thread for an address that nobody asks for.
         assert "public-address" not in {t.name for t in set(threading.enumerate()) - before}
         ledger.register(MINER.ss58, uid=41)
@@ -133,9 +126,8 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
 def test_what_the_chain_does_not_take_is_written_later_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ledger = MemoryLedger()
-    uid = ledger.register(MINER.ss58)
-    chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
+    ledger, member = registered()
+    chain = member.chain
     chain.block()
     waits: dict[str, list[float]] = {"commitment": [], "endpoint": []}
     real = time.sleep
@@ -148,7 +140,6 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
 
     monkeypatch.setattr(identity.time, "sleep", sleep)
     ledger.up = False
-    member = Member(MINER, chain, uid)
     identity.commit(member, TEXT)
     identity.announce(member, *ENDPOINT)
     wait_for(lambda: chain.commitment(MINER.ss58) == TEXT and chain.neurons()[0].port == 8091)
@@ -158,20 +149,9 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
 
 
 def test_a_deregistration_ends_the_ranks_for_a_start_that_waits() -> None:
-    ledger = MemoryLedger()
-    uid = ledger.register(MINER.ss58)
+    ledger, member = registered()
     ledger.register(VALIDATOR.ss58)
-    stops: list[tuple[str, int]] = []
-    watcher = identity.follow_registration(
-        Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), uid),
-        endpoint=ENDPOINT,
-        commitment="",
-        stop=lambda reason, status: stops.append((reason, status)),
-        master=VALIDATOR.ss58,
-        interval=OFTEN,
-        missing_for=OFTEN,
-    )
-    with contextlib.closing(watcher):
+    with following(member, master=VALIDATOR.ss58, missing_for=OFTEN) as stops:
         ledger.deregister(MINER.ss58)
         ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.FAULT and "btcli subnet register" in reason

@@ -18,7 +18,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from tests.tools.forgetful_disk import Tree, come_back, forgetful_disk
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import publish_state
-from tests.tools.training_world import train, trainer
+from tests.tools.training_world import save_checkpoint, take_snapshot, train, trainer
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -111,8 +111,7 @@ def test_a_checkpoint_is_the_one_before_or_the_new_one(
 
     def save(step: int) -> None:
         train(made, step - 1, step)
-        keeper.save({"at": step}, Progress(0, step, step, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(0, step, step, []), {"at": step})
         assert keeper.last_error is None
 
     save(1)
@@ -140,8 +139,7 @@ def test_a_snapshot_that_is_called_complete_is(
     train(made, 0, 1)
     folder = disk_folder / "snapshot"
     with forgetful_disk(disk_folder, monkeypatch) as disk:
-        handle = made.snapshot(folder, progress=Progress(0, 1, 1, [4]), block=4, last_loss=1.0)
-        handle.wait()
+        take_snapshot(made, folder, Progress(0, 1, 1, [4]))
     content = {path.name: path.read_bytes() for path in folder.iterdir()}
     done = json.loads(content["rank-0.done.json"])
     complete = 0

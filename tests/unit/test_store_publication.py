@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
@@ -46,6 +45,7 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.timeout(120)
 REVISION = Revision(5, 3, 50)
 MINER_FILES = keys.data_files(1)
+OF_STEP_4 = {"block": 1000, "inner_step": 50, "outer_step": 4, "loss": 2.5}
 SETTINGS = StoreSettings(
     file_deadline=timedelta(seconds=2),
     snapshot_timeout=timedelta(seconds=0.3),
@@ -88,53 +88,52 @@ def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> 
     }
 
 
-def spoil(folder: Path, name: str, content: object) -> None:
-    if name.endswith(".safetensors"):
-        save_file(content, folder / name)  # type: ignore[arg-type]
-    else:
-        torch.save(content, folder / name)
+def change_gradients(folder: Path, **metadata: object) -> None:
+    content = torch.load(folder / keys.GRADIENTS, weights_only=True)
+    torch.save(content | metadata, folder / keys.GRADIENTS)
     finish_rank(folder, 0, 1, list(MINER_FILES))
 
 
-def gradients(folder: Path) -> dict:
-    return torch.load(folder / keys.GRADIENTS, weights_only=True)
-
-
-@pytest.mark.parametrize("name", [keys.MODEL, keys.GRADIENTS, keys.inner_optimizer(0, 1)])
-def test_what_its_writers_found_not_finite_is_not_sent(tmp_path: Path, name: str) -> None:
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    path = tmp_path / "s" / "rank-0.done.json"
+def not_finite(folder: Path) -> None:
+    path = folder / "rank-0.done.json"
     done = json.loads(path.read_text())
-    (record,) = [record for record in done["files"] if record["name"] == name]
-    record["not_finite"] = "layer.weight"
+    done["files"][-1]["not_finite"] = "layer.weight"
     path.write_text(json.dumps(done))
+
+
+def of_an_earlier_version(folder: Path) -> None:
+    """Nobody knows whether it is finite; the miner writes another within minutes."""
+    path = folder / "rank-0.done.json"
+    path.write_text(path.read_text().replace('"not_finite": null', '"sha256": "0"'))
+
+
+def cut_short(folder: Path) -> None:
+    model = folder / keys.MODEL
+    model.write_bytes(model.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (not_finite, "UPLOAD BLOCKED: NaN or Inf in 'layer.weight' of inner_optimizer.rank0001"),
+        (of_an_earlier_version, "an earlier version wrote it"),
+        (
+            lambda folder: change_gradients(folder, metadata=OF_STEP_4),
+            "gradients.pt is of step 4.50, the snapshot of",
+        ),
+        (lambda folder: change_gradients(folder, metadata=None), "gradients.pt has no metadata"),
+        (cut_short, "another size"),
+        (lambda folder: (folder / "rank-0.done.json").unlink(), "rank 0 did not finish"),
+    ],
+)
+def test_a_spoilt_or_incomplete_snapshot_is_not_sent(
+    tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    change(tmp_path / "s")
     store = MemoryObjectStore()
     report = run(store, tmp_path / "s")
-    assert not report.ok
-    assert f"UPLOAD BLOCKED: NaN or Inf in 'layer.weight' of {name}" in report.reason
-    assert store.list_objects() == []
-
-
-def test_a_snapshot_of_an_earlier_version_is_refused_by_name(tmp_path: Path) -> None:
-    """Nobody knows whether it is finite; the miner writes another within minutes."""
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    path = tmp_path / "s" / "rank-0.done.json"
-    path.write_text(path.read_text().replace('"not_finite": null', '"sha256": "0"'))
-    store = MemoryObjectStore()
-    assert "an earlier version wrote it" in run(store, tmp_path / "s").reason
-    assert store.list_objects() == []
-
-
-def test_gradients_of_another_step_than_the_snapshots_are_not_sent(tmp_path: Path) -> None:
-    store = MemoryObjectStore()
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    content = gradients(tmp_path / "s")
-    content["metadata"]["outer_step"] += 1
-    spoil(tmp_path / "s", keys.GRADIENTS, content)
-    assert "gradients.pt is of step 4.50, the snapshot of" in run(store, tmp_path / "s").reason
-    del content["metadata"]
-    spoil(tmp_path / "s", keys.GRADIENTS, content)
-    assert "gradients.pt has no metadata" in run(store, tmp_path / "s").reason
+    assert not report.ok and reason in report.reason
     assert store.list_objects() == []
 
 
@@ -154,17 +153,6 @@ def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
     assert refused in run(store, tmp_path / "a", zero).reason
     root = Metadata.parse(store.get(keys.ROOT_METADATA, limit=9999) or b"")
     assert root.revision == REVISION
-
-
-def test_an_incomplete_or_changed_snapshot_is_not_sent(tmp_path: Path) -> None:
-    store = MemoryObjectStore()
-    write_snapshot(tmp_path / "a", REVISION, world_size=2, late=frozenset({1}))
-    assert "rank 1 did not finish" in run(store, tmp_path / "a", world_size=2).reason
-    write_snapshot(tmp_path / "c", REVISION, world_size=1)
-    model = tmp_path / "c" / keys.MODEL
-    model.write_bytes(model.read_bytes()[:-1])
-    assert "another size" in run(store, tmp_path / "c").reason
-    assert store.list_objects() == []
 
 
 @pytest.mark.parametrize("what", ["lost", "of another size", "of equal size"])

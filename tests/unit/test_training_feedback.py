@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,14 +14,13 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Direction
 from distributed_training.training.trainer import Trainer
-from tests.tools.training_world import sequences, train, trainer
+from tests.tools.training_world import save_checkpoint, sequences, take_snapshot, train, trainer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 
 def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:
-    handle = made.snapshot(folder, progress=Progress(0, step, step, [1]), block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=30))
+    handle = take_snapshot(made, folder, Progress(0, step, step, [1]))
     made.preview(handle)
     return torch.load(folder / "gradients.pt", weights_only=True)
 
@@ -63,8 +61,7 @@ def test_without_a_preview_what_is_published_is_the_public_miners(
 def test_curved_sends_the_entries_whose_change_weighs_most(tmp_path: Path) -> None:
     made = trainer(topk_compression=2)
     train(made, 0, 2)
-    handle = made.snapshot(tmp_path, progress=Progress(0, 2, 2, [1]), block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=30))
+    handle = take_snapshot(made, tmp_path, Progress(0, 2, 2, [1]))
     assert list(handle.codes) == ["upload", "off", "curved"]
     moments, others = made.optimizer.exp_avg_sq, 0
     for i, (name, _, start) in enumerate(made.epoch_start_rows()):
@@ -90,13 +87,7 @@ def test_best_publishes_what_lowers_the_loss_most_of_all_directions(tmp_path: Pa
         for mode, each in (*made.items(), ("plain", plain)):
             each.hold_back(sequences(99, count=4))
             train(each, step, step + 1)
-            handle = each.snapshot(
-                tmp_path / f"{mode}-{step}",
-                progress=Progress(0, step, step, [1]),
-                block=1,
-                last_loss=1.0,
-            )
-            handle.wait(timedelta(seconds=30))
+            handle = take_snapshot(each, tmp_path / f"{mode}-{step}", Progress(0, step, step, [1]))
             delta = each.preview(handle)
             assert delta is not None
             deltas[mode].append(delta)
@@ -112,8 +103,7 @@ def test_what_a_checkpoint_took_does_not_change_when_the_next_is_published(tmp_p
     assert kept is not None
     before = [rows.clone() for rows in kept]
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
-    keeper.save({}, Progress(0, 1, 1, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
     train(made, 1, 2)
     publish(made, tmp_path / "two", 2)
     assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
@@ -150,8 +140,7 @@ def test_a_choice_that_cannot_be_written_leaves_what_was_written(
     made = trainer()
     made.hold_back(sequences(99, count=4))
     train(made, 0, 1)
-    handle = made.snapshot(tmp_path, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=30))
+    handle = take_snapshot(made, tmp_path, Progress(0, 1, 1, [1]))
     before = (tmp_path / "gradients.pt").read_bytes()
     monkeypatch.setattr(publication, "publish_instead", full)
     delta = made.preview(handle)
@@ -169,8 +158,7 @@ def test_a_gradient_that_was_half_replaced_is_not_published(
 
     made = trainer()
     train(made, 0, 1)
-    handle = made.snapshot(tmp_path, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=30))
+    handle = take_snapshot(made, tmp_path, Progress(0, 1, 1, [1]))
     gradient, done = tmp_path / "gradients.pt", tmp_path / "rank-0.done.json"
     before = gradient.read_bytes(), json.loads(done.read_text())
     writes, write_json, write_gradients = [], snapshot.write_json, snapshot._write_gradients
@@ -225,10 +213,7 @@ def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
 
     def delta(made: Trainer, held: int, folder: str) -> float:
         made.hold_back(sequences(held, count=4))
-        handle = made.snapshot(
-            tmp_path / folder, progress=Progress(0, 1, 1, [1]), block=1, last_loss=1.0
-        )
-        handle.wait(timedelta(seconds=30))
+        handle = take_snapshot(made, tmp_path / folder, Progress(0, 1, 1, [1]))
         found = made.preview(handle)
         assert found is not None
         return found

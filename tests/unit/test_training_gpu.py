@@ -33,7 +33,7 @@ from distributed_training.training.model import (
 from distributed_training.training.sharding import set_up_gpu
 from distributed_training.training.trainer import StepMeter
 from tests.tools.device_stand_in import OnDevice
-from tests.tools.training_world import sequences, train, trainer
+from tests.tools.training_world import sequences, take_snapshot, train, trainer
 
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
@@ -176,10 +176,7 @@ def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
         return tensor if where == (torch.device("cuda:0"),) else real(tensor, *where, **how)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
-    handle = made.snapshot(
-        tmp_path / "snapshot", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0
-    )
-    handle.wait()
+    take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
     threads = {name for name, what in seen if what == "stream of cuda:0"}
     assert threads and threading.current_thread().name not in threads
     for thread in threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_state import take_over
 from distributed_training.training.trainer import Trainer
-from tests.tools.training_world import train, trainer
+from tests.tools.training_world import take_snapshot, train, trainer
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
 
@@ -79,7 +78,7 @@ def test_moments_and_schedule_are_those_of_the_files(
 def test_what_a_miner_publishes_another_takes_over(donor: Trainer, tmp_path: Path) -> None:
     """DTensors, as torch 2.5.1 writes them."""
     progress = Progress(3, 3, 4000, [1])
-    donor.snapshot(tmp_path, progress=progress, block=1, last_loss=1.0).wait(timedelta(seconds=30))
+    take_snapshot(donor, tmp_path, progress)
     made = trainer()
     facts = take_over(made, tmp_path)
     assert facts is not None and facts.finished_steps == 4000

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from distributed_training.protocol.types import Progress
 from tests.tools import torch_2_5
-from tests.tools.training_world import train, trainer
+from tests.tools.training_world import take_snapshot, train, trainer
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
@@ -18,8 +17,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
     made = trainer()
     train(made, 0, 2)
-    handle = made.snapshot(tmp_path, progress=Progress(3, 2, 2, [1]), block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=30))
+    take_snapshot(made, tmp_path, Progress(3, 2, 2, [1]))
     content = torch_2_5.load(tmp_path / "inner_optimizer.rank0001-of-1.pt")
     assert (content["epoch"], content["learning_rate"]) == (3, made.schedule.rate(2))
     assert content["scheduler_state"]["last_epoch"] == 2

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,10 @@ from tests.tools.hostile_files import damage, other_values
 from tests.tools.training_world import (
     SEQUENCE,
     evaluate,
+    outer_step,
+    save_checkpoint,
     sequences,
+    take_snapshot,
     tiny,
     train,
     trainer,
@@ -158,8 +160,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     train(made, 0, 2)
-    keeper.save({}, Progress(0, 2, 2, [1]))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 2, 2, [1]))
     good = whole_weights(made)
     made.sharded.shards[-1].local[0] = float("nan")
     made.drop_step()
@@ -403,8 +404,7 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_
     made = trainer(model=tiny() | {"last_allreduce_block": 5})
     train(made, 0, 2)
     weights = whole_weights(made)
-    handle = made.snapshot(tmp_path, progress=Progress(0, 2, 2, [4, 6]), block=6, last_loss=3.5)
-    handle.wait(timedelta(seconds=60))
+    take_snapshot(made, tmp_path, Progress(0, 2, 2, [4, 6]))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).float()
     state = loaded.state_dict()
     assert weights is not None
@@ -439,10 +439,7 @@ def test_a_snapshot_names_what_in_it_is_not_finite(tmp_path: Path, value: float)
     def found(name: str, place: torch.Tensor) -> dict[str, str | None]:
         kept = place.clone()
         place.view(-1)[-1] = value
-        handle = made.snapshot(
-            tmp_path / name, progress=Progress(0, 1, 1, [4]), block=6, last_loss=3.5
-        )
-        handle.wait(timedelta(seconds=60))
+        take_snapshot(made, tmp_path / name, Progress(0, 1, 1, [4]))
         place.copy_(kept)
         done = json.loads((tmp_path / name / "rank-0.done.json").read_text())
         return {f["name"]: f["not_finite"] for f in done["files"] if f["not_finite"]}
@@ -507,8 +504,7 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     for part in sequences(0)[:4].split(2):
         made.add_micro_batch(part)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
-    keeper.save({}, Progress(0, 0, 0, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 0, 0, []))
     other = trainer(**{flag: value})
     keeper = Checkpointer(trainer=other, folder=tmp_path)
     assert keeper.restore() is not None
@@ -520,19 +516,14 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     made = trainer()
     buffers = [torch.zeros(s) for _, s in made.schema]
     train(made, 0, 2)
-    made.write_pseudo_gradient(buffers)
-    made.prepare_outer_step(buffers)
-    made.commit_outer_step()
-    published = made.snapshot(
-        tmp_path / "snapshot", progress=Progress(1, 0, 2, [8]), block=8, last_loss=1.0
-    )
-    published.wait()  # from here on there is error feedback
+    outer_step(made, buffers)
+    # From here on there is error feedback.
+    take_snapshot(made, tmp_path / "snapshot", Progress(1, 0, 2, [8]))
     train(made, 2, 3)
     for part in sequences(3)[:4].split(2):
         made.add_micro_batch(part, data_wait_seconds=0.0)
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
-    keeper.save({"cursor": 3}, Progress(1, 1, 3, [8]))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(1, 1, 3, [8]), {"cursor": 3})
     other = trainer(seed=5)
     restored = Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore()
     assert restored == (Progress(1, 1, 3, [8]), {"cursor": 3})
@@ -543,9 +534,7 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
         for part in sequences(3)[4:].split(2):
             report = m.add_micro_batch(part, data_wait_seconds=0.0)
         assert report is not None
-        m.write_pseudo_gradient(buffers)
-        m.prepare_outer_step(buffers)
-        m.commit_outer_step()
+        outer_step(m, buffers)
         ends.append((report.loss, whole_weights(m), m.outer.feedback.residual, m.outer.momentum))
     assert ends[0][0] == ends[1][0]
     for kind in (1, 2, 3):
@@ -578,8 +567,7 @@ def test_a_scalar_that_a_component_adds_survives_a_restart(
     (made, added), (again, found), earlier = later(), later(), trainer()
     added.skipped, added.factor = 7, 0.5
     keeper = Checkpointer(trainer=made, folder=tmp_path)
-    keeper.save({}, Progress())
-    keeper.wait()
+    save_checkpoint(keeper, Progress())
     Checkpointer(trainer=again, folder=tmp_path).restore()
     assert (found.skipped, found.factor) == (7, 0.5)
     assert not [r for r in caplog.records if "version" in r.message]
@@ -588,8 +576,7 @@ def test_a_scalar_that_a_component_adds_survives_a_restart(
     assert "skipped" in line and earlier.schedule.factor == 0.5
     caplog.clear()
     keeper = Checkpointer(trainer=earlier, folder=tmp_path)
-    keeper.save({}, Progress())
-    keeper.wait()
+    save_checkpoint(keeper, Progress())
     again, found = later()
     Checkpointer(trainer=again, folder=tmp_path).restore()
     (line,) = [r.message for r in caplog.records if "was written without" in r.message]
@@ -611,8 +598,7 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
         made.add_micro_batch(batch)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     for expected in (2, 3):  # the second time: two from the checkpoint and a new one
-        keeper.save({}, Progress(0, 0, 0, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(0, 0, 0, []))
         assert keeper.last_error is None
         made = trainer()
         keeper = Checkpointer(trainer=made, folder=tmp_path)
@@ -646,8 +632,7 @@ def checkpoints(folder: Path, count: int, *, keep: int = 3) -> tuple[Checkpointe
     keeper = Checkpointer(trainer=made, folder=folder, keep=keep)
     for step in range(count):
         train(made, step, step + 1)
-        keeper.save({}, Progress(0, step + 1, step + 1, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(0, step + 1, step + 1, []))
     return keeper, max(folder.glob("checkpoint-*")) / "rank-0.json"
 
 
@@ -699,8 +684,7 @@ def test_a_part_of_a_copy_over_several_nodes_is_named_and_stays(
     assert keeper.restore() is None
     (line,) = [r.getMessage() for r in caplog.records if "Skipping checkpoint" in r.getMessage()]
     assert "several nodes that shared one copy" in line and "copy the other nodes' folders" in line
-    keeper.save({}, Progress(0, 1, 1, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
     assert path.exists(), "an operator may still bring the other parts"
 
 
@@ -713,8 +697,7 @@ def test_the_last_checkpoints_and_their_epochs_stay_also_when_the_clock_is_set_b
     for epoch in range(4):
         monkeypatch.setattr(time, "time_ns", lambda epoch=epoch: real() - epoch * 10**13)
         made.begin_epoch(epoch)
-        keeper.save({}, Progress(epoch, 0, 0, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(epoch, 0, 0, []))
         restored = keeper.restore()
         assert restored is not None and restored[0].outer_step == epoch
     assert len(list(tmp_path.glob("checkpoint-*"))) == len(list(tmp_path.glob("epoch-*"))) == 2
@@ -725,8 +708,7 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
 ) -> None:
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path)
-    keeper.save({}, Progress(0, 1, 1, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
     real = checkpoint.write_json
 
     def full(path: Path, content: Any) -> None:
@@ -734,13 +716,11 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
 
     monkeypatch.setattr(checkpoint, "write_json", full)
     for _ in range(3):
-        keeper.save({}, Progress(0, 2, 2, []))
-        keeper.wait()
+        save_checkpoint(keeper, Progress(0, 2, 2, []))
         assert keeper.last_error is not None and "No space left" in keeper.last_error
     assert sum(len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")) == 2
     monkeypatch.setattr(checkpoint, "write_json", real)
-    keeper.save({}, Progress(0, 3, 3, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 3, 3, []))
     assert [len(list(f.iterdir())) for f in tmp_path.glob("checkpoint-*")] == [2, 2]
 
 
@@ -754,8 +734,7 @@ def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(Checkpointer, "_prune", stale)
-    keeper.save({}, Progress(0, 1, 1, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
     assert keeper.last_error is None and "were not deleted" in caplog.text
     restored = keeper.restore()
     assert restored is not None and restored[0].inner_step == 1

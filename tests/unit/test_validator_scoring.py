@@ -300,10 +300,18 @@ def test_a_chain_that_refuses_weights_does_not_stop_the_validator(world: World) 
     assert not world.events.of("weights")
 
 
-def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
+BOTH = [Neuron(1, "a"), Neuron(2, "b")]
+
+
+def after_a_round() -> Standings:
     ledger = Standings()
-    ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
+    ledger.sync(BOTH)
     ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    return ledger
+
+
+def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
+    ledger = after_a_round()
     for _ in range(10):
         ledger.swept([2], [1, 2])
     assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] > 0
@@ -315,25 +323,20 @@ def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
 
 
 def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
-    ledger = Standings()
-    ledger.sync([Neuron(1, "a"), Neuron(2, "b")])
-    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
-    ledger.sync([Neuron(1, "a"), Neuron(2, "new")])
+    ledger = after_a_round()
+    ledger.sync([BOTH[0], Neuron(2, "new")])
     assert (ledger.entries[1].all_reduce, ledger.entries[2].all_reduce) == (1, 0)
 
 
 def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
-    ledger = Standings()
-    both = [Neuron(1, "a"), Neuron(2, "b")]
-    ledger.sync(both)
-    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    ledger = after_a_round()
     ledger.board.update_round(random={1: (3.0, 2.0), 2: (3.0, 2.5)}, assigned={})
     ledger.judged([], {1: True, 2: True}, block=1)
     weights, rating = ledger.weights(), ledger.board.rating(2)
     assert set(weights) == {1, 2}
-    ledger.sync(both[:1])
+    ledger.sync(BOTH[:1])
     assert set(ledger.weights()) == set(ledger.judged([], {1: True}, block=2)) == {1}
-    ledger.sync(both)
+    ledger.sync(BOTH)
     assert ledger.weights()[2] == weights[2] and ledger.board.rating(2) == rating
 
 
