@@ -1,11 +1,11 @@
 """Load the configuration: from flags, environment, files and presets to one frozen ``Config``.
 
-Strongest first: flags, environment variables, ``.env``, ``--config`` file, the network's file,
-preset, default. Secrets come from the environment or ``.env`` only. argparse reads the command
-line, pydantic converts and checks; this module merges and remembers where each value came from, so
-that an error names the place to correct. (pydantic-settings would merge as well, but does not name
-the place, and reads lists as JSON and ``${...}`` in a secret.) Files are read up to a bound and may
-hold anything: what cannot be used is one line.
+Strongest first: flags, environment variables, ``.env``, ``miner.toml`` (or the ``--config`` file),
+the network's file, preset, default. Secrets come from the environment or ``.env`` only. argparse
+reads the command line, pydantic converts and checks; this module merges and remembers where each
+value came from, so that an error names the place to correct. (pydantic-settings would merge as
+well, but does not name the place, and reads lists as JSON and ``${...}`` in a secret.) Files are
+read up to a bound and may hold anything: what cannot be used is one line.
 
 Scripts declare their arguments with the same parser and types::
 
@@ -46,7 +46,7 @@ from pydantic.fields import FieldInfo
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
-from .model import TASKS, TITLES, USUAL, AllSettings, Config, Kind, frozen
+from .model import OPERATORS_FILE, TASKS, TITLES, USUAL, AllSettings, Config, Kind, frozen
 from .presets import PRESETS
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -414,11 +414,13 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     from distributed_training import __version__
 
     columns = min(110, shutil.get_terminal_size((100, 24)).columns)
+    own = f"{OPERATORS_FILE} (or the --config file)"
+    file = own if known.kind == "miner" else "--config file"
     parser = _Flags(
         usage=f"neurons/{known.kind}.py [--flag value]...",
         description="Dashes and underscores in a flag are the same. Strongest first: flags, "
-        "environment, .env, --config file, the network's file, preset, default. Secrets come from "
-        "the environment or .env only.",
+        f"environment, .env, {file}, the network's file, preset, default. Secrets come from the "
+        "environment or .env only.",
         epilog=None if everything else f"All {len(known.settings)} flags: --help-all.",
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=columns

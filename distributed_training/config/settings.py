@@ -59,7 +59,8 @@ class GeneralSettings:
     """defaults for the public network; with what fits GPUs of so much memory (estimated,
     not yet measured), or for a subnet on this machine"""
     config: File | None = flag("config", None)
-    """TOML file of flags, e.g. [neuron] upload_steps = 60; flags win over it"""
+    """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
+    it"""
 
 
 Seconds = Annotated[float, Field(ge=0.1, le=3600)]
@@ -756,7 +757,8 @@ class TrainingSettings:
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
     """'search': multiply the uploaded values by the factor that lowers the loss on held-out
     sequences most, as validators apply them; 'plain': upload them as they are, as the public
-    miner does. Needs --neuron.preview_sequences"""
+    miner does; --neuron.error_feedback best is then 'upload'. 'search' needs
+    --neuron.preview_sequences"""
     preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
     """sequences of the miner, over all ranks, that are left out of training, others after each
     outer step: each gradient to be uploaded is tried on them as validators do; 0: no preview"""
