@@ -62,10 +62,9 @@ class Standing:
 
     @property
     def words(self) -> str:
-        return (
-            f"incentive {self.incentive:.4f}, rank {self.rank} of {self.miners} miners, "
-            f"emission {self.emission:.4g} per tempo"
-        )
+        words = f"incentive {self.incentive:.4f}, rank {self.rank} of {self.miners} miners"
+        # None by a registry.
+        return words + (f", emission {self.emission:.4g} per tempo" if self.emission else "")
 
 
 def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
@@ -89,8 +88,8 @@ class Facts:
 
     ``upload_age`` is that of the newest upload, ``blocks_left`` how many blocks its block list will
     still count (negative: it does not). ``behind``: how long the network has been at a later outer
-    step. ``silent``: since a validator called, or since the start. ``patience``: how long a load of
-    the global state may take. ``round_period``: within it every validator calls.
+    step. ``called``: since a validator called. ``patience``: how long a load of the global state
+    may take. ``round_period``: within it every validator calls.
     """
 
     standing: Standing | None
@@ -100,9 +99,13 @@ class Facts:
     age_limit: float
     blocks_left: float | None
     behind: float | None
-    silent: float
+    called: float | None
     patience: float
     round_period: float
+
+    @property
+    def silent(self) -> float:
+        return self.running if self.called is None else self.called
 
 
 def judge(facts: Facts) -> tuple[Verdict, str, bool]:
@@ -155,17 +158,24 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
 
 
 def _paid(facts: Facts, standing: Standing) -> tuple[Verdict, str, bool]:
+    weights = f"weights that validators set {facts.chain_block - standing.weights_block} blocks ago"
     if standing.incentive > 0:
-        return Verdict.EARNING, standing.words, False
+        words = f"{standing.words}, by the {weights}" if standing.weights_block else standing.words
+        return Verdict.EARNING, words, False
     if not standing.weights_block:
         return Verdict.NOT_YET, "uploads count; no validator has set weights yet", False
-    ago = max(0, facts.chain_block - standing.weights_block)
     return (
         Verdict.NOT_YET,
-        f"uploads count; the weights that validators set {ago} blocks ago give nothing to it yet "
+        f"uploads count; the {weights} give nothing to it yet "
         "(python scripts/score.py --background scores the upload here)",
         False,
     )
+
+
+def _call(facts: Facts) -> str:
+    if facts.called is None:
+        return "no validator has called since the start"
+    return f"a validator called {_span(facts.called)} ago"
 
 
 def _span(seconds: float) -> str:
@@ -249,7 +259,8 @@ class Income:
         changed = (verdict, bad) != (self._verdict, self._bad)
         self._verdict, self._bad = verdict, bad
         if self._log_again() or changed:
-            log.log(logging.WARNING if bad else logging.INFO, "Income: %s: %s", verdict, words)
+            level = logging.WARNING if bad else logging.INFO
+            log.log(level, "Income: %s: %s; %s", verdict, words, _call(facts))
         if self._record_again() or changed:
             found = asdict(facts.standing) if facts.standing else {}
             self._record("income", verdict=verdict.value, words=words, bad=bad, **found)
@@ -269,7 +280,7 @@ class Income:
             age_limit=self._limits["publication_age_limit_seconds"]() or math.inf,
             blocks_left=self._limits["block_list_blocks_left"](),
             behind=None if self._behind_since is None else now - self._behind_since,
-            silent=now - (self._began if called_at is None else called_at),
+            called=None if called_at is None else now - called_at,
             patience=self._patience,
             round_period=self._round_period(),
         )

@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from distributed_training.common.files import read_json_object
+from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import (
     OPERATORS_FILE,
     Config,
@@ -60,6 +60,7 @@ from distributed_training.config import (
 )
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
+from distributed_training.telemetry.neuron_state import SCORE_FILE
 
 if TYPE_CHECKING:
     from distributed_training.scoring.score_preview import Preview, Sources
@@ -194,7 +195,9 @@ def score(config: Config, options: argparse.Namespace) -> int:
         )
         while True:
             try:
-                show(session.look(wanted), as_json=options.json)
+                preview = session.look(wanted)
+                keep(preview, config.run_folder)
+                show(preview, as_json=options.json)
             except (NotJudgeable, ChainError, MemoryError, RuntimeError) as error:
                 print(f"error: {reason(error)}", file=sys.stderr, flush=True)
                 if options.watch is None:
@@ -281,6 +284,16 @@ def reason(error: BaseException) -> str:
 
 def first_line(error: BaseException) -> str:
     return str(error).partition(". ")[0]
+
+
+def keep(preview: Preview, run_folder: Path) -> None:
+    """Leave the preview for the dashboard of the miner whose settings these are, if it ran here."""
+    from distributed_training.scoring.report import to_json
+
+    if (run_folder / "events.jsonl").exists():
+        with suppress(OSError):  # a full disk is the miner's to report
+            found = {"time": time.time(), **to_json(preview)}
+            write_json(run_folder / SCORE_FILE, found, durable=False)
 
 
 def show(preview: Preview, *, as_json: bool) -> None:

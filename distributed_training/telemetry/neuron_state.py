@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from distributed_training.common.files import read_json_object
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.metrics import read_metrics
 
@@ -29,6 +30,9 @@ _ROWS = 50  # of a table on the page
 _POINTS = 1500  # of a line on the page
 _SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
 _CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
+
+#: What ``scripts/score.py`` found last for the miner of this run folder.
+SCORE_FILE = "score.json"
 
 _DAMAGED = (AttributeError, LookupError, OverflowError, TypeError, ValueError)
 
@@ -218,7 +222,16 @@ class NeuronState:
             "gauges": read_metrics(self.folder / "metrics.prom"),
             "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
+            "previewed": self._previewed(),
         }
+
+    def _previewed(self) -> dict[str, Any] | None:
+        """Return this miner's row of the last score preview; None if there is none."""
+        found = read_json_object(self.folder / SCORE_FILE) or {}
+        with contextlib.suppress(*_DAMAGED):
+            (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
+            return {**row, "time": found["time"], "compared": found["compared"]}
+        return None
 
     def life(self) -> dict[str, Any]:
         """Return when the neuron last wrote anything, and whether it is gone.

@@ -134,6 +134,12 @@ def test_it_shows_what_happens_and_survives_a_restart(
         assert "too old for validators in" in card(browser, "Published")
         assert verdict(browser) == ["training", "look at: Published", "wait"]
         events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
+        events.write("start", uid=17)
+        row = {"uid": 17, "train_share": 0.121, "rank": 2, "cause": None}
+        score = {"time": time.time(), "compared": 9, "miners": [{"uid": 3}, row]}
+        (folder / "score.json").write_text(json.dumps(score))
+        wait_for(lambda: "12.1 %" in card(browser, "Score"), "what scripts/score.py found")
+        assert "rank 2 of 9; scripts/score.py" in card(browser, "Score")
         wait_for(lambda: "incentive 0.0120" in verdict(browser)[1], "what it earns")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
@@ -248,7 +254,7 @@ HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
 #: What happened to a neuron last, and the verdict on it.
 STATES = {
     "live": ("income", {"verdict": "earning", "words": "incentive 0.0121, rank 4 of 20 miners",
-                        "bad": False}, ["earning", "good"]),
+                        "bad": False, "weights_block": 4_999_960}, ["earning", "good"]),
     "dead": ("state", {"before": "awaiting_global", "after": "training"}, ["dead", "bad"]),
     "stopped": ("stop", {"reason": "asked to stop", "exit_status": 0}, ["stopped", "idle"]),
     "new": ("income", {"verdict": "nothing uploaded", "words": "nothing was uploaded in the 9 min "
@@ -257,6 +263,10 @@ STATES = {
                           "later outer step for 31 min; grep 'global state' in the log for why it "
                           "is not loaded", "bad": True}, ["behind the network", "bad"]),
 }  # fmt: skip
+
+
+#: Of those of whom the last thing known is their income.
+LAST_CALLS = {"live": "weights set 40 blocks ago", "new": "none yet", "behind": "6 min"}
 
 
 def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
@@ -268,10 +278,13 @@ def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path
         "start_timestamp_seconds": now - 540, "publication_age_limit_seconds": 4800,
         "last_publication_timestamp_seconds": now - 700, "next_round_timestamp_seconds": now + 2000,
         "block_list_age_blocks": 61, "block_list_limit_blocks": 375, "dht_peers": 19,
-        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12, **gauges,
+        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12,
+        "chain_block": 5_000_000, "last_call_timestamp_seconds": now - 400, **gauges,
     }  # fmt: skip
     if state == "new":
-        del figures["last_publication_timestamp_seconds"], figures["block_list_age_blocks"]
+        for name in ("last_publication_timestamp", "last_call_timestamp"):
+            del figures[f"{name}_seconds"]
+        del figures["block_list_age_blocks"]
     lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
     (folder / "metrics.prom").write_text("".join(lines))
     with EventLog(folder / "events.jsonl") as events:
@@ -320,6 +333,7 @@ def test_the_verdict_of_each_state_is_on_top(
             assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
             wanted_card = "nothing yet" if name == "new" else "ago"
             assert wanted_card in card(browser, "Published")
+            assert LAST_CALLS.get(name, "") in card(browser, "Last call")
             assert [row.split()[1] for row in table(browser, "Rounds")] == ["3"] * (name != "new")
         browser.execute_script("arguments[0].click()", buttons[-1])
         wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")

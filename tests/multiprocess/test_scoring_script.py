@@ -43,6 +43,8 @@ from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
     GlobalPublisher,
@@ -238,8 +240,12 @@ def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
 
 
 def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> None:
+    with EventLog(subnet.folder / "events.jsonl") as events:  # as a miner's run folder
+        events.write("start", uid=UIDS[0])
     done = _score(subnet, "--uid", str(UIDS[0]), "--others", "1")
     assert done.returncode == 0, done.stderr
+    kept = NeuronState(subnet.folder).catch_up().measured()["previewed"]
+    assert kept["uid"] == UIDS[0] and kept["compared"] == 2 and 0 <= kept["train_share"] <= 1
     assert f"{UIDS[0]:03d}" in done.stdout and f"uid {UIDS[1]:03d}: " in done.stdout
     for flags, words in (
         (("--uid", "9"), "uid 9 is no miner"),

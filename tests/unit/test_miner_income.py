@@ -30,10 +30,11 @@ WELL = Facts(
     age_limit=4800,
     blocks_left=10,
     behind=None,
-    silent=60,
+    called=60,
     patience=600,
     round_period=9000,
 )
+PAID_IN_NOTHING = Standing(0.2, 0.0, 2, 3, 900)  # by a registry
 UNPAID = replace(WELL, standing=Standing(0.0, 0.0, 3, 3, 900))
 
 
@@ -45,7 +46,18 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
 @pytest.mark.parametrize(
     ("facts", "verdict", "words", "bad"),
     [
-        (WELL, Verdict.EARNING, "incentive 0.2000, rank 2 of 3 miners", False),
+        (
+            WELL,
+            Verdict.EARNING,
+            "rank 2 of 3 miners, emission 0.4 per tempo, by the weights",
+            False,
+        ),
+        (
+            replace(WELL, standing=PAID_IN_NOTHING),
+            Verdict.EARNING,
+            "of 3 miners, by the weights",
+            False,
+        ),
         (UNPAID, Verdict.NOT_YET, "set 100 blocks ago", False),
         (replace(WELL, standing=None), Verdict.UNKNOWN, "does not show", False),
         (replace(WELL, upload_age=None), Verdict.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
@@ -59,7 +71,8 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
         (replace(WELL, blocks_left=-3.0), Verdict.RESET, "3 blocks too old", True),
         (replace(WELL, behind=300), Verdict.EARNING, "incentive", False),
         (replace(WELL, behind=3600), Verdict.BEHIND, "60 min", True),
-        (replace(WELL, silent=9001), Verdict.NOT_CALLED, "2.5 h", True),
+        (replace(WELL, called=9001), Verdict.NOT_CALLED, "2.5 h", True),
+        (replace(WELL, called=None, running=9001), Verdict.NOT_CALLED, "2.5 h", True),
     ],
 )
 def test_the_first_thing_in_the_way_is_named(
@@ -110,6 +123,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
             income.see(ev.Tick(now[0]), state)
     lines = [(r.levelname, r.message.split(":")[1].strip()) for r in caplog.records]
     assert lines == [("INFO", "earning"), ("INFO", "earning"), ("WARNING", "reset")]
+    assert caplog.records[-1].message.endswith("; a validator called 0 s ago")
     assert len(written) == pytest.approx(7100 / 300 + 1, abs=2)
     assert written[-1]["verdict"] == "reset" and written[-1]["rank"] == 2
     assert measured()["earning"] == 0 and measured()["incentive"] == 0.2

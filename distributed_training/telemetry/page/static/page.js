@@ -58,7 +58,7 @@ function say(place, text) {
 function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
-  if (event.gauges) { Object.assign(neuron, { gauges: event.gauges, life: event.life, judged: event.judged }); return; }
+  if (event.gauges) { Object.assign(neuron, { gauges: event.gauges, life: event.life, judged: event.judged, previewed: event.previewed }); return; }
   if (event.number <= neuron.taken) return;  // the history had it already
   neuron.taken = event.number;
   neuron.state = event.state;
@@ -127,6 +127,9 @@ function cards(neuron) {
   const running = runs(neuron);
   const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
+  const income = newestOf(neuron, "income"), called = gauge("last_call_timestamp_seconds");
+  if (income) made.push(card("Last call", called === undefined ? "none yet" : `${span(now - called)} ago`,
+    weightsOf(neuron, income), income.verdict === "not called" ? "bad" : ""));
   made.push(card("State", stateOf(neuron)));
   if (steps) {
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
@@ -208,6 +211,12 @@ function verdictOf(neuron) {
   return [state, neuron.state === "awaiting_global" ? "the validator's global state is due" : "", "good"];
 }
 
+function weightsOf(neuron, income) {  // when the validators, who call, last paid
+  const block = gaugeOf(neuron, "chain_block");
+  if (!income.weights_block) return "by a validator; none has set weights yet";
+  return block === undefined ? "by a validator" : `by a validator; weights set ${number(Math.max(0, block - income.weights_block), 0)} blocks ago`;
+}
+
 const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
 
 function scoreOf(neuron) {  // where the validator is shown too
@@ -217,10 +226,18 @@ function scoreOf(neuron) {  // where the validator is shown too
 
 function judged(neuron) {  // by a validator whose folder is shown too
   const found = [...neurons.values()].map((n) => n.judged[uidOf(neuron)]).find(Boolean), score = scoreOf(neuron);
-  if (!found && !score) return undefined;
+  if (!found && !score) return previewed(neuron.previewed);
   const counted = found ? `${found.scored} of ${found.passes} uploads scored` : "by the validator of this subnet";
   const reset = found && found.last_reset ? `; last reset: ${found.last_reset}` : "";
   return [number(score && score.total, 3), counted + reset, found && !found.scored ? "bad" : ""];
+}
+
+function previewed(row) {  // by scripts/score.py, for a miner whose validator is elsewhere
+  if (!row) return undefined;
+  const ago = `scripts/score.py, ${span(Date.now() / 1000 - row.time)} ago`;
+  const share = row.train_share === null ? "–" : `${number(100 * row.train_share, 1)} %`;
+  if (row.cause) return [share, `${row.costs}: ${row.remedy}; ${ago}`, "bad"];
+  return [share, `of the train score${row.rank === null ? "" : `, rank ${row.rank} of ${row.compared}`}; ${ago}`, ""];
 }
 
 // --- curves -----------------------------------------------------------------------------------
