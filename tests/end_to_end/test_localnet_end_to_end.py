@@ -196,7 +196,7 @@ def test_a_browser_shows_the_run(run: Run, tmp_path: Path) -> None:
         browser.get(said[0].removeprefix("page: "))
         wait_for(lambda: f"{OUTER_STEPS} . " in chromium.card(browser, "Step"), "the miner")
         assert "took part" in chromium.card(browser, "Last round")
-        assert "ago" in chromium.card(browser, "Published")
+        assert "ago" in chromium.card(browser, "Uploaded")
         assert "peers" in chromium.card(browser, "Swarm") and chromium.card(browser, "Score")
         assert browser.execute_script(chromium.CHECKS) == []
         assert len(browser.find_elements("css selector", "#loss .mark")) >= OUTER_STEPS

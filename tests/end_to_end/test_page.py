@@ -131,8 +131,8 @@ def test_it_shows_what_happens_and_survives_a_restart(
             browser, "Tokens per second"
         )
         assert "took part" in card(browser, "Last round")
-        assert "too old for validators in" in card(browser, "Published")
-        assert verdict(browser) == ["training", "look at: Published", "wait"]
+        assert "too old for validators in" in card(browser, "Uploaded")
+        assert verdict(browser) == ["training", "look at: Uploaded", "wait"]
         events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
         events.write("start", uid=17)
         row = {"uid": 17, "train_share": 0.121, "rank": 2, "cause": None}
@@ -216,12 +216,12 @@ def test_a_miner_that_has_published_nothing_says_so(browser: Any, tmp_path: Path
         step(events, 7, loss=3.0)
         events.write("income", verdict="nothing uploaded", words="in 83 min", bad=True)
         browser.get(page.url)
-        wait_for(lambda: "nothing yet" in card(browser, "Published"), "the card")
-        assert "83 min" in card(browser, "Published")
+        wait_for(lambda: "nothing yet" in card(browser, "Uploaded"), "the card")
+        assert "83 min" in card(browser, "Uploaded")
         bad = browser.execute_script(
             "return [...document.querySelectorAll('.card.bad h2')].map((h) => h.textContent)"
         )
-        assert bad == ["Published"]
+        assert bad == ["Uploaded"]
         assert verdict(browser) == ["nothing uploaded", "in 83 min", "bad"]
 
 
@@ -247,7 +247,7 @@ def test_the_limit_of_blocks_goes_on_where_no_figures_are_written(
     with closing(Page(folder)) as page:
         browser.get(page.url)
         seen: set[str] = set()
-        wait_for(lambda: seen.add(card(browser, "Newest published block")) or len(seen) > 3, "it")
+        wait_for(lambda: seen.add(card(browser, "Newest uploaded block")) or len(seen) > 3, "it")
 
 
 HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
@@ -332,20 +332,22 @@ def test_the_verdict_of_each_state_is_on_top(
             assert browser.execute_script(CHECKS) == []
             assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
             wanted_card = "nothing yet" if name == "new" else "ago"
-            assert wanted_card in card(browser, "Published")
+            assert wanted_card in card(browser, "Uploaded")
             assert LAST_CALLS.get(name, "") in card(browser, "Last call")
             assert [row.split()[1] for row in table(browser, "Rounds")] == ["3"] * (name != "new")
         browser.execute_script("arguments[0].click()", buttons[-1])
         wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")
 
 
-#: Whether verdict and score are seen without scrolling, in this order, and warnings before charts.
+#: Whether verdict and score are seen without scrolling, in this order, and warnings before charts;
+#: and the whole hotkey.
 ABOVE_THE_FOLD = """
 const at = (selector) => document.querySelector(selector).getBoundingClientRect();
 const score = [...document.querySelectorAll('.card')]
     .find((card) => card.querySelector('h2').textContent === 'Score').getBoundingClientRect();
+const hotkey = document.getElementById('hotkey');
 return at('#verdict').bottom <= score.top && score.bottom <= innerHeight
-    && at('#problems').top <= at('.charts').top;"""
+    && hotkey.scrollWidth <= hotkey.clientWidth && at('#problems').top <= at('.charts').top;"""
 
 
 @contextmanager

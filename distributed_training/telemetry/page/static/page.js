@@ -145,18 +145,18 @@ function cards(neuron) {
   const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
   if (published !== undefined && limit) {
     const age = now - published;
-    made.push(card("Published", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
+    made.push(card("Uploaded", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
       : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
   } else if (limit) {
     const start = gauge("start_timestamp_seconds"), age = start === undefined ? 0 : now - start;
-    made.push(card("Published", "nothing yet", start === undefined ? "validators score it zero"
+    made.push(card("Uploaded", "nothing yet", start === undefined ? "validators score it zero"
       : `since the start ${span(age)} ago; validators score it zero`, age > limit ? "bad" : ""));
   }
   const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
   if (listed !== undefined && most && running) {  // the chain goes on where the miner writes no figures
     const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
     const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
-    made.push(card("Newest published block", `${number(blocks, 0)} blocks old`,
+    made.push(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
       blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
   }
@@ -306,8 +306,8 @@ function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
     moment(r.time), r.outer_step + 1, verdict(r.ok, "averaged", r.fault || "failed"), (r.peers || []).length, number(r.seconds, 1)]));
-  table("publications", "Publications", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
-    moment(p.time), p.revision, verdict(p.ok, "published", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
+  table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
+    moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
   table("scores", "Scores", ["uid", "random", "assigned", "train", "all-reduce", "total"],
     scores.sort((a, b) => b[1].total - a[1].total).slice(0, 20).map(([uid, s]) => [uid,
