@@ -204,6 +204,9 @@ class Schema:
 
     def _nearest(self, name: str) -> str | None:
         """Return the flag that a slip of the finger made into ``name``, if one is that near."""
+        section = [spelling for spelling in self._spellings if spelling.startswith(f"{name}.")]
+        if section:
+            return self._spellings[section[0]].name
         tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
         last = name.rpartition(".")[2]
         longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
@@ -540,7 +543,7 @@ def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
         close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
         if name not in read and (close or name.startswith(("R2_", "BT_"))):
             hint = f"did you mean {close[0]}?" if close else "it can be removed"
-            yield f".env: nothing reads {name}; {hint}"
+            yield f"nothing reads {name} of .env: {hint}"
 
 
 def open_to_others(path: Path) -> str | None:
@@ -648,12 +651,13 @@ def load_config(
     given, warnings = settle(given)
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()
-    warnings += tuple(unread_variables(lines_of_dotenv, known))
+    unread = tuple(unread_variables(lines_of_dotenv, known))
+    warnings += unread
     config = _build(known, {**defaults, **given}, warnings=warnings)
     if config.general.network is not None:
         config = _of_network(known, config, defaults, given)
     if check:
-        _refuse(problems(config))
+        _refuse(problems(config), hints=[line for line in unread if "did you mean" in line])
     return config
 
 
@@ -709,10 +713,11 @@ def _words(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _refuse(found: Sequence[str]) -> None:
+def _refuse(found: Sequence[str], hints: Sequence[str] = ()) -> None:
+    """Raise ConfigError for the first problem. ``hints``: what may have caused it."""
     if found:
-        more = f" (and {len(found) - 1} more: scripts/diagnose.py lists all)"
-        raise ConfigError(found[0] + (more if len(found) > 1 else ""))
+        more = f" (and {len(found) - 1} more: dt-doctor lists all)" if len(found) > 1 else ""
+        raise ConfigError("; ".join((found[0] + more, *hints)))
 
 
 def _build(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from distributed_training.common.memory import (
     Arrangement,
@@ -103,9 +103,11 @@ def start_checks(config: Config, *, ranks: int) -> list[Check]:
 def check_configuration(config: Config, *, ranks: int) -> list[Check]:
     """Check what the settings themselves can refuse."""
     found = []
-    for line in problems(config):
+    wrong = problems(config)
+    for line in (*wrong, *config.warnings):
         cause, _, remedy = line.rpartition(": ")
-        found.append(Check("configuration", "fail", cause or line, remedy if cause else ""))
+        status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
+        found.append(Check("configuration", status, cause or line, remedy if cause else ""))
     return found or [Check("configuration", "ok", f"preset {config.preset}, {ranks} rank(s)")]
 
 

@@ -20,6 +20,7 @@ from distributed_training.config import (
 from distributed_training.config.loader import parser_of, schema
 from distributed_training.config.presets import CARDS
 from distributed_training.config.settings import SwarmSettings
+from distributed_training.health.machine import check_configuration
 from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
 
@@ -146,6 +147,7 @@ def test_unknown_flags_name_the_nearest() -> None:
     assert "did you mean --neuron.upload_steps?" in refused("--upload_steps", "5")
     assert "did you mean --axon.port?" in refused("--axon.prot=1")
     assert "did you mean --nproc_per_node?" in refused("--nproc", "4")
+    assert "did you mean --wallet.name?" in refused("--wallet", "mine")
     for name in ("zzzzqqqq", "nonsense", "neuron.nonsense", "verbose", "batch", "validator.foo"):
         assert refused(f"--{name}").endswith(": see --help"), "a guess misleads more than none"
     assert "is not a flag" in refused("start")
@@ -248,10 +250,15 @@ def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:
     dotenv.write_text("R2_WRITE_ACCES_KEY_ID=x\nBT_WALLET_NAM=me\nR2_BUCKET_NAME=b\nOTHER=1\n")
     dotenv.chmod(0o600)
     assert load(dotenv=dotenv).warnings == (
-        ".env: nothing reads R2_WRITE_ACCES_KEY_ID; did you mean R2_WRITE_ACCESS_KEY_ID?",
-        ".env: nothing reads BT_WALLET_NAM; did you mean BT_WALLET_NAME?",
-        ".env: nothing reads R2_BUCKET_NAME; it can be removed",
+        "nothing reads R2_WRITE_ACCES_KEY_ID of .env: did you mean R2_WRITE_ACCESS_KEY_ID?",
+        "nothing reads BT_WALLET_NAM of .env: did you mean BT_WALLET_NAME?",
+        "nothing reads R2_BUCKET_NAME of .env: it can be removed",
     )
+    with pytest.raises(ConfigError, match=r"not set.*nothing reads R2_WRITE_ACCES_KEY_ID") as error:
+        load_config("miner", [], environ={}, dotenv=dotenv)
+    assert "\n" not in str(error.value)
+    rows = check_configuration(load(dotenv=dotenv), ranks=1)
+    assert [row.status for row in rows] == ["warn"] * 3 and rows[0].remedy.startswith("did you")
 
 
 def test_secrets_come_from_dotenv_and_are_never_shown(tmp_path: Path) -> None:
