@@ -1,4 +1,4 @@
-"""Time a start: ``make run`` to the first inner step, ``kill -9`` to the next one.
+"""Time a start: ``make run`` to the first inner step, ``kill -9`` to the next one, and the doctor.
 
     python -m bench.start                        about 2 minutes at rest
     python -m bench.start --ranks 2,1 --kills 3
@@ -84,6 +84,17 @@ def kill_miner(subnet: LocalSubnet, miner: Neuron) -> float:
     return next_step_after(subnet, miner, began)
 
 
+def doctor_seconds(subnet: LocalSubnet, miner: Neuron) -> float:
+    """Time the doctor of a miner that trains beside it, without its measurement of a step."""
+    assert subnet.services is not None
+    words = ["doctor", "--diagnostics.measure=0", *subnet.services.flags(miner.plan)]
+    environment = {**os.environ, **subnet.services.environment(miner.plan)}
+    began = time.monotonic()
+    command = [sys.executable, "-m", "distributed_training", *words]
+    subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
+    return time.monotonic() - began
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
@@ -103,6 +114,7 @@ def main() -> int:
             first = next(read_events(miner.plan.events, "step"))["time"]
             subnet.wait_until(lambda: len(miner.state.losses) >= 5, LONGEST, "five inner steps")
             memory = proportional_bytes(miner)
+            doctor = doctor_seconds(subnet, miner)
             ranks = [kill_rank_zero(subnet, miner) for _ in range(arguments.kills)]
             miners = [kill_miner(subnet, miner) for _ in range(arguments.kills)]
     baseline = statistics.median([before, import_seconds()])  # neither beside the subnet
@@ -111,6 +123,9 @@ def main() -> int:
     print(f"{first:6.2f} x  that until the first inner step (goal 2.50): {first * baseline:.1f} s")
     print(f"{statistics.median(ranks):6.1f} s  kill -9 of rank 0 to the next inner step (goal 15)")
     print(f"{statistics.median(miners):6.1f} s  kill -9 of the whole miner to its next step")
+    print(
+        f"{doctor:6.1f} s  doctor of a miner that trains, without the step's measurement (goal 10)"
+    )
     print(f"{memory / 1e9:6.2f} GB the first miner's tree while it trains")
     return 0
 
