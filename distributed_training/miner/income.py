@@ -158,24 +158,28 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
 
 
 def _paid(facts: Facts, standing: Standing) -> tuple[Verdict, str, bool]:
-    weights = f"weights that validators set {facts.chain_block - standing.weights_block} blocks ago"
     if standing.incentive > 0:
-        words = f"{standing.words}, by the {weights}" if standing.weights_block else standing.words
-        return Verdict.EARNING, words, False
+        return Verdict.EARNING, standing.words, False
     if not standing.weights_block:
         return Verdict.NOT_YET, "uploads count; no validator has set weights yet", False
     return (
         Verdict.NOT_YET,
-        f"uploads count; the {weights} give nothing to it yet "
+        "uploads count; the weights that validators set last give nothing to it yet "
         "(python scripts/score.py --background scores the upload here)",
         False,
     )
 
 
-def _call(facts: Facts) -> str:
-    if facts.called is None:
-        return "no validator has called since the start"
-    return f"a validator called {_span(facts.called)} ago"
+def _seen_of_validators(facts: Facts) -> str:
+    """Say when they called and when they judged. The page has cards and metrics for that."""
+    called = "no validator has called since the start"
+    if facts.called is not None:
+        called = f"a validator called {_span(facts.called)} ago"
+    if facts.standing is None or not facts.standing.weights_block:
+        return called
+    return (
+        f"{called}, weights were set {facts.chain_block - facts.standing.weights_block} blocks ago"
+    )
 
 
 def _span(seconds: float) -> str:
@@ -246,6 +250,7 @@ class Income:
             "incentive": of_standing("incentive"),
             "emission": of_standing("emission"),
             "incentive_rank": of_standing("rank"),
+            "weights_block": of_standing("weights_block"),
             "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
             "earning": earning,
         }
@@ -260,7 +265,7 @@ class Income:
         self._verdict, self._bad = verdict, bad
         if self._log_again() or changed:
             level = logging.WARNING if bad else logging.INFO
-            log.log(level, "Income: %s: %s; %s", verdict, words, _call(facts))
+            log.log(level, "Income: %s: %s; %s", verdict, words, _seen_of_validators(facts))
         if self._record_again() or changed:
             found = asdict(facts.standing) if facts.standing else {}
             self._record("income", verdict=verdict.value, words=words, bad=bad, **found)

@@ -74,6 +74,7 @@ METRICS: Mapping[str, str] = {
     "incentive": "share of what the network pays, 0 to 1",
     "emission": "that this gives per tempo, in the subnet's token",
     "incentive_rank": "place among the miners by incentive, 1 is the highest",
+    "weights_block": "block at which a validator set weights last, 0 before the first ones",
     "last_call_timestamp_seconds": "when a validator was last answered",
     # rounds
     "rounds_total": "finished all-reduce rounds, successful or not",

@@ -254,7 +254,7 @@ HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
 #: What happened to a neuron last, and the verdict on it.
 STATES = {
     "live": ("income", {"verdict": "earning", "words": "incentive 0.0121, rank 4 of 20 miners",
-                        "bad": False, "weights_block": 4_999_960}, ["earning", "good"]),
+                        "bad": False}, ["earning", "good"]),
     "dead": ("state", {"before": "awaiting_global", "after": "training"}, ["dead", "bad"]),
     "stopped": ("stop", {"reason": "asked to stop", "exit_status": 0}, ["stopped", "idle"]),
     "new": ("income", {"verdict": "nothing uploaded", "words": "nothing was uploaded in the 9 min "
@@ -279,7 +279,8 @@ def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path
         "last_publication_timestamp_seconds": now - 700, "next_round_timestamp_seconds": now + 2000,
         "block_list_age_blocks": 61, "block_list_limit_blocks": 375, "dht_peers": 19,
         "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12,
-        "chain_block": 5_000_000, "last_call_timestamp_seconds": now - 400, **gauges,
+        "chain_block": 5_000_000, "weights_block": 4_999_960,
+        "last_call_timestamp_seconds": now - 400, **gauges,
     }  # fmt: skip
     if state == "new":
         for name in ("last_publication_timestamp", "last_call_timestamp"):

@@ -49,16 +49,16 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
         (
             WELL,
             Verdict.EARNING,
-            "rank 2 of 3 miners, emission 0.4 per tempo, by the weights",
+            "rank 2 of 3 miners, emission 0.4 per tempo",
             False,
         ),
         (
             replace(WELL, standing=PAID_IN_NOTHING),
             Verdict.EARNING,
-            "of 3 miners, by the weights",
+            "rank 2 of 3 miners",
             False,
         ),
-        (UNPAID, Verdict.NOT_YET, "set 100 blocks ago", False),
+        (UNPAID, Verdict.NOT_YET, "uploads count; the weights", False),
         (replace(WELL, standing=None), Verdict.UNKNOWN, "does not show", False),
         (replace(WELL, upload_age=None), Verdict.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
         (
@@ -123,7 +123,9 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
             income.see(ev.Tick(now[0]), state)
     lines = [(r.levelname, r.message.split(":")[1].strip()) for r in caplog.records]
     assert lines == [("INFO", "earning"), ("INFO", "earning"), ("WARNING", "reset")]
-    assert caplog.records[-1].message.endswith("; a validator called 0 s ago")
+    assert caplog.records[-1].message.endswith(
+        "; a validator called 0 s ago, weights were set 100 blocks ago"
+    )
     assert len(written) == pytest.approx(7100 / 300 + 1, abs=2)
     assert written[-1]["verdict"] == "reset" and written[-1]["rank"] == 2
     assert measured()["earning"] == 0 and measured()["incentive"] == 0.2

@@ -19,7 +19,6 @@ function span(seconds) {
   if (seconds === null || seconds === undefined) return "–";
   const s = Math.max(0, Math.round(seconds));
   if (s < 120) return `${s} s`;
-  if (s < 600) return `${Math.floor(s / 60)} min ${s % 60} s`;
   if (s < 7200) return `${Math.floor(s / 60)} min`;
   return `${Math.floor(s / 3600)} h ${Math.floor((s % 3600) / 60)} min`;
 }
@@ -129,7 +128,7 @@ function cards(neuron) {
   if (score) made.push(card("Score", ...score));
   const income = newestOf(neuron, "income"), called = gauge("last_call_timestamp_seconds");
   if (income) made.push(card("Last call", called === undefined ? "none yet" : `${span(now - called)} ago`,
-    weightsOf(neuron, income), income.verdict === "not called" ? "bad" : ""));
+    `by a validator; ${weightsOf(neuron)}`, income.verdict === "not called" ? "bad" : ""));
   made.push(card("State", stateOf(neuron)));
   if (steps) {
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
@@ -211,10 +210,9 @@ function verdictOf(neuron) {
   return [state, neuron.state === "awaiting_global" ? "the validator's global state is due" : "", "good"];
 }
 
-function weightsOf(neuron, income) {  // when the validators, who call, last paid
-  const block = gaugeOf(neuron, "chain_block");
-  if (!income.weights_block) return "by a validator; none has set weights yet";
-  return block === undefined ? "by a validator" : `by a validator; weights set ${number(Math.max(0, block - income.weights_block), 0)} blocks ago`;
+function weightsOf(neuron) {  // the last judgement that the network shows
+  const block = gaugeOf(neuron, "chain_block"), set = gaugeOf(neuron, "weights_block");
+  return set ? `weights set ${number(Math.max(0, block - set), 0)} blocks ago` : "none has set weights yet";
 }
 
 const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
