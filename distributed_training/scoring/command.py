@@ -38,6 +38,7 @@ import argparse
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import time
@@ -96,6 +97,7 @@ def main(argv: Sequence[str]) -> int:
         return exit_with(error)
 
 
+_WIDTH = 160  # where there is no terminal
 BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
 
 
@@ -304,7 +306,8 @@ def show(preview: Preview, *, as_json: bool) -> None:
     else:
         from rich.console import Console
 
-        console = Console()
+        width = shutil.get_terminal_size((_WIDTH, 0)).columns
+        console = Console(width=width)
         with console.capture() as captured:
             console.print(table(preview))
         text = captured.get()

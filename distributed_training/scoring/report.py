@@ -15,7 +15,8 @@ from distributed_training.scoring.score_preview import Interval, Preview, Row
 
 def table(preview: Preview) -> RenderableType:
     """Make the table, best first, those without a rank last; below it each one's cause."""
-    grid = Table(title=_title(preview), title_justify="left", caption_justify="left")
+    # 80 columns hold it whole.
+    grid = Table(title=_title(preview), title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("uid", "upload", "age", "random", "assigned", "a > r", "rank", "share"):
         grid.add_column(name, justify="left" if name == "upload" else "right", no_wrap=True)
     rows = sorted(preview.rows, key=lambda r: (r.standing.rank if r.standing else math.inf, r.uid))

@@ -246,6 +246,7 @@ def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> No
     assert done.returncode == 0, done.stderr
     kept = NeuronState(subnet.folder).catch_up().measured()["previewed"]
     assert kept["uid"] == UIDS[0] and kept["compared"] == 2 and 0 <= kept["train_share"] <= 1
+    assert "…" not in done.stdout, "a figure was cut"
     assert f"{UIDS[0]:03d}" in done.stdout and f"uid {UIDS[1]:03d}: " in done.stdout
     for flags, words in (
         (("--uid", "9"), "uid 9 is no miner"),
