@@ -101,7 +101,8 @@ install_production() {
             install -r requirements/torch-cuda.txt
         ;;
     esac
-    "${pip[@]}" install --no-deps --no-build-isolation --no-index -e .
+    # setuptools would warn of folders in the working directory.
+    PYTHONWARNINGS=ignore "${pip[@]}" install --no-deps --no-build-isolation --no-index -e .
 }
 
 for set in "${missing[@]}"; do

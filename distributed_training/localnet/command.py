@@ -113,12 +113,13 @@ def _run(
             port=arguments.page_port,
             told=lambda line: _show_page(line, view),
         ):
-            if arguments.stay:
-                view.say(subnet.invite())
+            joining = subnet.invite() if arguments.stay else ""
+            if joining:
+                view.say(joining)
             subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:
-                view.say("the subnet goes on until Ctrl-C")
+                view.say(f"the subnet goes on until Ctrl-C; {joining}")
                 subnet.wait_until(lambda: False, timedelta(days=365))
         view.say("done; stopping")
     except SubnetFailure as failure:

@@ -243,11 +243,11 @@ class LocalSubnet:
         assert self.services is not None
         folder = self.services.invite(self.folder / GUEST)
         return (
-            f"one more miner can join: wallet, keys and flags are in {folder}\n"
-            f"  cd {folder} && {sys.executable} -m distributed_training.miner --config miner.toml\n"
+            f"one more miner can join; its .env and miner.toml are in {folder}\n"
+            f"  cd {folder} && {sys.executable} -m distributed_training.miner\n"
             f"or, in the folder of app.config.js:\n"
-            f"  DT_PRESET=local DT_HOME={folder} DT_FLAGS='--config miner.toml' "
-            "pm2 start app.config.js"
+            f"  DT_NAME={folder.name} DT_HOME={folder} pm2 start app.config.js\n"
+            f"dt-doctor and scripts/score.py work there too"
         )
 
     def poll(self) -> None:
