@@ -18,6 +18,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
+    ObjectMissingError,
     PreconditionError,
     S3ObjectStore,
     StoreError,
@@ -56,6 +57,19 @@ def make(request: pytest.FixtureRequest) -> Callable[[], Any]:
         return MemoryObjectStore
     server = request.getfixturevalue("server")
     return lambda: _store(server)
+
+
+def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) -> None:
+    reader = _reader(make())
+    assert reader.head("epoch-0/none") is None
+    assert reader.get("epoch-0/none", limit=5) is None
+    for call in (
+        lambda: reader.read("epoch-0/none", limit=5),
+        lambda: reader.open("epoch-0/none"),
+        lambda: reader.download("epoch-0/none", tmp_path / "x", limit=5),
+    ):
+        with pytest.raises(ObjectMissingError, match="epoch-0/none"):
+            call()
 
 
 def test_objects_come_whole(

@@ -48,6 +48,10 @@ def service(*texts: str, status: int = 200, endless: bool = False) -> Iterator[s
         thread.join(5)
 
 
+def test_what_was_given_is_not_asked_for() -> None:
+    assert external_ip(replace(ChainSettings(), external_ip="9.8.7.6"), services=()) == "9.8.7.6"
+
+
 def test_a_private_listening_address_is_only_a_local_subnets() -> None:
     private = replace(ChainSettings(), axon_ip="10.0.0.4")
     local = replace(private, registry_url="http://127.0.0.1:1")

@@ -20,6 +20,8 @@ from distributed_training.common.files import (
     read_json_object,
     read_state,
     remove_leftovers,
+    sha256_of,
+    write_bytes,
     write_json,
     write_state,
 )
@@ -53,6 +55,14 @@ def test_a_damaged_file_reads_as_none(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert read_json_object(path, at_most=300_000) is None
     assert read_json_object(tmp_path / "missing.json") is None
+
+
+def test_a_file_larger_than_allowed_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    write_bytes(path, b'{"a": "' + b"x" * 1000 + b'"}')
+    assert read_json_object(path, at_most=500) is None
+    assert read_json_object(path) is not None
+    assert sha256_of(path) != sha256_of(Path(__file__))
 
 
 def test_leftovers_of_killed_writers_are_removed(tmp_path: Path) -> None:

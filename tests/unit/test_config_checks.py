@@ -123,6 +123,12 @@ def test_keys_of_the_wrong_length_are_found_without_being_shown() -> None:
     assert problems(config("--preset", "local", R2_READ_SECRET_ACCESS_KEY="shortsecret")) == []
 
 
+def test_a_truncated_write_key_is_refused() -> None:
+    (line,) = problems(config(R2_WRITE_SECRET_ACCESS_KEY="f" * 63))
+    assert "R2_WRITE_SECRET_ACCESS_KEY has 63 characters instead of 64" in line
+    assert "refuse every upload" in line and "f" * 63 not in line
+
+
 @pytest.mark.parametrize("part", ["ACCESS_KEY_ID", "SECRET_ACCESS_KEY"])
 @pytest.mark.parametrize("preset", ["public", "local"])
 def test_a_read_key_that_is_the_write_key_is_refused(part: str, preset: str) -> None:

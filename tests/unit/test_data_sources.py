@@ -10,7 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distributed_training.data.block_builder import BlockMaker
+from distributed_training.config import ConfigError
+from distributed_training.config.settings import DataSettings
+from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
@@ -26,6 +28,11 @@ ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
+
+
+def test_a_folder_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))
 
 
 def test_parquet_row_groups_files_and_damage(

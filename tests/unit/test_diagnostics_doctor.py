@@ -31,8 +31,10 @@ from distributed_training.health.machine import (
     check_gpus,
     check_memory,
     check_port,
+    check_torch,
 )
 from distributed_training.health.nvml import NvmlSampler
+from distributed_training.health.outside import run_probe
 from distributed_training.node import network
 from distributed_training.node.buckets import NoBucket
 from distributed_training.node.network import check_network
@@ -241,6 +243,15 @@ def test_batch() -> None:
     assert check_batch(micro_batch=None, effective=4, world_size=1).status == "ok"
 
 
+def test_torch_build_against_the_driver() -> None:
+    import torch
+
+    assert check_torch(gpus=0).status == "ok"
+    if not torch.cuda.is_available():
+        check = check_torch(gpus=2)
+        assert check.status == "fail" and check.remedy
+
+
 def test_no_gpu_is_a_failure_only_if_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert status(check_gpus(wanted=1, device="auto")) == {"gpu": "warn"}
@@ -353,6 +364,15 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     assert status(check_gpus(wanted=2, device="auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
     (check,) = check_gpus(wanted=4, device="auto")
     assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
+
+
+def test_probes_of_other_rooms() -> None:
+    def broken() -> str:
+        raise StoreError("403 for the read key")
+
+    assert run_probe("keys", lambda: "both work", remedy="x") == Check("keys", "ok", "both work")
+    check = run_probe("keys", broken, remedy="copy the key again")
+    assert check.status == "fail" and check.line == "403 for the read key: copy the key again"
 
 
 def test_estimates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.config import ConfigError
-from distributed_training.config.settings import parse_sources
-from distributed_training.data.block_builder import BlockMaker
+from distributed_training.config.extras import extra
+from distributed_training.config.settings import DataSettings, parse_sources
+from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
@@ -67,6 +69,19 @@ def test_sources_that_are_none(source: str, mix: str) -> None:
     with pytest.raises(ConfigError, match=r"--data\.(source|mix)") as caught:
         parse_sources(source, mix)
     assert "\n" not in str(caught.value) and ": give" in str(caught.value)
+
+
+def test_without_the_package_the_flag_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert extra("mixture", wanted_by="--data.mix").pages_of([1.0], 2) == [2]
+    for name in ("extras", "extras.mixture", "extras.line_files"):
+        monkeypatch.setitem(sys.modules, name, None)  # as where the package is not installed
+    for source in ("a=hf,b=stdlib", f"text:{tmp_path}"):
+        with pytest.raises(ConfigError, match=f"--data.source {source} needs the package") as found:
+            open_source(DataSettings(source=source))
+        assert "\n" not in str(found.value) and "make setup" in str(found.value)
+    assert open_source(DataSettings(source="stdlib")).num_rows()
 
 
 def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
@@ -125,6 +140,12 @@ def test_a_folder_without_rows_leaves_the_block_empty_and_says_why(
     prepared = BlockMaker(spec(tokenizer, tmp_path, f"{kind}:{tmp_path / 'data'}")).prepare(1)
     assert prepared.sequences == 0
     assert f"holds no .{kind if kind != 'text' else 'txt'}" in prepared.missing[0]
+
+
+def test_too_little_text_is_named(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
+    write_jsonl(tmp_path / "data" / "x.jsonl", ROWS[:50])
+    prepared = BlockMaker(spec(tokenizer, tmp_path, f"jsonl:{tmp_path / 'data'}")).prepare(1)
+    assert prepared.sequences == 0 and "has 50 rows" in prepared.missing[0]
 
 
 def make_shards(folder: Path, tokenizer: tuple[Path, int], count: int = 3) -> list[np.ndarray]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,11 @@ class TestState:
         assert miner.steps[-1].tokens_per_second == 2048
         assert [p.loss for p in miner.losses] == pytest.approx([5.0, 4.9, 4.8, 4.7])
 
+    def test_a_skipped_step_and_a_nan_are_no_points_of_the_curve(self) -> None:
+        state = NeuronState(Path("m"))
+        feed(state, step(1, 0, 1, 5.0, skipped=True), step(2, 0, 2, float("nan")))
+        assert state.losses == [] and state.inner_step == 2
+
     @pytest.mark.parametrize(
         "event",
         [
@@ -178,12 +184,83 @@ class TestView:
         line = neuron_line(a_miner())
         assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
+    def test_a_miner_that_was_not_judged_yet_has_no_score_of_zero(self) -> None:
+        validator = NeuronState(Path("validator"), uid=200)
+        feed(
+            validator,
+            {"kind": "held_out", "outer_step": 0, "before": 5.72, "after": 5.72},
+            {"kind": "scores", "scores": {"0": {"total": 0.0}, "11": {"total": 0.0}}},
+        )
+        line = neuron_line(validator)
+        assert line.endswith("held-out 5.720") and "scores" not in line
+        feed(validator, scored(11), {"kind": "scores", "scores": {"11": {"total": 0.125}}})
+        assert neuron_line(validator).endswith("scores 11: 0.12")
+
+    @pytest.mark.parametrize("terminal", [True, False])
+    def test_plain_lines_without_escapes_and_not_too_many(self, terminal: bool) -> None:
+        stream = io.StringIO()
+        console = Console(file=stream, force_terminal=terminal, width=79)
+        view = View(console, interval=timedelta(hours=1))
+        for _ in range(50):
+            view.update([a_miner()])
+        view.say("hello " * 40)
+        assert "\x1b" not in stream.getvalue()
+        first, second = stream.getvalue().splitlines()
+        assert "miner-000" in first and second.count("hello") == 40
+
     def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
         View(Console(file=stream)).say("miner-000: a reason in \u00b5s")
         stream.flush()
         assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
+
+    @pytest.mark.parametrize(
+        ("event", "of_miner", "of_validator"),
+        [
+            (
+                {"kind": "publication", "revision": "5.0.4", "ok": True, "bytes_sent": 2e6},
+                *2 * ["published 5.0.4 (2.0 MB)"],
+            ),
+            (
+                {"kind": "publication", "revision": "5.0.4", "ok": False, "reason": "no bucket"},
+                *2 * ["publication of 5.0.4 failed: no bucket"],
+            ),
+            (
+                {"kind": "publication", "revision": "5.0.4", "reason": "superseded by 5.0.9"},
+                *2 * [""],
+            ),
+            (
+                {"kind": "round", "ok": False, "fault": "TIMEOUT", "detail": ""},
+                *2 * ["ROUND FAILED: TIMEOUT"],
+            ),
+            (
+                {"kind": "round", "ok": True, "peers": ["a", "b"], "seconds": 3.21},
+                "",
+                "round worked, 2 peers, 3.2 s",
+            ),
+            (
+                {"kind": "outer_step", "outer_step": 3},
+                "outer step 3 taken",
+                "global state of outer step 3 published",
+            ),
+            (
+                {"kind": "load", "outer_step": 3},
+                *2 * ["loaded the global state of outer step 3"],
+            ),
+            (
+                {"kind": "held_out", "before": 5.5, "after": 2.25},
+                *2 * ["held-out loss 5.500 -> 2.250"],
+            ),
+            ({"kind": "held_out", "before": 5.5, "after": None}, *2 * ["held-out loss not finite"]),
+            (step(1, 2, 3, 4.0), *2 * [""]),
+        ],
+    )
+    def test_what_is_worth_a_line(
+        self, event: dict[str, Any], of_miner: str, of_validator: str
+    ) -> None:
+        assert event_line(event, of_validator=False) == of_miner
+        assert event_line(event, of_validator=True) == of_validator
 
 
 class TestSummary:
@@ -202,6 +279,21 @@ class TestSummary:
         assert summary.outer_steps[1].missed_by == ("miner-011",)
         assert any("outer step 2" in p and "miner-011" in p for p in summary.problems)
         assert "MISSED BY miner-011" in summary.text()
+
+    def test_too_few_steps(self) -> None:
+        summary = summary_of(a_validator(1), a_miner(0, steps=(1,)))
+        assert summary.problems == ("1 outer steps succeeded; 2 were wanted",)
+
+    def test_a_failed_round(self) -> None:
+        summary = summary_of(a_validator(1, 2), a_miner(0, fault="TIMEOUT"))
+        assert any("TIMEOUT" in p for p in summary.problems)
+
+    def test_resets_are_shown_with_the_last_reason(self) -> None:
+        judged = (scored(0), scored(0, "first"), scored(0, "too old"), scored(11))
+        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+        assert summary.ok and summary.verdict.endswith("2 of 4 judged uploads were scored")
+        assert "1 of 3" in summary.text()
+        assert "miner-000: last reset: too old" in summary.text()
 
     def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
         validator = a_validator(1)
@@ -228,6 +320,10 @@ class TestSummary:
         (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem_of(Cause.OLD_BLOCKS))
         assert flag in build_parser().format_help()
         assert "ARGS" not in problem_of(Cause.BAD_GRADIENT)
+
+    def test_a_miner_that_was_never_judged_is_named(self) -> None:
+        summary = summary_of(a_validator(1, 2, judged=(scored(0),)), a_miner(0), a_miner(11))
+        assert summary.problems == ("miner-011: the validator judged none of its uploads",)
 
     def test_files(self, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")  # no part of what a miner needs

@@ -126,6 +126,17 @@ def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
     assert feed.blocks() == [98, 99]
 
 
+def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
+    world = World()
+    feed = world.feed()
+    feed.load_state_dict({}, {})
+    feed.begin_with(90)  # the chain has moved on since
+    assert feed.on_boundary(may_begin=True) == DataOrder(request=90)
+    order = feed.on_boundary(may_begin=True)
+    assert (order.request, order.begin) == (100, 90)
+    assert feed.state_dict()["gaps"] == [(91, 99)]
+
+
 @pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
 def test_what_is_cut_differently_begins_anew(change: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
@@ -257,6 +268,13 @@ def test_past_blocks_are_the_newest_unused_ones_and_not_again_after_a_restart() 
     again.load_state_dict(feed.state_dict(), {})
     got = [again.on_boundary(may_begin=True).request for _ in range(9)]
     assert got == [100, 99, 98, 104, 103, 102, 101, 97, 96]
+
+
+def test_a_chain_that_has_just_begun_has_no_block_before_its_first() -> None:
+    world = World()
+    world.chain, world.default = 2, None
+    feed = world.feed(prefetch=9)
+    assert [feed.on_boundary(may_begin=True).request for _ in range(4)] == [2, 1, 0, 0]
 
 
 def test_a_source_without_data_is_asked_no_more_often_than_the_chain_moves() -> None:

@@ -119,6 +119,16 @@ def test_a_last_round_in_the_future_is_no_last_round(ahead: int) -> None:
     assert clock.due() is True and clock.expected_at() == pytest.approx(chain.now - 100 * 12)
 
 
+def test_a_chain_that_begins_anew_is_measured_anew() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    chain.block = 3
+    clock.round_ended()
+    clock.next_at()
+    chain.pass_blocks(10, 1.0)
+    assert clock.next_at() == pytest.approx(chain.now + 390)
+
+
 def test_a_round_is_missed_when_it_is_overdue_or_was_held_without_this_miner() -> None:
     chain = Chain()
     assert not chain.clock(None).missed()

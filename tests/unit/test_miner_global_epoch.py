@@ -109,6 +109,11 @@ def test_what_cannot_be_compared(state: dict[str, torch.Tensor], said: str) -> N
         drift_of(rows_of(weights()), File(state), seed=1)
 
 
+def test_what_is_no_safetensors_file() -> None:
+    with pytest.raises(NotComparable, match="impossible"):
+        drift(rows_of(weights()), lambda first, count: b"\xff" * count, size=999, seed=1)
+
+
 class Unread(GlobalBucket):
     """A bucket of which the test says what it answers."""
 

@@ -126,6 +126,16 @@ def test_without_a_terminal_it_names_the_flag(
     assert "give flags and --yes" in capsys.readouterr().err and not list(folder.iterdir())
 
 
+def test_a_key_that_no_line_holds_writes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("R2_ACCOUNT_ID", "two\nlines")
+    assert main(["init", "--yes"]) == 2
+    error = capsys.readouterr().err
+    assert "R2_ACCOUNT_ID holds characters" in error and "two" not in error
+    assert not list(folder.iterdir())
+
+
 def test_who_joins_a_network_is_asked_for_its_invitation(
     folder: Path, answering: Callable[..., list[str]]
 ) -> None:

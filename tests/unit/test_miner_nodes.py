@@ -33,6 +33,8 @@ from distributed_training.miner.several_nodes import (
 from distributed_training.node.failures import NetworkFailure
 from tests.tools.waiting import wait_for
 
+GO = threading.Event()  # never set
+
 PINNED = "--neuron.learning_rate of the network's file"
 FACTS = {"version": "1", "--nproc_per_node": "2", "--neuron.seed": "7", PINNED: "3"}
 
@@ -142,6 +144,17 @@ def test_ranks_that_failed_elsewhere_are_a_fault_that_counts(world: Callable[...
     assert here.meet(here.host).result(50).port == again.result(20).port
 
 
+def test_a_silent_node_is_gone_after_the_named_time(world: Callable[..., World]) -> None:
+    here = world("1:2", node_wait=timedelta(minutes=1))
+    with _silent_node(here):
+        meeting = here.meet(here.host)
+        assert meeting.result(50).nodes == (0, 1)
+        began = time.monotonic()
+        why = wait_for(lambda: here.host.trouble, "silence is noticed")
+        assert "nothing was heard of it for 3 s" in why
+        assert time.monotonic() - began < 30
+
+
 def _silent_node(here: World) -> socket.socket:
     """Node 1, which is ready and then says no more."""
     dead = socket.create_connection(("127.0.0.1", here.host._port))
@@ -213,6 +226,21 @@ def test_clocks_far_apart_are_told(world: Callable[..., World], apart: float) ->
         assert "refused" not in answer
     else:
         assert f"the clock of this node is {apart:+d} s from node 0's" in answer["refused"]
+
+
+def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
+    port = free_ports(1)[0]
+    settings = NodesSettings(
+        nnodes="2",
+        node_rank=1,
+        rdzv_endpoint=f"127.0.0.1:{port}",
+        rdzv_timeout=timedelta(seconds=1),
+    )
+    with pytest.raises(ConfigError, match="was not reached within --rdzv_timeout"):
+        Guest(settings, FACTS, ranks=1).meet(GO)
+    away = dataclasses.replace(settings, rdzv_endpoint="192.0.2.1:29400", node_rank=0)
+    with pytest.raises(ConfigError, match="no network interface of this machine"):
+        Host(away, FACTS, ranks=1)
 
 
 @pytest.mark.parametrize("host", ["fe80::1", "fe80::1%lo"])

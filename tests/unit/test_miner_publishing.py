@@ -216,6 +216,22 @@ def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
     assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
 
 
+def test_a_disk_without_room_is_told_and_the_next_regular_step_asks_again(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.disk = "no room"
+    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room", kind="disk")]
+    rig.disk = None
+    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
+
+
+def test_without_a_trained_block_nothing_is_published(tmp_path: Path) -> None:
+    rig = Rig(tmp_path)
+    rig.blocks.trained = []
+    (failed,) = rig.steps(range(1, 11))
+    assert isinstance(failed, ev.SnapshotFailed) and "block list is empty" in failed.problem
+    assert failed.kind == "blocks"
+
+
 def test_a_list_without_a_recent_block_is_waited_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     rig.blocks.recent = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -115,6 +116,23 @@ def test_behind_the_subnet_a_young_publication_is_not_called_well(rig: Rig) -> N
         assert said(ours).endswith("Repo age: 100s of 32400s")
 
 
+def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> None:
+    class Kept:
+        def __init__(self) -> None:
+            self.steps: list[tuple[int, float | None]] = []
+
+        def log(self, step: int, metrics: dict[str, float]) -> None:
+            self.steps.append((step, metrics.get("train_loss")))
+
+    kept = Kept()
+    file = MetricsFile(tmp_path / "other.prom", every=0.0)
+    metrics = Metrics(file=file, counts={}, gauges={}, trackers=[kept])
+    metrics.step(replace(REPORT, total_inner_steps=41))
+    metrics.step(replace(REPORT, total_inner_steps=41, loss=math.nan, skipped=True))
+    metrics.step(replace(REPORT, total_inner_steps=42, loss=2.0))
+    assert kept.steps == [(41, 2.5), (42, 2.0)]
+
+
 def test_a_round_that_only_others_had_counts_as_missed(rig: Rig) -> None:
     registry = rig.reporter._metrics._file.registry
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
@@ -190,6 +208,14 @@ def test_a_round_without_an_average(
     assert fields["peers"] == [] and fields["matchmaking_seconds"] is None
 
 
+def test_a_vote_against_the_outer_step(rig: Rig) -> None:
+    averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
+    said = rig.see(ev.OuterStepEnded(False, 3, "no memory"), averaged)
+    assert said[0] == ("WARNING", "All Reduce Failed At Checkpoint 3 (no memory)")
+    ((_, fields),) = rig.records
+    assert (fields["ok"], fields["fault"], fields["detail"]) == (False, "LOCAL", "no memory")
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
     call = ev.AllReduceCalled(RoundRequest("5V"), 1.0)
@@ -241,6 +267,11 @@ def test_a_publication(rig: Rig) -> None:
     assert "dt_uploaded_bytes_total 2.5e+06" in text
 
 
+def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
+    said = rig.see(ev.SnapshotSubmitted(Revision(5, 3, 10), ev.Previewed(None, 0.0)))
+    assert said[0] == ("INFO", "Upload Model Start") and rig.records == []
+
+
 @pytest.mark.parametrize(
     ("event", "line", "record"),
     [
@@ -281,6 +312,12 @@ def test_a_publication(rig: Rig) -> None:
 def test_the_rest(event: ev.Event, line: object, record: object, rig: Rig) -> None:
     assert rig.see(event) == ([line] if line else [])
     assert rig.records == ([record] if record else [])
+
+
+def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:
+    state = MinerState(mode=Mode.STOPPING, outer_step=3, stop_reason="deregistered")
+    assert rig.see(ev.Stopped(3), state) == []
+    assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
 
 
 def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
@@ -406,3 +443,12 @@ def test_a_vote_or_a_fetch_in_the_way_of_a_round_is_named(missed: Missed) -> Non
     assert missed.see(ev.GlobalEpochSeen(4, 6300.0), ours=4) == []
     (line,) = missed.see(ev.GlobalEpochSeen(5, 7000.0), ours=4)
     assert "called while it was fetching" in line
+
+
+def test_a_round_of_ours_is_none_missed_whoever_is_first(missed: Missed) -> None:
+    missed.call(1000.0)
+    assert missed.see(ev.GlobalEpochSeen(4, 1500.0), Mode.AVERAGING) == []
+    missed.see(ev.OuterStepEnded(True, 4), Mode.AVERAGING)
+    assert missed.see(ev.GlobalEpochSeen(4, 1800.0), Mode.AWAITING_GLOBAL, ours=4) == []
+    (line,) = missed.see(ev.GlobalEpochSeen(5, 3000.0), ours=4)
+    assert "did not call it" in line, "that call was of the round before"

@@ -29,6 +29,7 @@ from distributed_training.miner.global_state import (
     GlobalEmptyError,
     GlobalUnavailableError,
 )
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
@@ -52,6 +53,16 @@ from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import publish_state
 
 pytestmark = pytest.mark.timeout(30)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cuda:0", True), ("cpu", False)])
+def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
+    device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(device_module.NvmlSampler, "open", lambda index: None)
+    utilization = device_module.utilization_of(torch.device(device))
+    assert utilization() is None and utilization() is None
+    assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 
 def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
@@ -245,6 +256,18 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     monkeypatch.setattr(S3ObjectStore, "of_peer", lambda *given, **named: MemoryObjectStore())
     global_state.open_global_bucket(config, chain, tmp_path, lambda: True)
     assert caplog.text.count("Waiting for the commitment of the master hotkey 5Master") == 2
+
+
+def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
+    """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
+    other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))
+    assert start.Rank.run(other) == (0, "")
+
+
+def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
+    """The public validator's period is 750 blocks from the first round on, whatever is set."""
+    clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
+    assert clock.half() == 375
 
 
 @pytest.fixture

@@ -142,6 +142,13 @@ def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
     assert load(changed("min_group_size = 3", "min_group_size = 4"), tmp_path)
 
 
+def test_one_that_cannot_be_read(tmp_path: Path) -> None:
+    for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n"):
+        with pytest.raises(ConfigError, match=r"^--network") as error:
+            load_config("miner", ("--network", place), environ=KEYS, dotenv=None)
+        assert error.value.status == ExitStatus.BAD_CONFIGURATION
+
+
 LARGE = [("hidden_size = 192", "hidden_size = 16384"), ("_layers = 4", "_layers = 400"),
          ("head_dim = 32", "head_dim = 2048"), ("te_size = 512", "te_size = 65536"),
          ("1_872_576 ", "1_610_634_510_336 ")]  # fmt: skip

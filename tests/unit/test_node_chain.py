@@ -102,6 +102,15 @@ def test_old_blocks_without_our_hotkey_end_nobody_for_good(monkeypatch: pytest.M
     assert joined(chain, monkeypatch) == uid
 
 
+def test_a_chain_that_is_read_once_only_is_asked_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chain = Behind(stale=10**6, ledger=subnet())
+    chain.frozen = True
+    with pytest.raises(NetworkFailure, match="read once"):
+        joined(chain, monkeypatch)
+
+
 @pytest.mark.parametrize("shown", ["nobody", "others, without the master hotkey"])
 def test_a_list_that_cannot_be_the_subnets_ends_nobody_for_good(
     shown: str, monkeypatch: pytest.MonkeyPatch

@@ -129,6 +129,12 @@ def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written:
         (disk / "launcher.prom").write_text("dt_starts_refused_in_a_row 1.0\n")  # the launcher's
 
 
+def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    assert make_run_folder(config) == tmp_path / "runs" / "miner-default"
+
+
 def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> None:
     """``--neuron.run_folder $UNSET`` would begin again in the default folder."""
     for flags in (["--neuron.run_folder", ""], ["--neuron.run_folder="]):

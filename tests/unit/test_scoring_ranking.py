@@ -15,6 +15,7 @@ from distributed_training.scoring.score_preview import (
     Interval,
     chance_assigned_wins,
     rank,
+    t_quantile,
 )
 
 
@@ -26,6 +27,14 @@ def judgement(uid: int, gain: float, *, assigned: float, spread: float = 0.0) ->
     before = [5.0, 5.0]
     pair = [comparison(before, [5.0 - g - spread, 5.0 - g + spread]) for g in (gain, assigned)]
     return Judgement(uid, 0, *pair)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [(1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (15, 2.131), (100, 1.984)],
+)
+def test_students_t(freedom: int, expected: float) -> None:
+    assert t_quantile(freedom) == pytest.approx(expected, rel=0.005)
 
 
 def test_an_interval_holds_the_truth_19_times_out_of_20() -> None:

@@ -181,6 +181,26 @@ class Ranges:
             self.keys.append(key)
 
 
+def test_a_state_given_up_at_its_end_does_not_block_the_next_one(
+    tmp_path: Path, small_disk: SmallDisk
+) -> None:
+    store, folder = MemoryObjectStore(), small_disk.folder
+    ranges = Ranges(store)
+    for outer_step in (4, 5, 6):
+        publish_state(store, outer_step)
+    patient_reader(store).fetch(4, folder)
+    patient_reader(store).fetch(5, folder)
+    ranges.most = len(ranges.keys) * 3 // 2 - 1
+    with pytest.raises(StoreError, match="connection is gone"):
+        patient_reader(store).fetch(6, folder)
+    assert [path.name for path in folder.glob(".epoch-*")] == [".epoch-6.5.6.0"]
+    ranges.most = math.inf
+    files = publish_state(store, 7)
+    fetched = patient_reader(store).fetch(7, folder)
+    assert all((fetched / name).read_bytes() == data for name, data in files.items())
+    assert not list(folder.glob(".epoch-*"))
+
+
 def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
     tmp_path: Path, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:

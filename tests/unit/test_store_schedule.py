@@ -151,6 +151,12 @@ def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
     assert 3600 + 60 * (first - 61) + 300 <= 4560 < 3600 + 60 * (first - 60) + 300
 
 
+def test_a_skipped_step_is_not_published() -> None:
+    plan = schedule(5)
+    assert not plan.step(report(50, skipped=True), 500.0).snapshot
+    assert plan.step(report(55), 550.0).snapshot
+
+
 def test_a_failed_upload_frees_the_way_and_is_no_publication() -> None:
     plan = schedule(5)
     assert plan.step(report(50), 500.0).snapshot

@@ -155,6 +155,20 @@ SHAPE, DTYPE = long_field(2, b"\x0a"), long_field(4, b"float32")
 
 
 @pytest.mark.parametrize(
+    "body",
+    [
+        long_field(4, SHAPE + DTYPE + BUFFER),  # the values last
+        field(5, 1, bytes(8)) + long_field(4, BUFFER + SHAPE + DTYPE),  # the weight first
+        long_field(3, b"x" * 90) + long_field(4, BUFFER + SHAPE + DTYPE),  # a long peer id first
+        long_field(9, b"unknown") + long_field(4, BUFFER + SHAPE + DTYPE),
+    ],
+)
+def test_another_layout_of_the_same_message_is_understood(body: bytes) -> None:
+    _, values = received(framed(body), lambda stream: take(stream, 10))
+    assert torch.equal(values, torch.zeros(10))
+
+
+@pytest.mark.parametrize(
     "data",
     [
         framed(long_field(4, long_field(1, bytes(36)) + SHAPE + DTYPE)),
@@ -223,3 +237,27 @@ def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
     for cut in (0, 5, 9, 40, 2000):
         with pytest.raises(StreamError):
             received(whole[:cut], lambda stream: take(stream, 1000))
+
+
+def test_a_receiver_that_is_slow_gets_all_of_it() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        values = ramp(300_000)
+        with ours, theirs:
+            for end in (ours, theirs):
+                end.setblocking(False)
+            sending = asyncio.create_task(
+                Stream(ours, PeerID(b"")).send(b"ab", *wire.encode(values))
+            )
+            await asyncio.sleep(0.05)
+            assert not sending.done()
+            stream = Stream(theirs, PeerID(b""))
+            assert await stream.receive(2) == b"ab"
+            arriving = await wire.begin(stream, part_bytes=values.nbytes)
+            got = torch.zeros(len(values))
+            assert arriving is not None
+            await wire.finish(stream, arriving, got)
+            await sending
+            assert torch.equal(got, values)
+
+    asyncio.run(run())

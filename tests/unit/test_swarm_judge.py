@@ -50,6 +50,12 @@ def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:
     judging.check(local_norm=10.0, average_norm=300.0)
 
 
+def test_zero_accepts_any_norm_but_not_nan() -> None:
+    assert fault(1.0, 1e6, ratio=0.0) is None
+    for value in (float("nan"), float("inf")):
+        assert fault(1.0, value, 1.0, 1.0, 1.0, ratio=0.0) == AllReduceFault.NOT_FINITE.name
+
+
 def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "norms.json"
     norms = PastNorms(path, run_id="a")

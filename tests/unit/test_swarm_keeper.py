@@ -16,7 +16,7 @@ from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import supervisor, swarm
 from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors
-from distributed_training.swarm.supervisor import HostKeeper
+from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -149,6 +149,15 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
         wait_for(lambda: made.alive() and made.joined, "it is there again")
 
 
+def test_a_host_without_an_address_is_no_host(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
+    world.outcome = lambda config: []
+    with pytest.raises(SwarmUnavailable, match="no TCP port"), world.keeper(dht_port=0):
+        pass
+
+
 @pytest.mark.parametrize("which", ["with its peers", "alone"])
 def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -> None:
     def hangs(config: HostConfig) -> Any:
@@ -182,6 +191,17 @@ def test_a_start_holds_no_round_beyond_its_time(
         assert raised.value.fault is AllReduceFault.SWARM_DOWN
         why = "not be started within 1 s" if how == "hangs" else "no port is free"
         assert why in str(raised.value)
+
+
+def test_a_round_does_not_wait_for_the_back_off(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
+    monkeypatch.setattr(supervisor, "_LOOK", 60.0)
+    with world.keeper() as made:
+        world.hosts[-1].end("killed")
+        with made.use(5.0, threading.Event()) as host:
+            assert host.alive() and made.joined
 
 
 def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(

@@ -109,6 +109,11 @@ def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> N
     assert next(read_events(tmp_path / "e.jsonl"))["detail"] == "key ******** refused"
 
 
+def test_switched_off(tmp_path: Path) -> None:
+    assert EventLog.from_settings(TelemetrySettings(dont_save_events=True), tmp_path) is None
+    assert not list(tmp_path.iterdir()) and not list(read_events(tmp_path / "events.jsonl"))
+
+
 def test_metrics_are_typed_and_absent_until_measured() -> None:
     registry = Registry()
     registry.add("publications_total", 2)

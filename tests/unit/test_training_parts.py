@@ -90,6 +90,18 @@ def test_schedule_slows_down_for_a_while_and_compounds() -> None:
     assert other.rate(21) == schedule.rate(21)
 
 
+def test_published_scheduler_state_is_that_of_lambda_lr() -> None:
+    real = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
+    ).state_dict()
+    ours = CosineSchedule(1.0, 1, 10).published_state(0)
+    assert set(ours) == set(real) - {"_is_initial"}
+    with pytest.raises(ValueError, match=r"--neuron\.warmup_steps"):
+        CosineSchedule(1.0, 10, 10)
+    with pytest.raises(ValueError, match=r"--neuron\.learning_rate"):
+        CosineSchedule(0.0, 1, 10)
+
+
 def test_nesterov_has_the_bits_of_torch() -> None:
     torch.manual_seed(0)
     whole = torch.randn(97, 33)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 
 from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
-from distributed_training.training import checkpoint
+from distributed_training.training import checkpoint, snapshot
 from distributed_training.training.checkpoint import Checkpointer, digest_of
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.micro_batches import find_micro_batch
@@ -609,6 +610,64 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
     assert made.inner_step == 1
 
 
+@pytest.mark.parametrize("change", ["step", "weights", "moments"])
+def test_copies_of_another_boundary_wait_until_these_are_written(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    first = made.copier.take()
+    assert made.copier.take() is first
+    if change == "step":
+        train(made, 1, 2)
+    elif change == "weights":
+        made.load_weights(None)
+    else:
+        made.optimizer.reset()
+    made.copier._patience = 0.01
+    second = made.copier.take()
+    assert second is not first and "still being written" in caplog.text
+    caplog.clear()
+    made.copier._patience = 30.0
+    train(made, 2, 3)
+    held = [second]
+    del second
+    threading.Timer(0.2, held.clear).start()  # its writer is done
+    third = made.copier.take()
+    assert not held and not caplog.records and third is not first
+
+
+@pytest.mark.parametrize("chained", ["by itself", "as a cause"])
+def test_a_snapshot_that_failed_holds_no_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chained: str
+) -> None:
+    """The error of torch.save on a full disk has the disk's error as its context."""
+    made = trainer()
+    train(made, 0, 1)
+
+    def disk(content: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(path: Path, content: Any) -> None:
+        copies = made.copier.take()  # as a frame below has it
+        assert copies is not None
+        try:
+            nested(copies)
+        except OSError as error:
+            if chained == "as a cause":
+                raise RuntimeError("unexpected pos") from error
+            raise RuntimeError("unexpected pos")  # noqa: B904
+
+    def nested(copies: Any) -> None:
+        disk(copies)
+
+    monkeypatch.setattr(snapshot, "write_shard", full)
+    handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
+    handle.join()
+    assert isinstance(handle.error, RuntimeError)
+    assert made.copier._released.wait(30)
+
+
 def test_damaged_checkpoints_are_skipped_with_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -750,6 +809,18 @@ def test_a_roll_back_that_did_not_help_goes_further_back(tmp_path: Path) -> None
     train(keeper._trainer, 1, 2)  # a step that works: the newest is tried first again
     restored = keeper.roll_back()
     assert restored is not None and restored[0].inner_step == 2
+
+
+def test_unwritable_folder_is_one_line_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = trainer()
+    (tmp_path / "file").write_text("in the way")
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "file")
+    keeper.save({}, Progress())
+    keeper.wait()
+    assert keeper.last_error is not None and "check the disk" in caplog.text
+    assert losses(made, 0, 1)
 
 
 def test_profile_writes_a_trace_and_training_goes_on(

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,17 @@ def test_a_signal_ends_it_with_status_0(tmp_path: Path, number: int) -> None:
     assert outside.swarm.closed
 
 
+def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
+    def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30)  # a DHT that does not answer
+        raise AssertionError("not interrupted")
+
+    began = time.monotonic()
+    assert program.run_validator(_config(tmp_path), connect=connect) == 0
+    assert time.monotonic() - began < 25
+
+
 def test_faults_and_bad_configuration_have_their_statuses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +190,18 @@ def test_a_swarm_or_a_disk_that_is_away_is_one_line_and_status_1(
 
     assert program.run_validator(_config(tmp_path), connect=connect) == 1
     assert f"| ERROR | {error}\n" in capfd.readouterr().out
+
+
+def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
+    import dataclasses
+
+    config = _config(tmp_path)
+    plain = dataclasses.replace(
+        config, validator=dataclasses.replace(config.validator, model_config=None)
+    )
+    model = program._new_model(plain, World(tmp_path / "unused", settings()).parts())
+    assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] == LENGTH
+    assert model["eos_token_id"] == 0
 
 
 def test_cuda_without_a_gpu_is_said_plainly() -> None:

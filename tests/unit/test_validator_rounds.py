@@ -186,6 +186,15 @@ def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: W
     assert request.peers == (world.swarm.peer_id, ahead.peer_id, world.miners[3].peer_id)
 
 
+def test_who_has_published_nothing_is_called_by_the_peer_id_that_it_tells(world: World) -> None:
+    ahead = world.miners[17]
+    ahead.train(world.chain.block())
+    ahead.publish()
+    assert world.validator.round()
+    assert world.client.called == [[17, 3]]
+    assert world.miners[3].peer_id in world.swarm.requests[0][0].peers
+
+
 def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: World) -> None:
     world.train_and_publish()
     top = world.miners[3]

@@ -273,6 +273,15 @@ def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World
     assert world.validator.standings.entries[3].repo_valid == 0
 
 
+def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: World) -> None:
+    import shutil
+
+    world.train_and_publish()
+    assert world.validator.round()
+    shutil.rmtree(world.folder / "global" / "epoch-0")
+    assert all(j.ok for j in world.validator.score())
+
+
 # --- scores and weights ---
 
 
