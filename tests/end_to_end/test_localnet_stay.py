@@ -1,4 +1,13 @@
-"""`make run ARGS="--stay"`: a miner joins by the command that it prints, and averages with all."""
+"""`make run ARGS="--stay"`: a miner joins by the command that it prints, and averages with all.
+
+Doctor and score take the settings of its folder, as an operator's do. Other files have the rest of
+an operator's days:
+
+- restart, stop, kill, reboot under pm2: test_localnet_pm2.py, test_launcher_pm2.py, test_kills.py
+- an update: test_update_pm2.py
+- the page in each state: test_page.py
+- the doctor's rows, a second miner, a lost uid: test_running_miner.py
+"""
 
 from __future__ import annotations
 
@@ -14,11 +23,12 @@ import pytest
 
 from distributed_training.localnet.services import FOREIGN_PREFIXES
 from distributed_training.telemetry import read_events
+from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: Path) -> None:
@@ -55,6 +65,20 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
             return any(e["ok"] for e in found if e["kind"] == "round")
 
         wait_for(averaged, "its round", seconds=300, every=0.5)
+        for words in (
+            ("-m", "distributed_training", "doctor", "--diagnostics.measure", "0"),
+            (str(ROOT / "scripts" / "score.py"), "--background", "--others", "1"),
+        ):  # beside the miner, by the settings of its folder
+            done = subprocess.run(
+                [sys.executable, *words],
+                cwd=events.parents[1],
+                env={**environment, "PYTHONPATH": str(ROOT)},
+                capture_output=True,
+                text=True,
+                timeout=240,
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+        assert NeuronState(events.parent).catch_up().measured()["previewed"] is not None
         wait_for(lambda: any("until Ctrl-C" in line for line in printed), "the step", seconds=120)
         subnet.send_signal(signal.SIGINT)
         assert subnet.wait(120) == 0, "".join(printed[-20:])
