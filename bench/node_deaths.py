@@ -1,7 +1,7 @@
 """A miner of two machines in a local subnet, and either machine dies at each point of its work.
 
     python -m bench.node_deaths                          the whole table, half an hour
-    python -m bench.node_deaths --ways "node 1 killed" --phases transfer,upload
+    python -m bench.node_deaths --ways "node 1 killed" --phases upload     a quick look
     python -m bench.node_deaths --nnodes 1:2             node 0 goes on alone meanwhile
 
 Node 1 is a network namespace of its own, joined by a bridge to the machine of everything else: node
@@ -37,24 +37,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 
 from bench import kills
-from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, TURN, Cell, Watch
+from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, Cell, Watch, each_in_phase, show_table
 from distributed_training.common.ports import free_ports
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child
 from distributed_training.localnet.services import Services
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
-from distributed_training.telemetry import read_events
 from tests.tools.namespaces import Machine, machines
 
-KILLED, UNPLUGGED, NODE_0_KILLED = WAYS = ("node 1 killed", "node 1 unplugged", "node 0 killed")
+KILLED, UNPLUGGED, NODE_0_KILLED = "node 1 killed", "node 1 unplugged", "node 0 killed"
 AGAIN = timedelta(seconds=60)  # the goal, at rest
 _TIMEOUT = 5  # --node_timeout, seconds
 _LONGEST = timedelta(minutes=5)  # until a broken run is given up
@@ -73,6 +68,8 @@ class TwoNodes(LocalSubnet):
     """A local subnet whose first miner has a second node, on ``machine``. ``here``: the address at
     which that reaches this one."""
 
+    other: Child  # the launcher of node 1
+
     def __init__(self, *, machine: Machine, here: str, nnodes: str, **arguments: Any) -> None:
         super().__init__(**arguments)
         self.machine = machine
@@ -83,11 +80,9 @@ class TwoNodes(LocalSubnet):
             "node_wait": "5",
         }
         self.goes_on_alone = ":" in nnodes
-        self.other: Child | None = None  # the launcher of node 1
 
     def start(self) -> None:
         super().start()
-        assert self.other is not None
         self.other.start()
 
     def _prepare(self, plan: NeuronPlan, services: Services) -> Neuron:
@@ -106,33 +101,41 @@ class TwoNodes(LocalSubnet):
         return neuron
 
 
+#: What strikes, and what brings the node back.
+WAYS: dict[str, tuple[Callable[[TwoNodes], object], Callable[[TwoNodes], object]]] = {
+    KILLED: (lambda subnet: subnet.other.kill_tree(), lambda subnet: subnet.other.start()),
+    UNPLUGGED: (lambda subnet: subnet.machine.unplug(), lambda subnet: subnet.machine.plug()),
+    NODE_0_KILLED: (lambda subnet: subnet.kill_miner(0), lambda subnet: subnet.restart_miner(0)),
+}
+
+
 def die(subnet: TwoNodes, way: str, phase: str) -> Death:
     """Wait for the phase, let the node die, and follow the miner until all is well."""
     death, miner = Death(way, phase), subnet.miners[0]
-    watch = Watch(miner, Cell(way, phase))
-    deadline, polled = time.monotonic() + TURN.total_seconds(), 0.0
-    while not watch.there():
-        if time.monotonic() > deadline:
-            raise SubnetFailure(f"{phase} did not come within {TURN.total_seconds():.0f} s")
-        if time.monotonic() - polled > 0.2:
-            polled = time.monotonic()
-            subnet.poll()
-        time.sleep(0.01)
+    if each_in_phase(subnet, [Watch(miner, Cell(way, phase))], lambda watch: True):
+        raise SubnetFailure(f"{phase} did not come")
     published, began = len(miner.state.uploads), subnet.validator.state.outer_step
-    log = _Log(miner)
-    since = time.time()
-    steps = _Steps(miner, since)
-    _strike(subnet, way)
+    log, since = miner.child.log, time.time()
+    before = len(log.read_text(errors="replace"))
+    strike, bring_back = WAYS[way]
+
+    def trains() -> float | None:
+        return kills.first_step(miner, since, restarted=True)
+
+    def said(line: str) -> bool:
+        return line in log.read_text(errors="replace")[before:]
+
+    strike(subnet)
     if subnet.goes_on_alone and way != NODE_0_KILLED:
-        subnet.wait_until(steps.trains, _LONGEST, f"training alone after {way} in {phase}")
+        subnet.wait_until(lambda: bool(trains()), _LONGEST, f"training alone in {phase}")
     elif way == UNPLUGGED:
-        subnet.wait_until(lambda: log.says("Node 1 is gone"), _LONGEST, "that node 0 notices")
+        subnet.wait_until(lambda: said("Node 1 is gone"), _LONGEST, "that node 0 notices")
     if way == NODE_0_KILLED:
-        since = steps.since = time.time()
-    _bring_back(subnet, way)
-    subnet.wait_until(steps.trains, _LONGEST, f"training after {way} in {phase}")
-    death.step_after = steps.first - since
-    subnet.wait_until(lambda: log.says("Nodes 0, 1: 2 ranks"), _LONGEST, "both nodes")
+        since = time.time()
+    bring_back(subnet)
+    subnet.wait_until(lambda: bool(trains()), _LONGEST, f"training after {way} in {phase}")
+    death.step_after = (trains() or since) - since
+    subnet.wait_until(lambda: said("Nodes 0, 1: 2 ranks"), _LONGEST, "both nodes")
     death.rounds = kills.clean_round(subnet) - began
     subnet.wait_until(
         lambda: len(miner.state.uploads) > published, kills.ROUND, "a publication after it"
@@ -140,58 +143,8 @@ def die(subnet: TwoNodes, way: str, phase: str) -> Death:
     return death
 
 
-def _strike(subnet: TwoNodes, way: str) -> None:
-    assert subnet.other is not None
-    if way == KILLED:
-        subnet.other.kill_tree()
-    elif way == UNPLUGGED:
-        subnet.machine.unplug()
-    else:
-        subnet.kill_miner(0)
-
-
-def _bring_back(subnet: TwoNodes, way: str) -> None:
-    assert subnet.other is not None
-    if way == KILLED:
-        subnet.other.start()
-    elif way == UNPLUGGED:
-        subnet.machine.plug()
-    else:
-        subnet.restart_miner(0)
-
-
-class _Log:
-    """Read what a miner's log says from here on."""
-
-    def __init__(self, miner: Neuron) -> None:
-        self._path = miner.child.log
-        self._before = len(self._text())
-
-    def says(self, line: str) -> bool:
-        return line in self._text()[self._before :]
-
-    def _text(self) -> str:
-        return self._path.read_text(errors="replace")
-
-
-class _Steps:
-    """The first inner step of ranks that started after ``since``."""
-
-    def __init__(self, miner: Neuron, since: float) -> None:
-        self._events, self.since = miner.plan.events, since
-        self.first = 0.0  # time.time()
-
-    def trains(self) -> bool:
-        events = [e for e in read_events(self._events) if e["time"] > self.since]
-        started = [e["time"] for e in events if e["kind"] == "start"]
-        steps = [e["time"] for e in events if started and e["kind"] == "step"]
-        self.first = min((at for at in steps if at > started[0]), default=0.0)
-        return self.first > 0
-
-
 def problems_with_weights(subnet: TwoNodes) -> list[str]:
     """After a round that everybody took. Raises AssertionError, OSError if it came in between."""
-    assert subnet.other is not None
     found: list[str] = []
     here, there = (f / "checkpoints" for f in (subnet.miners[0].plan.folder, subnet.other.folder))
     outer_steps = [m.state.outer_step for m in subnet.miners]
@@ -280,14 +233,8 @@ def run(
 
 
 def show(deaths: Sequence[Death]) -> None:
-    table = Table("", *PHASES)
-    for way in WAYS:
-        row = {death.phase: _text(death) for death in deaths if death.way == way}
-        if row:
-            table.add_row(way, *(row.get(phase, "") for phase in PHASES))
-    console = Console(width=150)
-    console.print("seconds until the next inner step / rounds until everybody's")
-    console.print(table)
+    print("seconds until the next inner step / rounds until everybody's")
+    show_table([(death.way, death.phase, _text(death)) for death in deaths])
 
 
 def _text(death: Death) -> str:
@@ -296,19 +243,14 @@ def _text(death: Death) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--phases", default=",".join(PHASES))
+    parser.add_argument("--ways", type=kills.some_of(list(WAYS)), default=list(WAYS))
+    parser.add_argument("--phases", type=kills.some_of(PHASES), default=list(PHASES))
     parser.add_argument("--nnodes", default="2", help="2, or 1:2")
     parser.add_argument("--folder", type=Path, help="keep the logs there")
-    arguments = parser.parse_args()
-    ways, phases = arguments.ways.split(","), arguments.phases.split(",")
-    if unknown := [*set(ways) - set(WAYS), *set(phases) - set(PHASES)]:
-        parser.error(f"{', '.join(unknown)}: there are {', '.join((*WAYS, *PHASES))}")
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        cells = list(itertools.product(ways, phases))
-        deaths, problems = run(folder, cells, nnodes=arguments.nnodes)
+    options = parser.parse_args()
+    cells = list(itertools.product(options.ways, options.phases))
+    with kills.logs_in(options.folder) as folder:
+        deaths, problems = run(folder, cells, nnodes=options.nnodes)
     show(deaths)
     for problem in problems:
         print(f"PROBLEM: {problem}")
