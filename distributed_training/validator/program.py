@@ -220,10 +220,10 @@ def build(
             open_bucket=parts.open_bucket,
             publisher=publisher,
             evaluator=Evaluator(model=model, pages=parts.pages),
+            standings=_standings(folder / "ledger.json"),
             rng=random.Random(settings.seed or None),
             record=run.record,
         ),
-        standings=_standings(folder / "ledger.json"),
         held_out_loss=lambda weights: model.loss_of(weights, parts.held_out),
         run=run,
     )

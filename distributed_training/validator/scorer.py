@@ -208,6 +208,7 @@ class Scorer:
         open_bucket: OpenBucket,
         publisher: GlobalPublisher,
         evaluator: Evaluator,
+        standings: Standings,
         rng: random.Random,
         record: Callable[..., None],
     ) -> None:
@@ -215,6 +216,7 @@ class Scorer:
         self._open_bucket = open_bucket
         self._publisher = publisher
         self._evaluator = evaluator
+        self.standings = standings
         self._rng = rng
         self._record = record
         self.judged = -1  # outer step of the last pass
@@ -224,7 +226,6 @@ class Scorer:
         self,
         miners: Sequence[Neuron],
         state: GlobalState,
-        standings: Standings,
         *,
         block: int,
         bpa: int,
@@ -242,20 +243,20 @@ class Scorer:
             bpa=bpa,
         )
         limit = schedule.upload_age_limit(
-            failed_rounds=standings.failed_rounds, base=self._settings.upload_age_limit
+            failed_rounds=self.standings.failed_rounds, base=self._settings.upload_age_limit
         )
         repositories = [
             inspect(neuron, self._open_bucket, outer_step=outer_step, age_limit=limit)
             for neuron in miners
         ]
         for repository in repositories:
-            self._tell_if_new(repository, outer_step, standings)
-        chosen = self._choose(repositories, standings)
+            self._tell_if_new(repository, outer_step)
+        chosen = self._choose(repositories)
         judgements = self._judge_all(
             chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
         )
         valid = {r.uid: r.valid for r in repositories}
-        scores = standings.judged(judgements, valid, block=block)
+        scores = self.standings.judged(judgements, valid, block=block)
         self._record(
             "scores",
             outer_step=outer_step,
@@ -263,16 +264,16 @@ class Scorer:
             scores={str(uid): figures for uid, figures in scores.items()},
         )
         self.judged = outer_step
-        self.donors = _donors(repositories, judgements, standings)
+        self.donors = _donors(repositories, judgements, self.standings)
         return judgements
 
-    def _choose(self, repositories: Sequence[Repository], standings: Standings) -> list[Repository]:
+    def _choose(self, repositories: Sequence[Repository]) -> list[Repository]:
         """Choose those not judged for longest.
 
         A miner that never uploaded an inner step is left out.
         """
         published = [r for r in repositories if r.metadata is not None and r.metadata.inner_step]
-        published.sort(key=lambda r: standings.entries[r.uid].scored_at)
+        published.sort(key=lambda r: self.standings.entries[r.uid].scored_at)
         return published[: self._settings.score_uids]
 
     def _judge_all(
@@ -324,10 +325,10 @@ class Scorer:
             log.info("%s", _line(judgement, repository.tag))
         return judgements
 
-    def _tell_if_new(self, repository: Repository, outer_step: int, standings: Standings) -> None:
+    def _tell_if_new(self, repository: Repository, outer_step: int) -> None:
         if repository.metadata is None:
             return
-        entry = standings.entries[repository.uid]
+        entry = self.standings.entries[repository.uid]
         tag = repository.tag
         if tag != entry.seen:
             entry.seen = tag

@@ -74,7 +74,7 @@ from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.inner_optimizer import InnerPublisher
 from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
-from distributed_training.validator.scorer import Reached, Scorer, Standings
+from distributed_training.validator.scorer import Reached, Scorer
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,6 @@ class Validator:
         publisher: GlobalPublisher,
         inner_optimizer: InnerPublisher,
         scorer: Scorer,
-        standings: Standings,
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
     ) -> None:
@@ -115,7 +114,7 @@ class Validator:
         self._record = run.record
         self._stop = run.stop
         # what it knows
-        self.standings = standings
+        self.standings = scorer.standings
         self._standings_path = run.folder / "ledger.json"
         self._state: GlobalState | None = None
         self._loss = math.nan  # held-out loss of the state
@@ -319,7 +318,6 @@ class Validator:
         judgements = self._scorer.score(
             miners,
             state,
-            self.standings,
             block=block,
             bpa=self.blocks_per_allreduce,
             interrupted=lambda: self._round_due(self._chain.block()),

@@ -196,6 +196,7 @@ def _score(subnet: Subnet, *flags: str, reads: bool = True) -> subprocess.Comple
 def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
     """The validator's scorer and the script, on the same buckets, to the sixth digit."""
     events: list[dict[str, Any]] = []
+    standings, miners = Standings(), subnet.miners()
     scorer = Scorer(
         settings=subnet.config.validator,
         open_bucket=PeerBuckets(subnet.config.store, subnet.chain).of_miner,
@@ -206,15 +207,14 @@ def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
             ),
             pages=subnet.pages,
         ),
+        standings=standings,
         rng=random.Random(1),
         record=lambda kind, **fields: events.append({"kind": kind, **fields}),
     )
-    standings, miners = Standings(), subnet.miners()
     standings.sync(miners)
     scorer.score(
         miners,
         subnet.state,
-        standings,
         block=subnet.chain.block(),
         bpa=subnet.config.validator.blocks_per_allreduce,
         interrupted=lambda: False,
