@@ -64,34 +64,13 @@ def check_clock(config: Config) -> Check:
         return Check("clock", "skip", f"the store does not tell its time ({error})")
     skew = (began + time.time()) / 2 - theirs
     finding = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the store's"
-    beyond = max(0.0, abs(skew) - 0.5)
-    return _judge_clock("clock", finding, beyond, config.chain.clock_skew)
-
-
-def check_chain_clock(offset: timedelta | None, *, allowed: timedelta, block: timedelta) -> Check:
-    """Check ``offset``: our clock less the chain's, see :meth:`Chain.clock`.
-
-    ``allowed``: how far those of validators may be from ours. A block is made every ``block``; the
-    newest may be late.
-    """
-    name = "chain clock"
-    if offset is None:
-        return Check(name, "skip", "the chain did not tell the time of its newest block")
-    seconds, late = offset.total_seconds(), 2 * block.total_seconds()
-    if seconds < 0:
-        return _judge_clock(name, f"{-seconds:.1f} s behind the newest block", -seconds, allowed)
-    finding = f"{seconds:.1f} s after the newest block"
-    return _judge_clock(name, finding, max(0.0, seconds - late), allowed)
-
-
-def _judge_clock(name: str, finding: str, beyond: float, allowed: timedelta) -> Check:
-    """Judge a clock; ``beyond``: seconds more than a correct answer may differ by."""
-    if beyond <= 0.5 * allowed.total_seconds():
-        return Check(name, "ok", finding)
-    far = beyond > allowed.total_seconds()
+    beyond, allowed = abs(skew) - 0.5, config.chain.clock_skew.total_seconds()
+    if beyond <= 0.5 * allowed:
+        return Check("clock", "ok", finding)
+    far = beyond > allowed
     wrong = f"{finding}; validators' calls, signed with their time, would be refused"
     remedy = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
-    return Check(name, "fail" if far else "warn", wrong if far else finding, remedy)
+    return Check("clock", "fail" if far else "warn", wrong if far else finding, remedy)
 
 
 def _chain(examination: Examination) -> list[Check]:
@@ -103,7 +82,7 @@ def _chain(examination: Examination) -> list[Check]:
 
 def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     """Check network, hotkey, commitment and endpoint as the chain has them; return the uid, too."""
-    shared, own = ("chain clock", "network", "global state"), ("commitment", "endpoint")
+    shared, own = ("network", "global state"), ("commitment", "endpoint")
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
@@ -146,13 +125,7 @@ def _shared_checks(config: Config, chain: Chain) -> list[Check]:
     state = Check("global state", "skip", "not looked at: network failed")
     if network.status == "ok":
         state = check_global_state(config, chain)
-    now = chain.clock()
-    clock = check_chain_clock(
-        None if now is None else timedelta(seconds=time.time() - now),
-        allowed=config.chain.clock_skew,
-        block=timedelta(seconds=config.chain.seconds_per_block),
-    )
-    return [network, state, clock]
+    return [network, state]
 
 
 def _skipped(names: tuple[str, ...], why: str) -> list[Check]:

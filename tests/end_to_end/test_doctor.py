@@ -18,7 +18,6 @@ import pytest
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError
 from distributed_training.doctor.command import report
-from distributed_training.health.outside import check_chain_clock
 from distributed_training.health.reach import CALLS, SWARM, probe, probed
 
 pytestmark = pytest.mark.timeout(300)
@@ -27,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 EVERY = {
     "configuration", "python", "torch", "gpu", "batch", "model", "host memory", "disk",
     "disk speed", "descriptors", "shared memory", "port axon.port", "port dht.port", "clock",
-    "chain clock", "network", "global state",
+    "network", "global state",
     "hotkey", "commitment", "endpoint", "bucket", "line", "bootstrap", "calls", "tokenizer",
     "address", "data", "step time",
 }  # fmt: skip
@@ -78,7 +77,6 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
         assert found[name] == "fail", checks[name]
     for name in (
         "clock",
-        "chain clock",
         "network",
         "global state",
         "commitment",
@@ -105,21 +103,6 @@ def test_what_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) 
     assert needed > 300  # checkpoints, snapshots and global states of common.memory, not 10
     if checks["disk"]["status"] == "fail":
         assert checks["disk speed"]["status"] == "skip"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "status"),
-    [(0.1, "ok"), (12, "ok"), (25, "ok"), (27, "warn"), (29, "fail"), (-1, "ok"), (-3, "warn"),
-     (-3600, "fail"), (86400, "fail"), (None, "skip")],
-)  # fmt: skip
-def test_a_clock_is_held_against_the_newest_block(seconds: float | None, status: str) -> None:
-    check = check_chain_clock(
-        None if seconds is None else timedelta(seconds=seconds),
-        allowed=timedelta(seconds=4),
-        block=timedelta(seconds=12),
-    )
-    assert check.status == status and "\n" not in check.finding
-    assert bool(check.remedy) == (status in ("warn", "fail"))
 
 
 def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
