@@ -7,48 +7,18 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training.common.backoff import Backoff
+from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.processes import wait_or_kill, without_secrets
 
 _END_SECONDS = 5.0
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=5)
-_LINES_PER_MINUTE = 20  # of the page's; the rest is counted
-
-
-class Bounded:
-    """Hand on at most ``most`` lines in each minute, and then the number of lines left out.
-
-    The dashboard answers callers without a limit; lines that they provoke must not fill the log.
-    """
-
-    def __init__(
-        self,
-        told: Callable[[str], None],
-        *,
-        most: int = _LINES_PER_MINUTE,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._told, self._most, self._clock = told, most, clock
-        self._began, self._lines, self._left_out = clock(), 0, 0
-
-    def __call__(self, line: str) -> None:
-        if self._clock() - self._began >= 60:
-            self._began, self._lines = self._clock(), 0
-        self._lines += 1
-        if self._lines > self._most:
-            self._left_out += 1
-            return
-        if self._left_out:
-            self._told(f"the page: {self._left_out} more lines of the last minute are left out")
-            self._left_out = 0
-        self._told(line)
+_LINES_PER_MINUTE = 20  # of the page's: callers without a limit provoke them
 
 
 class PageProcess:
@@ -100,12 +70,14 @@ class PageProcess:
 
     def _listen(self) -> None:
         """Follow the process, whose parent thread must outlive it (``--with-parent``)."""
-        backoff, bounded = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), Bounded(self._told)
+        backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        may_tell = Throttle(60.0, most=_LINES_PER_MINUTE)
         while True:
             assert self._process.stdout is not None
             line = ""
             for line in self._process.stdout:
-                bounded(line.strip())
+                if may_tell(line):
+                    self._told(line.strip())
             if self._closing.is_set() or line.startswith("error: "):
                 return
             wait = backoff.failed().total_seconds()
