@@ -93,58 +93,6 @@ _PASSING_CODES = frozenset(
 _BAD_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"})
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """``what`` names the keys in messages: "R2_WRITE" or "R2_READ" for our own."""
-
-    bucket: str
-    endpoint: str
-    what: str
-
-    def error(self, verb: str, key: str, response: Any) -> StoreError:
-        """Map botocore's ``ClientError.response`` to an error.
-
-        ``verb``: read, write, list, delete, ...
-        """
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        place = f"{verb} {self.bucket}/{key}".rstrip("/")
-        if code == "NoSuchBucket":
-            return BucketMissingError(
-                f"bucket {self.bucket} does not exist at {self.endpoint}, so nothing can be "
-                "read or published there: create it in the R2 dashboard under exactly this name"
-            )
-        if code == "NoSuchUpload":
-            return UploadMissingError(f"{place}: the store does not know this multipart upload")
-        if code == "RequestTimeTooSkewed":
-            return ClockSkewError(
-                f"{place}: this machine's clock differs too much from the store's, so no request "
-                "is accepted: set the clock (timedatectl set-ntp true)"
-            )
-        if status in (401, 403):
-            return AccessDeniedError(self._denied(verb, place, code))
-        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
-            return ObjectMissingError(f"{place}: no such object")
-        if status == 412:
-            return PreconditionError(f"{place}: the object changed meanwhile")
-        if status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES:
-            return TransientError(f"{place}: the store answered {status} {code}")
-        return StoreError(f"{place}: the store answered {status} {code}")
-
-    def _denied(self, verb: str, place: str, code: str) -> str:
-        name = f"{self.what}_ACCESS_KEY_ID"
-        if code in _BAD_KEYS:
-            return (
-                f"{place}: the store does not accept these keys ({code}): copy {name} and "
-                f"{self.what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
-            )
-        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
-        return (
-            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
-            f'give its token "{needed}" on bucket {self.bucket} (R2 dashboard, Manage API tokens)'
-        )
-
-
 def disk_problem(error: OSError) -> str:
     """Word an error of the disk in one line: its place, and how to fix a full one."""
     line = f"{error.filename or 'the disk'}: {error.strerror or error}"
@@ -381,7 +329,7 @@ class S3ObjectStore:
             )
         self._bucket = bucket
         self._endpoint = endpoint_url
-        self._refusal = Refusal(bucket, endpoint_url, keys.what)
+        self._what = keys.what
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
@@ -639,7 +587,7 @@ class S3ObjectStore:
         except self._client.exceptions.BucketAlreadyOwnedByYou:
             return  # what create_bucket() wants
         except ClientError as error:
-            raise self._refusal.error(verb, key, error.response) from None
+            raise self._refused(verb, key, error.response) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
             raise TransientError(
@@ -652,6 +600,49 @@ class S3ObjectStore:
                 f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} lacks {error}, so it "
                 "is not an object store's"
             ) from None
+
+    def _refused(self, verb: str, key: str, response: Any) -> StoreError:
+        """Map botocore's ``ClientError.response`` to an error.
+
+        ``verb``: read, write, list, delete, ...
+        """
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        place = f"{verb} {self._bucket}/{key}".rstrip("/")
+        if code == "NoSuchBucket":
+            return BucketMissingError(
+                f"bucket {self._bucket} does not exist at {self._endpoint}, so nothing can be "
+                "read or published there: create it in the R2 dashboard under exactly this name"
+            )
+        if code == "NoSuchUpload":
+            return UploadMissingError(f"{place}: the store does not know this multipart upload")
+        if code == "RequestTimeTooSkewed":
+            return ClockSkewError(
+                f"{place}: this machine's clock differs too much from the store's, so no request "
+                "is accepted: set the clock (timedatectl set-ntp true)"
+            )
+        if status in (401, 403):
+            return AccessDeniedError(self._denied(verb, place, code))
+        if code in ("NoSuchKey", "404", "NotFound") or status == 404:
+            return ObjectMissingError(f"{place}: no such object")
+        if status == 412:
+            return PreconditionError(f"{place}: the object changed meanwhile")
+        if status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES:
+            return TransientError(f"{place}: the store answered {status} {code}")
+        return StoreError(f"{place}: the store answered {status} {code}")
+
+    def _denied(self, verb: str, place: str, code: str) -> str:
+        name = f"{self._what}_ACCESS_KEY_ID"
+        if code in _BAD_KEYS:
+            return (
+                f"{place}: the store does not accept these keys ({code}): copy {name} and "
+                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
+            )
+        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+        return (
+            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
+            f'give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API tokens)'
+        )
 
 
 def _unquote(etag: str) -> str:

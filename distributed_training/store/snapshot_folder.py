@@ -13,18 +13,17 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
-from distributed_training.common.files import read_json_object
+from pydantic import StringConstraints, TypeAdapter
+
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
     ConfigExtras,
-    GradientMetadata,
     MetadataError,
-    PayloadError,
     parse_config,
 )
-from distributed_training.protocol.pt_file import PtFileError, read_pt
 from distributed_training.protocol.types import Revision
 
 from .s3 import IntegrityError, Uplink
@@ -36,9 +35,17 @@ _MOST_DONE_BYTES = 1024 * 1024
 class FileRecord:
     """A file as the rank that wrote it describes it in ``rank-r.done.json``."""
 
-    name: str
+    name: Annotated[str, StringConstraints(pattern=r"^[^./][^/]*$")]  # no path
     size: int
     not_finite: str | None  # what in it holds NaN or Inf
+
+
+@dataclass(frozen=True)
+class _Done:
+    files: tuple[FileRecord, ...]
+
+
+_DONE = TypeAdapter(_Done)
 
 
 def wait_complete(
@@ -67,35 +74,20 @@ def wait_complete(
             if give_up():
                 raise IntegrityError(f"superseded by a newer snapshot before rank {rank} finished")
             uplink.sleep(0.1)
-        for record in _read_done(path, rank, world_size):
-            if record.name in files:
-                raise IntegrityError(f"two ranks claim {record.name} of the snapshot")
-            files[record.name] = record
+        files |= {record.name: record for record in _read_done(path)}
     missing = [name for name in keys.data_files(world_size) if name not in files]
     if missing:
         raise IntegrityError(f"the snapshot lacks {', '.join(missing)}, so it is not uploaded")
     return files
 
 
-def _read_done(path: Path, rank: int, world_size: int) -> list[FileRecord]:
+def _read_done(path: Path) -> tuple[FileRecord, ...]:
     try:
-        raw = read_json_object(path, at_most=_MOST_DONE_BYTES)
-        if raw is None:
-            raise ValueError("it is not a JSON object")
-        if any("not_finite" not in f for f in raw["files"]):
-            raise ValueError("an earlier version wrote it; the next snapshot takes its place")
-        records = [FileRecord(f["name"], f["size"], f["not_finite"]) for f in raw["files"]]
-        if (raw["rank"], raw["world_size"]) != (rank, world_size):
-            raise ValueError("it is of another rank, or of another number of ranks")
-        if any("/" in r.name or r.name.startswith(".") for r in records):
-            raise ValueError("a file's name is a path")
-        if any(type(r.size) is not int for r in records):
-            raise ValueError("a file's size is not a number")
-        if any(not isinstance(r.not_finite, str | None) for r in records):
-            raise ValueError("what is not finite is no name")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path.name} of the snapshot is unreadable: {error}") from None
-    return records
+        return _DONE.validate_json(path.read_bytes()[:_MOST_DONE_BYTES]).files
+    except ValueError:  # an earlier version named no tensors: nobody knows whether they are finite
+        raise IntegrityError(
+            f"{path.name} of the snapshot cannot be read: the next snapshot takes its place"
+        ) from None
 
 
 def check_files(
@@ -116,26 +108,8 @@ def check_files(
         raise IntegrityError(
             f"config.json is of inner step {extras.inner_step}, the snapshot of {revision.tag}"
         )
-    _check_place(folder / keys.GRADIENTS, revision)
     bad = (f"{r.not_finite!r:.80} of {r.name}" for r in files.values() if r.not_finite)
     return extras, next(bad, None)
-
-
-def _check_place(gradients: Path, revision: Revision) -> None:
-    """Compare the steps that ``gradients.pt`` names, by which validators place it."""
-    try:
-        content = read_pt(gradients).content
-    except PtFileError as error:
-        raise IntegrityError(f"{gradients.name} is not a whole .pt file: {error}") from None
-    try:
-        place = GradientMetadata.parse(content.get("metadata") if type(content) is dict else None)
-    except PayloadError as error:
-        raise IntegrityError(str(error)) from None
-    if (place.outer_step, place.inner_step) != (revision.outer_step, revision.inner_step):
-        raise IntegrityError(
-            f"gradients.pt is of step {place.outer_step}.{place.inner_step}, the snapshot of "
-            f"{revision.tag}"
-        )
 
 
 def read_config(path: Path) -> ConfigExtras:

@@ -258,12 +258,7 @@ def _download(
                 raise IntegrityError(
                     f"{info.key}: the store sent {len(data)} bytes instead of {length}"
                 )
-            view = memoryview(data)
-            at = start
-            # A disk that becomes full may take a part of it only.
-            while view:
-                written = os.pwrite(handle, view, at)
-                view, at = view[written:], at + written
+            _write_at(handle, data, start)
             # One at a time: the notes of a slower thread, written later, would forget this range.
             with lock:
                 done.add(start)
@@ -297,6 +292,14 @@ def _download(
     part.replace(path)
     notes.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _write_at(handle: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    # A disk that becomes full may take a part of it only.
+    while view:
+        written = os.pwrite(handle, view, at)
+        view, at = view[written:], at + written
 
 
 def bytes_missing(info: ObjectInfo, path: Path) -> int:
