@@ -204,12 +204,12 @@ class Judgement:
         return cls(uid, outer_step, cause=cause, reason=reason)
 
 
+@dataclass(frozen=True)
 class Evaluator:
     """Judges uploads against the global weights of one outer step."""
 
-    def __init__(self, *, model: EvaluationModel, pages: Pages) -> None:
-        self._model = model
-        self._pages = pages
+    model: EvaluationModel
+    pages: Pages
 
     def judge(
         self,
@@ -228,15 +228,15 @@ class Evaluator:
         uid = upload.uid
         assigned = (upload.assigned_block,)
         texts = [
-            torch.cat([self._pages(uid, block) for block in blocks])
+            torch.cat([self.pages(uid, block) for block in blocks])
             for blocks in (random_blocks, assigned)
         ]
-        self._model.load(weights)
-        before = [self._model.losses(text) for text in texts]
+        self.model.load(weights)
+        before = [self.model.losses(text) for text in texts]
         self._apply(upload.payload, outer_learning_rate)
-        after = [self._model.losses(text) for text in texts]
+        after = [self.model.losses(text) for text in texts]
         on_random, on_assigned = (
-            Comparison(tuple(blocks), self._model.tokens(text), b, a)
+            Comparison(tuple(blocks), self.model.tokens(text), b, a)
             for blocks, text, b, a in zip(
                 (random_blocks, assigned), texts, before, after, strict=True
             )
@@ -248,10 +248,10 @@ class Evaluator:
 
     def _apply(self, payload: GradientPayload, outer_learning_rate: float) -> None:
         """Subtract ``outer_lr * 0.5 * decoded`` from every parameter that was sent."""
-        for name, shape in self._model.schema:
+        for name, shape in self.model.schema:
             decoded = payload.decode(name, shape)
             if decoded is not None:
-                self._model.subtract(name, decoded, outer_learning_rate * APPLIED_FRACTION)
+                self.model.subtract(name, decoded, outer_learning_rate * APPLIED_FRACTION)
 
 
 def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:

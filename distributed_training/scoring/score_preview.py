@@ -485,26 +485,18 @@ class Preview:
     seconds: float
 
 
+@dataclass(frozen=True)
 class Previewer:
     """``timeout`` covers all that is read from one miner's bucket.
 
     One that takes longer costs its own row a reason and nobody else anything.
     """
 
-    def __init__(
-        self,
-        *,
-        judged: Judged,
-        open_bucket: OpenBucket,
-        evaluator: Evaluator,
-        age_limit: timedelta,
-        timeout: timedelta = timedelta(seconds=60),
-    ) -> None:
-        self._judged = judged
-        self._open_bucket = open_bucket
-        self._evaluator = evaluator
-        self._age_limit = age_limit
-        self._timeout = timeout
+    judged: Judged
+    open_bucket: OpenBucket
+    evaluator: Evaluator
+    age_limit: timedelta
+    timeout: timedelta = timedelta(seconds=60)
 
     def run(
         self,
@@ -526,9 +518,9 @@ class Previewer:
         # Alone there is no rank, and no share of a train score to lose.
         standings = rank(judgements, passes=passes) if len(judgements) > 1 else {}
         return Preview(
-            block=self._judged.block,
-            global_outer_step=self._judged.global_outer_step,
-            outer_step=self._judged.outer_step,
+            block=self.judged.block,
+            global_outer_step=self.judged.global_outer_step,
+            outer_step=self.judged.outer_step,
             random_blocks=tuple(random_blocks),
             compared=len(judgements),
             rows=tuple(_with_standing(row, standings.get(row.uid)) for row in rows),
@@ -550,23 +542,23 @@ class Previewer:
 
     def _read(self, neuron: Neuron) -> tuple[Repository, Upload | Judgement | None]:
         """Read an upload; return a judgement if it is reset unread, None if it is not chosen."""
-        judged, uid = self._judged, neuron.uid
+        judged, uid = self.judged, neuron.uid
         look = partial(
             inspect,
             neuron,
-            self._open_bucket,
+            self.open_bucket,
             outer_step=judged.outer_step,
-            age_limit=self._age_limit,
+            age_limit=self.age_limit,
         )
         began = time.monotonic()
         try:
-            repository = within(self._timeout, look)
+            repository = within(self.timeout, look)
         except TimeoutError:
-            cause, reason = Cause.TOO_SLOW, f"no answer in {self._timeout.total_seconds():g} s"
+            cause, reason = Cause.TOO_SLOW, f"no answer in {self.timeout.total_seconds():g} s"
             return Repository(uid, False, cause, reason), None
         if repository.metadata is None or repository.metadata.inner_step == 0:
             return repository, None
-        left = self._timeout - timedelta(seconds=time.monotonic() - began)
+        left = self.timeout - timedelta(seconds=time.monotonic() - began)
         try:
             return repository, read_upload(
                 repository,
@@ -586,11 +578,11 @@ class Previewer:
         if not isinstance(upload, Upload):
             return upload
         try:
-            return self._evaluator.judge(
+            return self.evaluator.judge(
                 upload,
-                weights=self._judged.weights,
-                outer_step=self._judged.outer_step,
-                outer_learning_rate=self._judged.learning_rate,
+                weights=self.judged.weights,
+                outer_step=self.judged.outer_step,
+                outer_learning_rate=self.judged.learning_rate,
                 random_blocks=random_blocks,
             )
         except DataUnavailable as error:
@@ -613,7 +605,7 @@ class Previewer:
             revision=repository.tag,
             valid=repository.valid,
             age=repository.age,
-            age_limit=self._age_limit,
+            age_limit=self.age_limit,
             judgement=judgement,
             cause=cause,
             reason=reason,

@@ -119,6 +119,7 @@ def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
     return torch.from_numpy(cut).view(count, sequence_length)
 
 
+@dataclass(frozen=True)
 class PageReader:
     """Sequences of ``(uid, block)`` for the evaluator, the same number of each rank.
 
@@ -127,26 +128,14 @@ class PageReader:
     sequences in all (0: no limit).
     """
 
-    def __init__(
-        self,
-        *,
-        source: PageSource,
-        tokenizer: TextTokenizer,
-        sequence_length: int,
-        ranks: int,
-        pages: int,
-        rows_per_page: int,
-        max_length: int,
-        limit: int = 0,
-    ) -> None:
-        self._source = source
-        self._tokenizer = tokenizer
-        self._sequence_length = sequence_length
-        self._ranks = ranks
-        self._pages = pages
-        self._rows_per_page = rows_per_page
-        self._max_length = max_length
-        self._limit = limit
+    source: PageSource
+    tokenizer: TextTokenizer
+    sequence_length: int
+    ranks: int
+    pages: int
+    rows_per_page: int
+    max_length: int
+    limit: int = 0
 
     @classmethod
     def from_settings(
@@ -169,25 +158,25 @@ class PageReader:
 
         Raises DataUnavailable: rows cannot be had now, or are too few for one sequence.
         """
-        per_rank = -(-self._limit // self._ranks) if self._limit else None
+        per_rank = -(-self.limit // self.ranks) if self.limit else None
         tokens = []
         try:
-            for rank in range(self._ranks):
+            for rank in range(self.ranks):
                 rows: list[str] = []
                 for config, row, split in select_pages(
                     uid=uid,
                     local_rank=rank,
                     block=block,
-                    n_pages=self._pages,
-                    num_rows=self._source.num_rows(),
+                    n_pages=self.pages,
+                    num_rows=self.source.num_rows(),
                 ):
-                    rows += self._source.rows(config, row, split=split, limit=self._rows_per_page)
-                tokens.append(self._tokenizer.encode_rows(rows, max_length=self._max_length))
+                    rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
+                tokens.append(self.tokenizer.encode_rows(rows, max_length=self.max_length))
         except (PageUnavailable, OSError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
         shortest = min(map(len, tokens))  # validators cut all ranks to it
         found = torch.cat(
-            [to_sequences(each[:shortest], self._sequence_length)[:per_rank] for each in tokens]
+            [to_sequences(each[:shortest], self.sequence_length)[:per_rank] for each in tokens]
         )
         if found.shape[0] == 0:
             raise DataUnavailable(f"pages of uid {uid}, block {block} hold less than two sequences")

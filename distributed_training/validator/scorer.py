@@ -10,7 +10,7 @@ import json
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -195,32 +195,22 @@ log = logging.getLogger(__name__)
 _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for ever
 
 
+@dataclass(kw_only=True)
 class Scorer:
     """Check every repository, judge some uploads, update the standings.
 
     It judges at most ``--validator.score_uids`` of them.
     """
 
-    def __init__(
-        self,
-        *,
-        settings: ValidatorSettings,
-        open_bucket: OpenBucket,
-        publisher: GlobalPublisher,
-        evaluator: Evaluator,
-        standings: Standings,
-        rng: random.Random,
-        record: Callable[..., None],
-    ) -> None:
-        self._settings = settings
-        self._open_bucket = open_bucket
-        self._publisher = publisher
-        self._evaluator = evaluator
-        self.standings = standings
-        self._rng = rng
-        self._record = record
-        self.judged = -1  # outer step of the last pass
-        self.donors: list[Donor] = []  # who had a valid upload then, best first
+    settings: ValidatorSettings
+    open_bucket: OpenBucket
+    publisher: GlobalPublisher
+    evaluator: Evaluator
+    standings: Standings
+    rng: random.Random
+    record: Callable[..., None]
+    judged: int = -1  # outer step of the last pass
+    donors: list[Donor] = field(default_factory=list)  # who had a valid upload then, best first
 
     def score(
         self,
@@ -243,10 +233,10 @@ class Scorer:
             bpa=bpa,
         )
         limit = schedule.upload_age_limit(
-            failed_rounds=self.standings.failed_rounds, base=self._settings.upload_age_limit
+            failed_rounds=self.standings.failed_rounds, base=self.settings.upload_age_limit
         )
         repositories = [
-            inspect(neuron, self._open_bucket, outer_step=outer_step, age_limit=limit)
+            inspect(neuron, self.open_bucket, outer_step=outer_step, age_limit=limit)
             for neuron in miners
         ]
         for repository in repositories:
@@ -257,7 +247,7 @@ class Scorer:
         )
         valid = {r.uid: r.valid for r in repositories}
         scores = self.standings.judged(judgements, valid, block=block)
-        self._record(
+        self.record(
             "scores",
             outer_step=outer_step,
             block=block,
@@ -274,7 +264,7 @@ class Scorer:
         """
         published = [r for r in repositories if r.metadata is not None and r.metadata.inner_step]
         published.sort(key=lambda r: self.standings.entries[r.uid].scored_at)
-        return published[: self._settings.score_uids]
+        return published[: self.settings.score_uids]
 
     def _judge_all(
         self,
@@ -289,11 +279,11 @@ class Scorer:
         if not chosen:
             return []
         try:
-            weights = self._publisher.weights(outer_step, state.schema)
+            weights = self.publisher.weights(outer_step, state.schema)
         except (StoreError, ValueError) as error:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
-        random_block = self._rng.randrange(*schedule.random_block_range(block))
+        random_block = self.rng.randrange(*schedule.random_block_range(block))
         judgements: list[Judgement] = []
         for repository in chosen:
             if judgements and interrupted():
@@ -308,7 +298,7 @@ class Scorer:
                     bpa=bpa,
                     timeout=_UPLOAD_PATIENCE,
                 )
-                judgement = self._evaluator.judge(
+                judgement = self.evaluator.judge(
                     upload,
                     weights=weights,
                     outer_step=outer_step,
@@ -321,7 +311,7 @@ class Scorer:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
                 continue
             judgements.append(judgement)
-            self._record("upload_scored", **judgement_fields(judgement, repository.tag))
+            self.record("upload_scored", **judgement_fields(judgement, repository.tag))
             log.info("%s", _line(judgement, repository.tag))
         return judgements
 
@@ -332,7 +322,7 @@ class Scorer:
         tag = repository.tag
         if tag != entry.seen:
             entry.seen = tag
-            self._record(
+            self.record(
                 "upload_seen",
                 uid=repository.uid,
                 revision=tag,

@@ -385,7 +385,7 @@ class World:
             )
             self.closing = stack.pop_all()
         self.publisher = self.validator._publisher
-        self.model = self.validator._scorer._evaluator._model
+        self.model = self.validator._scorer.evaluator.model
 
     def open_bucket(self, neuron: Neuron) -> BucketReader:
         """By its commitment, as :class:`PeerBuckets` does."""
