@@ -3,7 +3,7 @@
     python -m bench.kills                            30 minutes, a kill every 2 minutes
     python -m bench.kills --minutes 6 --every 15     more in less time
     python -m bench.kills --minutes 1 --every 15 --ranks 1               a quick look
-    python -m bench.kills --kinds "p2pd,data worker" --phases averaging --seed 7
+    python -m bench.kills --kinds "p2pd,data worker" --seed 7
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
 gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
@@ -72,10 +72,7 @@ TOLD = {
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
 KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
-#: Moments that are waited for before a kill; "any" waits for none.
-PHASES = ("any", "averaging", "uploading")
 SEEN = ("start", "step")  # events
-PHASE_WAIT = timedelta(seconds=90)
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
 _TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
 
@@ -130,17 +127,8 @@ def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
     if not there:
         return None
     process = chosen.choice(there)
-    phase = "uploading" if in_phase(miner, "uploading") else miner.state.phase
-    kill = Kill(time.time(), miner, kind, process.pid, phase)
+    kill = Kill(time.time(), miner, kind, process.pid, miner.state.phase)
     return kill if send(process, signal.SIGKILL) else None
-
-
-def in_phase(miner: Neuron, phase: str) -> bool:
-    if phase == "uploading":  # between the preview of a snapshot and the end of its publication
-        kinds = [e["kind"] for e in read_events(miner.plan.events)]
-        last = [kind for kind in kinds if kind in ("preview", "publication")][-1:]
-        return last == ["preview"]
-    return phase in ("any", miner.state.phase)
 
 
 def follow_up(kill: Kill) -> None:
@@ -178,7 +166,6 @@ def kill_for(
     *,
     every: float,
     kinds: Sequence[str],
-    phases: Sequence[str] = ("any",),
     seed: int,
     least: int = 0,
 ) -> list[Kill]:
@@ -192,10 +179,6 @@ def kill_for(
             subnet.wait_until(lambda: False, pause)
         subnet.poll()
         miner, kind = chosen.choice(subnet.miners), chosen.choice(list(kinds))
-        phase = chosen.choice(list(phases))
-        with contextlib.suppress(SubnetFailure):
-            subnet.wait_until(lambda m=miner, p=phase: in_phase(m, p), PHASE_WAIT)  # type: ignore[misc]
-        subnet.poll()
         kill = kill_one(miner, kind, chosen)
         if kill is not None:
             print(f"killed: {kill.kind} of {kill.miner.plan.name} ({kill.phase})", flush=True)
@@ -437,7 +420,6 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--every", type=float, default=120, help="seconds between two kills")
     parser.add_argument("--kinds", type=some_of(KINDS), default=list(KINDS))
-    parser.add_argument("--phases", type=some_of(PHASES), default=["any"])
     parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
     parser.add_argument("--folder", type=Path, help="keep the logs there")
@@ -451,7 +433,6 @@ def main() -> int:
                 60 * options.minutes,
                 every=options.every,
                 kinds=options.kinds,
-                phases=options.phases,
                 seed=options.seed,
             ),
             ranks=parse_ranks(options.ranks, None),

@@ -78,9 +78,7 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
     outcome = kills.run(
         tmp_path,
-        killing=lambda subnet: kills.kill_for(
-            subnet, 360, every=15, kinds=kills.KINDS, phases=kills.PHASES, seed=11
-        ),
+        killing=lambda subnet: kills.kill_for(subnet, 360, every=15, kinds=kills.KINDS, seed=11),
     )
     kills.show(outcome)
     assert outcome.problems == []
