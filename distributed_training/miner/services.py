@@ -19,7 +19,12 @@ from distributed_training import __version__
 from distributed_training.chain.base import Chain, ChainUnavailable, find
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
-from distributed_training.chain.registration import MISSING_FOR, RegistrationRecord, believable
+from distributed_training.chain.registration import (
+    MISSING_FOR,
+    Belief,
+    RegistrationRecord,
+    believable,
+)
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.memory import ModelShape
@@ -194,11 +199,13 @@ class Services:
             endpoint=endpoint,
             commitment=self.commitment,
             stop=stop,
-            master=self.config.miner.master_ss58_address,
-            how_to_register=self.config.chain.how_to_register,
+            belief=Belief(
+                self.config.miner.master_ss58_address,
+                timedelta(seconds=5) if local else MISSING_FOR,
+                self.config.chain.how_to_register,
+            ),
             on_read=lambda: keep_state(self.chain, self.config.chain, self.folder),
             interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
-            missing_for=timedelta(seconds=5) if local else MISSING_FOR,
             public_ip=public_ip,
             moved=moved,
         )

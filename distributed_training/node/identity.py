@@ -30,7 +30,6 @@ from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.registration import (
     INTERVAL,
-    MISSING_FOR,
     Belief,
     Change,
     RegistrationEvent,
@@ -354,11 +353,9 @@ def follow_registration(
     endpoint: tuple[str, int],
     commitment: str,
     stop: Callable[[str, int], None],
-    master: str | None = None,
-    how_to_register: str = "btcli subnet register",
+    belief: Belief = Belief(),
     on_read: Callable[[], None] = lambda: None,
     interval: timedelta = INTERVAL,
-    missing_for: timedelta = MISSING_FOR,
     public_ip: Callable[[], str | None] | None = None,
     moved: Callable[[str], None] = lambda ip: None,
 ) -> RegistrationWatcher:
@@ -367,8 +364,7 @@ def follow_registration(
     ``stop(reason, exit status)`` is called when it does not: used by a second node (3: starting
     again would not help), deregistered (1: the next start waits until it is registered again),
     moved to another uid (1: a new start publishes to the new bucket). What a reorganization took
-    back is written again. ``master``, ``how_to_register``, ``missing_for``, ``on_read``: see
-    :class:`RegistrationWatcher`.
+    back is written again. ``belief``, ``on_read``: see :class:`RegistrationWatcher`.
 
     ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
     provider or a cloud may give the machine another address, and validators would call the old one
@@ -393,7 +389,7 @@ def follow_registration(
         uid=member.uid,
         ours=ours,
         callbacks=WatcherCallbacks(changed, lost, on_read),
-        belief=Belief(master, missing_for, how_to_register),
+        belief=belief,
         interval=interval,
     )
     watcher.start()

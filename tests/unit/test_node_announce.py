@@ -151,7 +151,7 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
 def test_a_deregistration_ends_the_ranks_for_a_start_that_waits() -> None:
     ledger, member = registered()
     ledger.register(VALIDATOR.ss58)
-    with following(member, master=VALIDATOR.ss58, missing_for=OFTEN) as stops:
+    with following(member, belief=registration.Belief(VALIDATOR.ss58, OFTEN)) as stops:
         ledger.deregister(MINER.ss58)
         ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.FAULT and "btcli subnet register" in reason
