@@ -46,6 +46,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
+_START = timedelta(seconds=120)  # of the validator, the first model's publication included
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
@@ -112,7 +113,6 @@ class LocalSubnet:
     object while waiting, to redraw a view. ``stop_grace`` covers the stop of the miners, half of
     it then that of the validator; what does not end in it is killed and reported. ``settle``: how
     long a miner may be behind the validator's published outer step before nobody waits for it.
-    ``start_timeout`` covers the validator's start, the publication of the first model included.
     """
 
     def __init__(
@@ -123,13 +123,11 @@ class LocalSubnet:
         refresh: Callable[[LocalSubnet], None] = lambda subnet: None,
         stop_grace: timedelta = timedelta(seconds=20),
         settle: timedelta = timedelta(seconds=15),
-        start_timeout: timedelta = timedelta(seconds=120),
     ) -> None:
         # what it was asked for
         self.options = options
         self.stop_grace = stop_grace
         self._settle = settle.total_seconds()
-        self._start_timeout = start_timeout
         self._tell = tell
         self._refresh = refresh
         # what there is
@@ -170,7 +168,7 @@ class LocalSubnet:
             for neuron in self.neurons:  # miners wait by themselves for a model to train
                 self._start_neuron(neuron)
             state = self.validator.state
-            self.wait_until(lambda: state.starts > 0, self._start_timeout, "the validator's start")
+            self.wait_until(lambda: state.starts > 0, _START, "the validator's start")
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:

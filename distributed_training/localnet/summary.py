@@ -26,10 +26,10 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
 
 
-def plain_text(renderable: RenderableType, width: int = 160) -> str:
-    """Render without colours for a terminal of ``width`` columns."""
+def plain_text(renderable: RenderableType) -> str:
+    """Render without colours for a terminal of 160 columns."""
     text = io.StringIO()
-    Console(file=text, width=width, color_system=None, highlight=False).print(renderable)
+    Console(file=text, width=160, color_system=None, highlight=False).print(renderable)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 

@@ -89,9 +89,6 @@ class Metadata:
     def revision(self) -> Revision:
         return Revision(self.run, self.outer_step, self.inner_step)
 
-    def with_peer_id(self, peer_id: str) -> Metadata:
-        return dataclasses.replace(self, peer_id=peer_id)
-
     def to_json(self) -> bytes:
         return _dump(dataclasses.asdict(self))
 

@@ -79,21 +79,6 @@ def _sentence(row: Row) -> str:
     return f"{start}{row.cause.costs}{why}. Fix: {row.cause.remedy}"
 
 
-def summary_line(row: Row, compared: int) -> str:
-    """Word one row as a log line."""
-    standing, found, assigned = row.standing, row.random, row.assigned
-    if found is None or assigned is None:
-        return f"Score preview: {_sentence(row)}"
-    place = ""
-    if standing is not None:
-        share = f"{100 * standing.share:.1f} % of the train score"
-        place = f", rank {standing.rank} of {compared}, {share}"
-    return (
-        f"Score preview: {row.revision} random {_percent(found)}, assigned {_percent(assigned)}"
-        f"{place}; {_sentence(row)}"
-    )
-
-
 def to_json(preview: Preview) -> dict[str, Any]:
     """Return the preview as JSON: losses in nats per token, relative improvements, ages in seconds.
 
@@ -106,9 +91,7 @@ def to_json(preview: Preview) -> dict[str, Any]:
         "random_blocks": list(preview.random_blocks),
         "compared": preview.compared,
         "seconds": round(preview.seconds, 3),
-        "miners": [
-            {**row_fields(row), "line": summary_line(row, preview.compared)} for row in preview.rows
-        ],
+        "miners": [row_fields(row) for row in preview.rows],
     }
 
 

@@ -14,7 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 from distributed_training.config.settings import StoreSettings
@@ -190,7 +190,7 @@ class Publication:
         if root is None or root.peer_id == peer_id:
             return
         check_claim(self._patient, self.instance)
-        self._patient.put(keys.ROOT_METADATA, root.with_peer_id(peer_id).to_json())
+        self._patient.put(keys.ROOT_METADATA, replace(root, peer_id=peer_id).to_json())
 
 
 def _refuse_with(line: str | None) -> None:

@@ -97,6 +97,7 @@ log = logging.getLogger(__name__)
 # Local folders of the global state that are kept: the current outer step's and the one before,
 # which is still scored for half a period.
 KEPT_EPOCHS = 2
+_PUBLICATION = timedelta(minutes=30)  # one, with its retries
 _SMALL = timedelta(seconds=30)  # one small write with its retries
 
 
@@ -131,7 +132,7 @@ class GlobalPublisher:
     ``folder``: local copies, ``epoch-N/`` each, and the journal of uploads, by which a restarted
     validator goes on with a large file where it was. ``run``: its number in the metadata.
     ``keep_epochs``: outer steps left in the bucket; the present one and the one before are always
-    left. ``deadline`` covers one publication with its retries.
+    left.
     """
 
     def __init__(
@@ -141,14 +142,12 @@ class GlobalPublisher:
         folder: Path,
         run: int,
         keep_epochs: int = 3,
-        deadline: timedelta = timedelta(minutes=30),
     ) -> None:
         self._store = store
         self._bucket = BucketReader(store)
         self._folder = folder
         self.run = run
         self._keep_epochs = max(KEPT_EPOCHS, keep_epochs)
-        self._deadline = deadline
 
     def load(self) -> GlobalState | None:
         """Load the state that the bucket holds, None if it is empty.
@@ -196,7 +195,7 @@ class GlobalPublisher:
     def _send(self, folder: Path, metadata: Metadata, sent: Sent) -> None:
         """Upload the files of ``folder``, the metadata last. Raises StoreError, OSError."""
         step, journal = metadata.outer_step, Journal(self._folder / "uploads.json")
-        deadline = deadline_in(self._deadline)
+        deadline = deadline_in(_PUBLICATION)
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
             files = [(keys.epoch_key(step, name), folder / name) for name in keys.GLOBAL_DATA_FILES]
             sender.abandon_all_but(key for key, _ in files)

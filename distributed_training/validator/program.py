@@ -177,7 +177,9 @@ def build(
     """
     settings = config.validator
     events = EventLog.from_settings(config.telemetry, folder)
-    run = Run(folder, events.write if events else _record_nothing, stop, config.store.run)
+    run = Run(
+        folder, events.write if events else lambda kind, **fields: None, stop, config.store.run
+    )
     publisher = GlobalPublisher(
         store=parts.store,
         folder=folder / "global",
@@ -267,7 +269,3 @@ def _new_model(config: Config, parts: Parts) -> dict[str, Any]:
         sequence_length=config.training.sequence_length,
         eos_token=parts.eos_id,
     )
-
-
-def _record_nothing(kind: str, **fields: Any) -> None:
-    """Do nothing, for ``--neuron.dont_save_events``."""

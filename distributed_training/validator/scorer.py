@@ -92,24 +92,18 @@ class Standings:
                 continue  # deregistered meanwhile
             entry.missed_sweeps = 0 if uid in answered else entry.missed_sweeps + 1
 
-    def round_succeeded(
-        self, *, alive: Iterable[int], asked: Iterable[int], failed: Iterable[int]
-    ) -> None:
-        """Give 1 to miners that were alive, in the group or not; 0 to all others asked.
+    def published(self, outer_step: int) -> None:
+        """Count the round that was ``reached``, if it led to ``outer_step``.
 
-        Those that failed in the group get 0 as well.
+        It gives 1 to the miners that were good, in the group or not, and 0 to all others asked.
         """
-        good = set(alive) - set(failed)
-        for uid in self.entries.keys() & set(asked):
-            self.entries[uid].all_reduce = int(uid in good)
+        reached, self.reached = self.reached, None
+        if reached is None or reached.outer_step != outer_step:
+            return
+        for uid in self.entries.keys() & set(reached.asked):
+            self.entries[uid].all_reduce = int(uid in reached.good)
         self.failed_rounds = 0
         self.successful_rounds += 1
-
-    def published(self, outer_step: int) -> None:
-        """Count the round that was ``reached``, if it led to ``outer_step``."""
-        reached, self.reached = self.reached, None
-        if reached is not None and reached.outer_step == outer_step:
-            self.round_succeeded(alive=reached.good, asked=reached.asked, failed=())
 
     def judged(
         self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int

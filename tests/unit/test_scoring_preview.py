@@ -206,9 +206,8 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(world: World, name: str) -> Non
     assert rows[17].reason or rows[17].random is not None or cause is Cause.INNER_STEP_ZERO
     for uid in (3, 42):
         assert rows[uid].judgement == before[uid].judgement
-    assert report.to_json(found)["miners"][1]["cause"] == cause.name
-    line = report.summary_line(rows[17], found.compared)
-    assert cause.remedy in line and "\n" not in line
+    told = report.to_json(found)["miners"][1]
+    assert told["cause"] == cause.name and told["remedy"] == cause.remedy
     assert not (world.folder / "trace").exists(), "a stranger's code was run"
 
 
@@ -219,7 +218,6 @@ def test_alone_a_miner_has_no_rank(world: World) -> None:
     assert found.compared == 1
     row = rows_of(found)[17]
     assert row.random is not None and row.standing is None and row.cause is not Cause.RANKED_LOW
-    assert "rank" not in report.summary_line(row, found.compared).split(";")[0]
 
 
 def test_buckets_that_hang_cost_one_named_timeout(world: World) -> None:

@@ -20,7 +20,7 @@ from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import DataUnavailable, Repository, inspect
 from distributed_training.validator import scorer
-from distributed_training.validator.scorer import Standings
+from distributed_training.validator.scorer import Reached, Standings
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
     MODEL_CONFIG,
@@ -315,7 +315,8 @@ BOTH = [Neuron(1, "a"), Neuron(2, "b")]
 def after_a_round() -> Standings:
     ledger = Standings()
     ledger.sync(BOTH)
-    ledger.round_succeeded(alive=[1, 2], asked=[1, 2], failed=[])
+    ledger.reached = Reached(1, asked=[1, 2], good=[1, 2])
+    ledger.published(1)
     return ledger
 
 
