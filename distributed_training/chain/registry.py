@@ -106,6 +106,7 @@ class RegistryChain(Chain):
         self._seen: State | None = None
         self.identity = ""  # of the registry, once it has answered
         self._rows: dict[int, tuple[Neuron, str | None]] = {}
+        # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
         self._told = ""  # the failure that was logged
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
@@ -220,6 +221,7 @@ class RegistryChain(Chain):
         """Return status and body of the answer to a read, or to a write that is signed now."""
         from .auth import sign_btauth
 
+        # httpx bounds each read, not the answer: one that trickles in would never end.
         deadline = time.monotonic() + 3 * self._timeout
         method, headers = "GET", {}
         if body is not None and self._wallet is not None:

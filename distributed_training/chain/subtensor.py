@@ -279,6 +279,7 @@ class BittensorChain(Chain):
         while True:
             endpoints = self._endpoints()
             endpoint = endpoints[turn % len(endpoints)]
+            # Before it is tried: the one that fails must not be the next one again.
             turn += 1
             before = self._looked_at
             try:
@@ -287,6 +288,7 @@ class BittensorChain(Chain):
                     await self._follow(endpoint, others=others, tried_all=rounds > 0)
             except (ChainError, TimeoutError) as error:  # training goes on with what is known
                 self._failed(endpoint, error)
+            # Pauses grow only while no endpoint can be read whole.
             if self._looked_at != before:
                 rounds = 0
             pause = doubling(rounds + 1, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
@@ -350,6 +352,7 @@ class BittensorChain(Chain):
             self._client = None
             # A connection that failed may fail to close; it is dropped either way.
             with suppress(Exception):
+                # A peer that is gone never answers the closing handshake.
                 await asyncio.wait_for(client.close(), _CLOSE_TIMEOUT)
 
     async def _follow(self, endpoint: str, *, others: Iterable[str], tried_all: bool) -> None:

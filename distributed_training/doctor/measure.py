@@ -156,6 +156,7 @@ def measure(
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+            # The stack unwinds in reverse: killed first, then waited for.
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)

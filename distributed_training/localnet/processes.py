@@ -86,6 +86,7 @@ class Child:
         Raises ChildFailure; it has ended then.
         """
         deadline = time.monotonic() + timeout.total_seconds()
+        # With the pid: the log is appended to and holds the READY of earlier starts.
         while f"READY {self.pid}" not in self.last_lines():
             if not self.running or time.monotonic() > deadline:
                 obituary = self.obituary

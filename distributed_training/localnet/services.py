@@ -255,9 +255,11 @@ class Services:
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {
             **self._mark.environment,
+            # Neurons share this machine: a thread for each core would slow all of them.
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
+            # Nothing here needs the hub, and a look-up without a network waits for its time-out.
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
         }

@@ -207,6 +207,7 @@ class Registry(Ledger):
         """Go on from the file. Raises StoreFault."""
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
+            # NORMAL would lose acknowledged writes in a power failure.
             self._db.execute("PRAGMA synchronous = FULL")
             self.charter = Charter(**self._meta("charter"))
             super().__init__(

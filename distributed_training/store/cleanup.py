@@ -36,6 +36,7 @@ from .transfer import deadline_in, patient
 
 OWNER_KEY = ".miner/owner.json"
 RENEW_EVERY = timedelta(minutes=4)
+# Three renewals in a row may fail before another machine may take the bucket.
 LAPSES_AFTER = timedelta(minutes=15)
 _MOST_BYTES = 4096
 _MACHINE_ID = Path("/etc/machine-id")

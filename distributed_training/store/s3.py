@@ -356,6 +356,7 @@ class S3ObjectStore:
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
+                    # The claim's renewal and the cleanup use this client, too.
                     max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
                     # Every part's MD5 is compared with the store's, so the payload need not be

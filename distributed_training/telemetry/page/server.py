@@ -94,6 +94,7 @@ class Hub:
             yield "retry: 2000\n\n"
             while True:
                 try:
+                    # Proxies cut a stream that stays silent: then a comment goes out.
                     text = await asyncio.wait_for(queue.get(), timeout=15)
                 except TimeoutError:
                     text = ": still here\n\n"
