@@ -15,15 +15,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import shlex
 import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -357,24 +354,14 @@ def _hotkey(settings: ChainSettings) -> Wallet:
 
 def _take_uid(config: Config, wallet: Wallet) -> int:
     """Return the uid that the registry has, or gives now. Raises ChainError."""
-    from distributed_training.chain.base import ChainUnavailable
-    from distributed_training.chain.registry import RegistryChain
+    from distributed_training.chain.registry import answering
 
-    url = config.chain.registry_url
-    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)  # one line is enough
-    with closing(
-        RegistryChain(
-            url=str(url),
-            wallet=wallet,
-            master=config.miner.master_ss58_address,
-            invitation=config.chain.invitation,
-        )
+    with answering(
+        url=str(config.chain.registry_url),
+        wallet=wallet,
+        master=config.miner.master_ss58_address,
+        invitation=config.chain.invitation,
     ) as chain:
-        if not chain.wait_ready(timedelta(seconds=30)):
-            raise ChainUnavailable(
-                f"the registry at {url} does not answer ({chain.trouble}), so no uid was taken: "
-                "check the network, or ask the founder"
-            )
         uid = chain.uid(wallet.ss58)
         return chain.register() if uid is None else uid
 

@@ -163,6 +163,18 @@ def max_age(claimed: Claim, *, legacy_timeout_cap: float) -> float:
     return LEGACY_ALLOWANCE.total_seconds() + min(claimed.header_timeout or 0.0, legacy_timeout_cap)
 
 
+def check_fresh(claimed: Claim, now: int, *, oldest: float, skew: float) -> None:
+    """Raise Refused unless the nonce is at most ``oldest`` seconds old and ``skew`` ahead.
+
+    ``now``: of our clock, in nanoseconds.
+    """
+    age = (now - claimed.nonce) / 1e9
+    if age > oldest:
+        raise Refused(Refusal.STALE)
+    if -age > skew:
+        raise Refused(Refusal.FUTURE)
+
+
 def proven(
     claimed: Claim, headers: Mapping[str, str], body: bytes, *, method: str, path: str, own: str
 ) -> None:

@@ -53,16 +53,6 @@ def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
     return next((n for n in neurons if n.hotkey == hotkey), None)
 
 
-def wait_ready(chain: Chain, timeout: timedelta) -> None:
-    """Wait for the chain's first answer. Raises ChainUnavailable with a line for the operator."""
-    if not chain.wait_ready(timeout):
-        raise ChainUnavailable(
-            f"the chain did not answer within {timeout.total_seconds():.0f} s, so it is not known "
-            "who is registered and nothing can begin: check the network, or name another node with "
-            "--subtensor.chain_endpoint"
-        )
-
-
 log = logging.getLogger(__name__)
 
 #: A state that was read longer ago is not gone by at a start.

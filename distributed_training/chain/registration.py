@@ -51,7 +51,6 @@ class RegistrationEvent:
     """A confirmed change of our registration."""
 
     change: Change
-    uid: int | None  # now
     line: str  # for the operator
 
 
@@ -321,7 +320,8 @@ class RegistrationWatcher:
         change, uid = found.change, found.uid
         assert change is not None
         if change is Change.UID_CHANGED:
-            old, self._uid = self._uid, uid if uid is not None else self._uid
+            assert uid is not None
+            old, self._uid = self._uid, uid
             line = (
                 f"hotkey {self._hotkey} is uid {uid} now, no longer {old}: it uploads to another "
                 "bucket from here on, so the miner starts again"
@@ -329,7 +329,7 @@ class RegistrationWatcher:
         else:
             self._reported.add(change)
             line = self._line(change)
-        return RegistrationEvent(change, uid, line)
+        return RegistrationEvent(change, line)
 
     def _look(self) -> Suspicion | None:
         neurons = self._chain.neurons()

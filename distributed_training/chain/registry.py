@@ -12,7 +12,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ from pydantic import Field, SecretStr, TypeAdapter
 
 from distributed_training.common.backoff import Backoff
 
-from .base import Chain, ChainError, Neuron
+from .base import Chain, ChainError, ChainUnavailable, Neuron
 from .identity import Wallet
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
+_FIRST_ANSWER = timedelta(seconds=30)  # to one command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 
@@ -368,6 +370,19 @@ class RegistryChain(Chain):
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(self._timeout + 1)
+
+
+@contextmanager
+def answering(**how: Any) -> Iterator[RegistryChain]:
+    """Open a registry for one command, once it has answered. Raises ChainUnavailable."""
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)  # one line is enough
+    with closing(RegistryChain(**how)) as chain:
+        if not chain.wait_ready(_FIRST_ANSWER):
+            raise ChainUnavailable(
+                f"the registry at {how['url']} does not answer ({chain.trouble or 'no answer'}), "
+                "so nothing was done: check the URL and the network, or ask the founder"
+            )
+        yield chain
 
 
 def _why(error: Exception) -> str:

@@ -240,12 +240,9 @@ class SignedServer:
         # a validator's rate under its name.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
-        age = (self._clock() - claim.nonce) / 1e9
         cap = self._settings.legacy_timeout_cap.total_seconds()
-        if age > auth.max_age(claim, legacy_timeout_cap=cap):
-            raise Refused(Refusal.STALE)
-        if -age > self._settings.clock_skew.total_seconds():
-            raise Refused(Refusal.FUTURE)
+        oldest, skew = auth.max_age(claim, legacy_timeout_cap=cap), self._settings.clock_skew
+        auth.check_fresh(claim, self._clock(), oldest=oldest, skew=skew.total_seconds())
         if self._nonces.used(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
 

@@ -24,7 +24,6 @@ from distributed_training.chain.base import (
     ChainState,
     Neuron,
     find,
-    wait_ready,
 )
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
@@ -135,10 +134,12 @@ def follow_chain(
             chain.age().total_seconds() / 60,
             kept.block,
         )
-    try:
-        wait_ready(chain, settings.start_timeout)
-    except ChainError as error:
-        raise NetworkFailure(str(error)) from None
+    if not chain.wait_ready(settings.start_timeout):
+        raise NetworkFailure(
+            f"the chain did not answer within {settings.start_timeout.total_seconds():.0f} s, so "
+            "it is not known who is registered and nothing can begin: check the network, or name "
+            "another node with --subtensor.chain_endpoint"
+        )
     return chain
 
 

@@ -23,9 +23,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from datetime import timedelta
+from collections.abc import Callable
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from distributed_training.chain.registry import RegistryChain
     from distributed_training.registry.store import Registry
 
-_TIMEOUT = timedelta(seconds=30)  # for a first answer
 _OTHER_FILES = 64  # that the service opens beside its connections
 
 
@@ -265,27 +263,16 @@ def restore(given: argparse.Namespace) -> int:
 # --- its clients ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def _chain(given: argparse.Namespace) -> Iterator[RegistryChain]:
+def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
     """Open the registry at ``--url``, by the wallet if the command has one.
 
     Raises ConfigError, ChainError.
     """
-    from distributed_training.chain.base import ChainUnavailable
-    from distributed_training.chain.registry import RegistryChain
+    from distributed_training.chain.registry import answering
 
-    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
     found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
-    chain = RegistryChain(
-        url=given.url, wallet=_wallet(given), invitation=SecretStr(found) if found else None
-    )
-    with closing(chain):
-        if not chain.wait_ready(_TIMEOUT):
-            raise ChainUnavailable(
-                f"the registry at {given.url} did not answer within "
-                f"{_TIMEOUT.total_seconds():.0f} s, so nothing was done: check --url"
-            )
-        yield chain
+    invitation = SecretStr(found) if found else None
+    return answering(url=given.url, wallet=_wallet(given), invitation=invitation)
 
 
 def _wallet(given: argparse.Namespace) -> Any:

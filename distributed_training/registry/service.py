@@ -169,11 +169,7 @@ class Service:
             raise Refused(Refusal.RECEIVER)
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
-        age = time.time() - claim.nonce / 1e9
-        if age > auth.BTAUTH_MAX_AGE:
-            raise Refused(Refusal.STALE)
-        if -age > _SKEW:
-            raise Refused(Refusal.FUTURE)
+        auth.check_fresh(claim, time.time_ns(), oldest=auth.BTAUTH_MAX_AGE, skew=_SKEW)
         if head.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
             raise Refused(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
