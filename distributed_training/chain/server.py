@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
+# A SIGKILL loses the accepted calls of so long: see the module callers.
 _KEEP_INTERVAL = 2.0
 # The refusals of somebody who has proven who they are, or who is merely early: no strikes.
 _NO_STRIKE = frozenset(

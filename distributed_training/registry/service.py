@@ -119,7 +119,9 @@ class Service:
             max_connections_per_address=(
                 2 * limits.max_connections if behind else limits.max_connections_per_address
             ),
+            # Behind a proxy all come from its address; _addresses bounds those that it names.
             requests_per_address=1e6 if behind else limits.requests_per_address,
+            # All pollers are untrusted clients, and thousands return together after an outage.
             newcomers=(5000.0, 10000),
         )
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)

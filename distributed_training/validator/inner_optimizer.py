@@ -152,8 +152,6 @@ class InnerPublisher:
                 "again after the next scoring pass",
                 error,
             )
-        except Exception:  # a thread's end must be heard of
-            log.exception("Unexpected error while the inner optimizer was handed on; please report")
 
     def _there(self, outer_step: int) -> bool:
         if outer_step not in self._published and all(
