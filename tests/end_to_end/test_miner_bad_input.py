@@ -8,9 +8,9 @@ launcher.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -21,12 +21,16 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain.identity import create_wallet
+from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.services import Services
+from distributed_training.miner.rank_group import rank_variables
+from tests.tools import forked
 
 pytestmark = pytest.mark.timeout(300)
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -45,6 +49,7 @@ class World:
     plan: NeuronPlan
     folder: Path
     mark: Mark
+    output: str = ""  # of the last rank that was refused
 
     def miner(self, *more: str, drop: tuple[str, ...] = (), **environ: str) -> Run:
         """Run the miner with the plan's flags, ``more`` after them."""
@@ -52,17 +57,25 @@ class World:
             output, _ = process.communicate(timeout=250)
         return Run(process.returncode, output)
 
-    def refused(self, *more: str, **environ: str) -> Run:
-        """The same, of a miner that something outside refuses: it runs until that was tried three
-        times, and is stopped then."""
-        output = ""
-        with self.started(*more, **environ) as process:
-            assert process.stdout is not None
-            for line in process.stdout:
-                output += line
-                if "(attempt 4)" in line:
-                    process.terminate()
-        return Run(process.returncode, output)
+    def refused(self, *more: str, **environ: str) -> str:
+        """Run rank 0 alone, forked as the launcher forks it; return the reason that it ends with.
+
+        Something outside refuses it, so the launcher would try it again."""
+        (port,) = free_ports(1)
+        done = forked.run(
+            ROOT / "neurons" / "miner.py",
+            *self.services.flags(self.plan),
+            *more,
+            environ=self.services.environment(self.plan)
+            | rank_variables(0, world_size=1, port=port)
+            | environ,
+            folder=self.folder,
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done
+        told = json.loads((self.plan.folder / "exit_status.json").read_text())
+        assert told["outside"] and done.stdout.count(told["reason"]) == 1, done.stdout
+        self.output = done.stdout
+        return str(told["reason"])
 
     @contextlib.contextmanager
     def started(
@@ -110,17 +123,6 @@ def assert_one_line(run: Run, *words: str) -> None:
         assert word in run.errors[-1]
 
 
-def assert_tried_again(run: Run, *words: str) -> None:
-    """The one reason is repeated, on one line each; a stop ends the miner."""
-    assert run.status == 0, run.output[-3000:]
-    assert "Traceback" not in run.output, run.output[-3000:]
-    reasons = re.findall(r"Cannot train: (.*)\. Trying again in", run.output)
-    assert len(reasons) == 3 and len(set(reasons)) == 1, run.output[-3000:]
-    assert "| ERROR |" not in run.output
-    for word in words:
-        assert word in reasons[0]
-
-
 def leaves_nothing(world: World) -> bool:
     folder = str(world.plan.folder)
     return not [p for p in world.mark.processes() if folder in " ".join(p.cmdline())]
@@ -131,38 +133,37 @@ def test_missing_keys(world: World) -> None:
     assert_one_line(run, "R2_WRITE_SECRET_ACCESS_KEY", ".env")
 
 
-def test_ports_in_use(world: World) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])  # --axon.port: test_launcher_tree.py
-        assert_tried_again(world.refused("--dht.port", port), "--dht.port", port)
-    assert leaves_nothing(world)
-
-
-def test_a_hotkey_that_is_not_registered(world: World) -> None:
+def test_a_hotkey_that_is_not_registered_is_tried_again(world: World) -> None:
+    """By the launcher; each time the one reason, on one line, until a stop."""
     create_wallet(world.folder / "wallets", "stranger")
-    run = world.refused("--wallet.name", "stranger")
-    assert_tried_again(run, "not registered", "dt-registry register")
+    output = ""
+    with world.started("--wallet.name", "stranger") as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            output += line
+            if "(attempt 3)" in line:
+                process.terminate()
+    assert process.returncode == 0 and "Traceback" not in output, output[-3000:]
+    reasons = re.findall(r"Cannot train: (.*)\. Trying again in", output)
+    assert len(reasons) == 2 and len(set(reasons)) == 1 and "| ERROR |" not in output
+    assert "not registered" in reasons[0] and "dt-registry register" in reasons[0]
     assert leaves_nothing(world)
 
 
 def test_a_hotkey_that_is_not_there(world: World) -> None:
-    assert_tried_again(world.refused("--wallet.hotkey", "nobody"), "nobody", "--wallet")
-    assert leaves_nothing(world)
+    reason = world.refused("--wallet.hotkey", "nobody")
+    assert "nobody" in reason and "--wallet" in reason
 
 
-@pytest.mark.long  # daily: what the bucket says, and that what is outside is tried again
 def test_no_bucket(world: World) -> None:
-    run = world.refused("--neuron.global_model_name", "no-such-model")
-    assert_tried_again(run, "no-such-model-000", "does not exist")
+    reason = world.refused("--neuron.global_model_name", "no-such-model")
+    assert "no-such-model-000" in reason and "does not exist" in reason
     assert leaves_nothing(world)
 
 
 def test_wrong_write_key(world: World) -> None:
-    run = world.refused(R2_WRITE_SECRET_ACCESS_KEY="0" * 64)
-    assert_tried_again(run, "R2_WRITE")
-    assert "0" * 64 not in run.output
+    assert "R2_WRITE" in world.refused(R2_WRITE_SECRET_ACCESS_KEY="0" * 64)
+    assert "0" * 64 not in world.output
 
 
 def test_a_read_key_that_can_write_is_never_committed(world: World) -> None:
@@ -172,9 +173,10 @@ def test_a_read_key_that_can_write_is_never_committed(world: World) -> None:
         for a, b in (("READ", "WRITE"), ("WRITE", "READ"))
         for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
     }
-    run = world.refused(**swapped)
-    assert_tried_again(run, "R2_READ_ACCESS_KEY_ID can write", "nothing was committed", "Read only")
-    assert "Logged To Chain" not in run.output
+    reason = world.refused(**swapped)
+    for words in ("R2_READ_ACCESS_KEY_ID can write", "nothing was committed", "Read only"):
+        assert words in reason
+    assert "Logged To Chain" not in world.output
     assert leaves_nothing(world)
 
 

@@ -425,12 +425,13 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
     assert first.wait() == 0
 
 
-def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched]) -> None:
+@pytest.mark.parametrize("flag", ["--axon.port", "--dht.port"])
+def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched], flag: str) -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
-        run = launched("run", flags=("--axon.port", str(port)))
+        run = launched("run", flags=(flag, str(port)))
         wait_for(lambda: "(attempt 3)" in run.output, "two tries")
-        assert f"Cannot train: port {port} (--axon.port) is in use" in run.output
+        assert f"Cannot train: port {port} ({flag}) is in use" in run.output
         assert not run.mark.processes()
     run.wait_ready()
     run.process.send_signal(signal.SIGTERM)
