@@ -1,7 +1,6 @@
 """The launcher of one node, with the ranks of :mod:`node_ranks`.
 
-NODE_CLOCK: seconds that its clock is fast. NODE_PATIENCE: seconds that it asks again after node 0
-refused its flags.
+NODE_PATIENCE: seconds that it asks again after node 0 refused its flags.
 """
 
 from __future__ import annotations
@@ -15,9 +14,6 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 if __name__ == "__main__":
-    from tests.tools import jumping_clock
-
-    jumping_clock.offset = float(os.environ.get("NODE_CLOCK", "0"))
     from distributed_training.miner import several_nodes
     from distributed_training.miner.__main__ import main
 

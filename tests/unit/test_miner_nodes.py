@@ -243,12 +243,19 @@ def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
         Host(away, FACTS, ranks=1)
 
 
-@pytest.mark.parametrize("host", ["fe80::1", "fe80::1%lo"])
-def test_a_link_local_endpoint_is_refused_on_every_node(host: str) -> None:
-    endpoint = parse_endpoint(f"[{host}]:29400")
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        ("[fe80::1]", r"link-local .* give another address of node 0"),
+        ("[fe80::1%lo]", r"link-local .* give another address of node 0"),
+        ("nowhere.invalid", "the host cannot be resolved"),
+    ],
+)
+def test_an_endpoint_that_none_can_reach_is_refused_on_every_node(host: str, why: str) -> None:
+    endpoint = parse_endpoint(f"{host}:29400")
     for node, side in ((0, Host), (1, Guest)):
         settings = NodesSettings(nnodes="2", node_rank=node, rdzv_endpoint=endpoint)
-        with pytest.raises(ConfigError, match=r"link-local .* give another address of node 0"):
+        with pytest.raises(ConfigError, match=why):
             side(settings, FACTS, ranks=1)
 
 
