@@ -63,7 +63,9 @@ def chain_url(wallet: Wallet) -> Iterator[str]:
         yield url
 
 
-def _config(tmp_path: Path, url: str, store: ObjectStoreServer, master: str) -> Config:
+def _config(
+    tmp_path: Path, url: str, store: ObjectStoreServer, master: str, patience: str = "30"
+) -> Config:
     (port,) = free_ports(1)
     words = {
         "preset": "local",
@@ -74,7 +76,7 @@ def _config(tmp_path: Path, url: str, store: ObjectStoreServer, master: str) -> 
         "wallet.name": "validator",
         "wallet.hotkey": "default",
         "chain.registry_url": url,
-        "chain.start_timeout": "30",
+        "chain.start_timeout": patience,
         "dht.port": str(port),
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
@@ -160,13 +162,13 @@ def _command(process: psutil.Process) -> list[str]:
 
 def test_an_unregistered_hotkey_is_told_so(
     tmp_path: Path,
-    store: ObjectStoreServer,
     wallet: Wallet,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    store = ObjectStoreServer(folder=tmp_path / "store")  # it is not asked
     with chain_program(master=VALIDATOR.ss58) as (url, _):
         assert program.run_validator(_config(tmp_path, url, store, VALIDATOR.ss58)) == 1
-        assert program.run_validator(_config(tmp_path, url, store, wallet.ss58)) == 1
+        assert program.run_validator(_config(tmp_path, url, store, wallet.ss58, "8")) == 1
     said = capfd.readouterr().out
     assert f"hotkey {wallet.ss58} is not registered at {url}" in said
     assert f"it was founded by {VALIDATOR.ss58}, not by {wallet.ss58}" in said
