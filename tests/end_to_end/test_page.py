@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import pytest
 from distributed_training.common.ports import free_ports
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
+from distributed_training.telemetry.page.__main__ import main
 from tests.tools import chromium
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import VALIDATOR
@@ -306,11 +308,8 @@ def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path
     return folder
 
 
-@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
-def test_the_verdict_of_each_state_is_on_top(
-    browser: Any, tmp_path: Path, width: int, height: int
-) -> None:
-    """Twelve neurons, one in each state, the others well."""
+def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> None:
+    """Twelve neurons, one in each state, the others well; on a desk and on a phone."""
     names = [*STATES, *(f"miner-{i:03d}" for i in range(6))]
     folders = [make_neuron(tmp_path, name, uid) for uid, name in enumerate(names)]
     folders.append(tmp_path / "validator")
@@ -318,7 +317,7 @@ def test_the_verdict_of_each_state_is_on_top(
     figures = {"random": 1.0, "assigned": 0.1, "train": 0.2, "all_reduce": 1, "total": 0.875}
     with EventLog(folders[-1] / "events.jsonl") as validator:
         validator.write("scores", scores={str(uid): figures for uid in range(len(names))})
-    with closing(Page(*folders)) as page, sized(browser, width, height):
+    with closing(Page(*folders)) as page:
         browser.get(page.url)
         wait_for(lambda: verdict(browser)[0] == "earning", "the first one's")
         buttons = browser.find_elements("css selector", "#neurons button")
@@ -330,8 +329,10 @@ def test_the_verdict_of_each_state_is_on_top(
             assert [verdict(browser)[i] for i in (0, 2)] == wanted
             assert browser.title == f"{'⚠ ' if wanted[1] == 'bad' else ''}{name}, uid {uid}"
             assert "0.875" in card(browser, "Score")
-            assert browser.execute_script(CHECKS) == []
-            assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
+            for width, height in ((1280, 900), (390, 844)):
+                with sized(browser, width, height):
+                    assert browser.execute_script(CHECKS) == []
+                    assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
             wanted_card = "nothing yet" if name == "new" else "ago"
             assert wanted_card in card(browser, "Uploaded")
             assert LAST_CALLS.get(name, "") in card(browser, "Last call")
@@ -369,25 +370,23 @@ def verdict(browser: Any) -> list[str]:
     return list(browser.execute_script(script))
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1300, 400])
 def test_it_can_be_read_on_a_phone_in_the_dark_and_without_a_mouse(
-    browser: Any, run_folder: tuple[Path, EventLog], tmp_path: Path, scheme: str, width: int
+    browser: Any, run_folder: tuple[Path, EventLog], tmp_path: Path
 ) -> None:
+    from selenium.webdriver import ActionChains, Keys
+
     folder, _events = run_folder
     other = tmp_path / "miner-018"
     other.mkdir()
     with EventLog(other / "events.jsonl") as second, closing(Page(folder, other)) as page:
         step(second, 7, loss=3.0)
-        emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
-        browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
-        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        browser.get(page.url)
-        wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
-        assert browser.execute_script(CHECKS) == []
-        from selenium.webdriver import ActionChains, Keys
-
+        for scheme, width in itertools.product(("dark", "light"), (400, 1300)):
+            emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
+            with sized(browser, width, 900):
+                browser.get(page.url)
+                wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
+                assert browser.execute_script(CHECKS) == [], (scheme, width)
         for _ in range(3):  # the skip link, the first neuron's button, the second's
             ActionChains(browser).send_keys(Keys.TAB).perform()
         assert focused(browser) == "miner-018"
@@ -566,19 +565,14 @@ def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog
     ],
 )
 def test_what_cannot_be_served_is_one_line(
-    tmp_path: Path, arguments: list[str], named: str
+    tmp_path: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = [sys.executable, "-m", "distributed_training.telemetry.page", str(tmp_path)]
-    done = subprocess.run(
-        [*command, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60
-    )
-    assert done.returncode == 2 and named in done.stderr and len(done.stderr.splitlines()) == 1
+    assert main([str(tmp_path), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
 
 
-@pytest.mark.parametrize(("width", "height"), [(1300, 900), (390, 844)])
-def test_a_registry_shows_who_is_there_and_how_the_loss_falls(
-    browser: Any, tmp_path: Path, width: int, height: int
-) -> None:
+def test_a_registry_shows_who_is_there_and_how_the_loss_falls(browser: Any, tmp_path: Path) -> None:
     with RegistryServer(tmp_path) as server:
         registry = server.registry
         for number in range(40):
@@ -586,17 +580,14 @@ def test_a_registry_shows_who_is_there_and_how_the_loss_falls(
             registry.report_loss(number, 10.0 * 0.95**number)
         registry.serve("5" + "0" * 47, "2001:db8::1", 8091)
         registry.set_weights(VALIDATOR.ss58, {1: 3.0, 2: 1.0})
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-        try:
-            browser.get(server.url)
-            assert browser.execute_script(CHECKS) == []
-            line = browser.find_element("css selector", "svg[role=img]")
-            assert "1.3528 nats per token at outer step 39" in line.accessible_name
-            assert min(line.size.values()) > 80
-            text = browser.find_element("tag name", "body").text
-            assert "[2001:db8::1]:8091" in text and "0.7500" in text
-            written = [e["message"] for e in browser.get_log("browser")]  # of other pages too
-            assert not [line for line in written if server.url in line]
-        finally:
-            browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        for width, height in ((1300, 900), (390, 844)):
+            with sized(browser, width, height):
+                browser.get(server.url)
+                assert browser.execute_script(CHECKS) == []
+                line = browser.find_element("css selector", "svg[role=img]")
+                assert "1.3528 nats per token at outer step 39" in line.accessible_name
+                assert min(line.size.values()) > 80
+        text = browser.find_element("tag name", "body").text
+        assert "[2001:db8::1]:8091" in text and "0.7500" in text
+        written = [e["message"] for e in browser.get_log("browser")]  # of other pages too
+        assert not [line for line in written if server.url in line]
