@@ -19,7 +19,6 @@ from distributed_training.chain.registration import (
 )
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
-from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,17 +64,6 @@ def test_nothing_happens_while_all_is_well() -> None:
     watched.chain.commit("ours")
     assert watched.looks() == []
     watched.ledger.up = False  # nor is a chain that is away
-    assert watched.looks() == []
-
-
-def test_a_deregistration_is_reported_once() -> None:
-    watched = Watched()
-    assert watched.looks() == []
-    watched.watcher.start()
-    watched.ledger.deregister(MINER.ss58)
-    (event,) = wait_for(lambda: watched.events)
-    assert event.change is Change.DEREGISTERED and "with `the command`, and" in event.line
-    watched.watcher.close()
     assert watched.looks() == []
 
 

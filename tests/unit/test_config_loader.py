@@ -55,32 +55,6 @@ def test_dashes_underscores_and_equals_are_the_same(argv: tuple[str, ...]) -> No
     assert load(*argv).get("neuron.upload_steps") == 60
 
 
-def test_defaults_are_the_public_networks() -> None:
-    config = load()
-    expected = {
-        "netuid": 38,
-        "dht.port": 8009,
-        "axon.port": 8091,
-        "neuron.name": "miner",
-        "neuron.epoch_length": 160,
-        "neuron.blocks_per_allreduce": 400,
-        "neuron.global_model_name": "llama-4b-ws-4",
-        "neuron.global_tokenizer_name": "dstrbtd/llama-1b",
-        "neuron.master_ss58_address": "5EnC86fRRRoaXUZvkrDFYpAihuyEAp3wGkY5r3Gak1kPTDVP",
-        "neuron.min_group_size": 32,
-        "neuron.local_batch_size_train": "auto",
-        "neuron.local_batch_size_train_effective": 512,
-        "neuron.upload_steps": 60,  # 5 in the public miner: more uploads earn nothing
-        "neuron.target_chunk": 64,
-        "neuron.topk_compression": 32,
-        "neuron.momentum_decay": 0.999,
-        "neuron.use_dct": False,
-        "neuron.run_id": "v1_2_7_r5",
-        "neuron.minimum_valid_inner_step": 50,
-    }
-    assert {name: config.get(name) for name in expected} == expected
-
-
 SPEC_FLAGS = """
 netuid wallet.name wallet.hotkey wallet.path dht.port dht.ip neuron.name neuron.device
 neuron.epoch_length neuron.initial_peers neuron.blocks_per_allreduce neuron.global_model_name

@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 
-from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
@@ -37,7 +36,6 @@ from distributed_training.health.nvml import NvmlSampler
 from distributed_training.health.outside import run_probe
 from distributed_training.node import network
 from distributed_training.node.buckets import NoBucket
-from distributed_training.node.network import check_network
 from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore, Section, StoreError
 from distributed_training.telemetry import Registry
@@ -93,26 +91,6 @@ def test_memory_is_the_machines_or_less_by_the_control_group(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert host_bytes(tmp_path) == (limit or there)
-
-
-@pytest.mark.parametrize(
-    ("leader", "status"),
-    [
-        (Neuron(3, "5master", validator_permit=True), "ok"),
-        (Neuron(3, "5master"), "fail"),
-        (Neuron(3, "5another", validator_permit=True), "fail"),
-    ],
-)
-def test_a_subnet_that_is_another_network_is_no_place_to_register(
-    leader: Neuron, status: str
-) -> None:
-    """Netuid 38 is another network's since 2026."""
-    neurons = [Neuron(0, "5x", validator_permit=True), leader]
-    check = check_network(neurons, netuid=38, master="5master")
-    assert check.status == status
-    if status == "fail":
-        assert "subnet 38" in check.finding and "register no hotkey and pay nothing" in check.remedy
-        assert "btcli" not in check.line
 
 
 @pytest.mark.parametrize("there", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import sys
 from pathlib import Path
@@ -104,19 +103,6 @@ def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
     again = JsonLinesSource(tmp_path, text_key="text", index=tmp_path / ".index", counts=counts)
     assert again.num_rows()["root"] == 150
     assert again.rows("root", 149, split="train", limit=5) == ROWS[149:150]
-
-
-def test_jsonl_rows_that_are_no_text(tmp_path: Path) -> None:
-    good = [json.dumps({"text": row}).encode() for row in ROWS[:200]]
-    bad = [b"{", b"[]", b'{"other": 1}', b'{"text": ""}', b'{"text": "\xff\xfe"}', b"7"]
-    (tmp_path / "x.jsonl").write_bytes(b"\n".join(good[:3] + bad + good[3:]))  # no last newline
-    counts = Counts()
-    made = JsonLinesSource(tmp_path, text_key="text", index=None, counts=counts)
-    assert made.num_rows() == {"root": 206}
-    assert made.rows("root", 0, split="train", limit=12) == ROWS[:6]
-    assert made.rows("root", 205, split="train", limit=12) == ROWS[199:200]
-    found = counts.take()
-    assert (found["rows_without_text"], found["rows_empty"], found["rows_not_utf8"]) == (4, 1, 1)
 
 
 def test_text_is_cut_at_line_ends_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -247,16 +233,3 @@ def test_a_mixture_goes_on_without_a_source_that_is_down(
     assert up > 0 and down == 0 and prepared.missing[0].startswith("down: ")
     order, sources = interleave([0.5, 0.5], [up, down], 2)
     assert len(order) == up // 2 * 2 and set(sources) == {0, 1}
-
-
-def test_a_mixture_has_each_sources_pages(tmp_path: Path, tokenizer: tuple[Path, int]) -> None:
-    write_jsonl(tmp_path / "a" / "x.jsonl", ["a" * 40] * 200)
-    write_jsonl(tmp_path / "b" / "x.jsonl", ["b" * 40] * 200)
-    mixed = f"a=jsonl:{tmp_path / 'a'},b=jsonl:{tmp_path / 'b'}"
-    prepared = BlockMaker(spec(tokenizer, tmp_path, mixed, mix="a=0.75,b=0.25")).prepare(3)
-    header, _ = open_shard(prepared.path)
-    assert [page[0] for page in header.extra["pages"]] == ["a", "a", "a", "b"]
-    order, sources = interleave([0.75, 0.25], header.extra["sources"], 2)
-    first_of_b = header.extra["sources"][0]
-    assert [int(i >= first_of_b) for i in order[::2]] == sources
-    assert 0.2 < sources.count(1) / len(sources) < 0.3

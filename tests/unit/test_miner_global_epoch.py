@@ -89,13 +89,6 @@ def test_nan_is_a_difference() -> None:
     assert not drift_of(rows_of(weights()), File(broken), seed=1) <= TOLERANCE
 
 
-def test_only_a_sample_is_read() -> None:
-    large = {"a": torch.zeros(20_000, 1000)}
-    file = File(large)
-    drift_of([Rows("a", 0, large["a"])], file, seed=1)
-    assert file.read_bytes < len(file.data) / 5
-
-
 @pytest.mark.parametrize(
     ("state", "said"),
     [

@@ -215,19 +215,6 @@ def test_a_node_that_was_refused_may_ask_again(
     assert here.meet(here.guest(1)).result(20).nodes == waiting.result(20).nodes == (0, 1)
 
 
-@pytest.mark.parametrize("apart", [3600, -3600, 5])
-def test_clocks_far_apart_are_told(world: Callable[..., World], apart: float) -> None:
-    here = world("2")
-    with socket.create_connection(("127.0.0.1", here.host._port)) as other:
-        hello = {"node": 1, "facts": FACTS, "time": time.time() + apart}
-        other.sendall(json.dumps(hello).encode() + b"\n")
-        answer = json.loads(other.makefile("rb").readline())
-    if apart == 5:
-        assert "refused" not in answer
-    else:
-        assert f"the clock of this node is {apart:+d} s from node 0's" in answer["refused"]
-
-
 def test_an_endpoint_nobody_answers_at_is_one_line() -> None:
     port = free_ports(1)[0]
     settings = NodesSettings(

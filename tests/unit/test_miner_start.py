@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -426,22 +425,6 @@ def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
     # Whoever starts it by hand may register it afterwards.
     lost.at[lost.now + 20_000] = lambda: lost.ledger.register(MINER.ss58)
     assert lost.join() == (ExitStatus.STOPPED, "uid 1")
-
-
-def test_who_lost_the_uid_of_a_registry_is_told_its_command(
-    lost: Lost, caplog: pytest.LogCaptureFixture
-) -> None:
-    lost.join()
-    registry = replace(lost.config.chain, registry_url="https://registry.example.org")
-    lost.config = replace(lost.config, chain=registry)
-    lost.ledger.deregister(MINER.ss58)
-    with pytest.raises(Deregistered) as ended:
-        lost.join()
-    told = [m for m in caplog.messages if "is not registered on subnet" in m]
-    assert len(told) > 1
-    for line in (*told, str(ended.value)):
-        assert "`dt-registry register --url https://registry.example.org`" in line, line
-        assert "btcli" not in line
 
 
 @pytest.mark.parametrize("before", ["nobody", "another hotkey"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,25 +14,6 @@ from distributed_training.protocol import schedule, synapses
 from distributed_training.protocol.types import RoundRequest
 
 pytestmark = pytest.mark.timeout(60)
-RECORDED = json.loads(
-    (Path(__file__).parents[1] / "vectors" / "legacy_dendrite_requests.json").read_text()
-)["requests"]
-
-
-@pytest.mark.parametrize("request_", RECORDED, ids=lambda r: r["path"])
-def test_the_recorded_signatures_cover_our_text(request_: dict) -> None:
-    from bittensor import sp_core
-
-    headers = request_["headers"]
-    assert headers["computed_body_hash"] == synapses.LEGACY_BODY_HASH
-    text = synapses.legacy_signed_text(
-        nonce=int(headers["bt_header_dendrite_nonce"]),
-        sender=headers["bt_header_dendrite_hotkey"],
-        receiver=headers["bt_header_axon_hotkey"],
-        uuid=headers["bt_header_dendrite_uuid"],
-    )
-    signature = bytes.fromhex(headers["bt_header_dendrite_signature"].removeprefix("0x"))
-    assert sp_core.verify(text.encode(), signature, headers["bt_header_dendrite_hotkey"])
 
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -345,29 +345,6 @@ def test_a_pause_takes_nothing_from_the_time_of_a_publication(
     assert_published(store, REVISION, files)
 
 
-def test_a_long_upload_says_once_a_minute_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """33 MB in seven parts."""
-    caplog.set_level("INFO")
-    real, later = time.monotonic, 0.0
-
-    def before(operation: str, key: str) -> None:
-        nonlocal later
-        later += 35.0 * (operation == "upload_part")
-
-    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
-    store = MemoryObjectStore(before=before)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
-    hour = timedelta(hours=1)
-    assert run(store, tmp_path / "s", file_deadline=hour, concurrency=1, part_size=5 * 2**20).ok
-    said = [r.getMessage() for r in caplog.records if "MB/s" in r.getMessage()]
-    assert [text.split(",")[0].split(" of ")[0] for text in said] == [
-        f"Uploading 5.3.50: {sent}" for sent in (10.5, 21.0, 31.5)
-    ]
-    assert said[-1].endswith(" of 33.5 MB, 0.1 MB/s, less than a minute left"), said
-
-
 def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:
     """Killed between the store's answer to CreateMultipart and the journal's write."""
     store = MemoryObjectStore()
